@@ -1,0 +1,162 @@
+// A fixed group of ranks that exchange whole messages. Backends: in-process and MPI (mpi.hpp).
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "skim/types.hpp"
+
+namespace skim {
+
+// Payload bytes of this rank since construction, as passed to the transport; the transport's own
+// headers are not counted.
+struct Traffic {
+  std::uint64_t sent_bytes = 0, received_bytes = 0;
+  std::uint64_t messages = 0;  // sent
+  std::uint64_t rounds = 0;    // dependent steps, as an alpha-beta model has them
+};
+
+// One message per rank, stored back to back; capacity is kept between calls.
+class MessageList {
+ public:
+  std::size_t size() const noexcept { return end_.size(); }
+  Bytes operator[](std::size_t rank) const noexcept {
+    const std::size_t begin = rank == 0 ? 0 : end_[rank - 1];
+    return Bytes(data_).subspan(begin, end_[rank] - begin);
+  }
+  void clear() noexcept {
+    data_.clear();
+    end_.clear();
+  }
+  // A new last message; the span is valid until the next append.
+  std::span<std::byte> append(std::size_t bytes) {
+    const std::size_t begin = data_.size();
+    data_.resize(begin + bytes);
+    end_.push_back(begin + bytes);
+    return std::span(data_).subspan(begin);
+  }
+
+ private:
+  std::vector<std::byte> data_;
+  std::vector<std::size_t> end_;
+};
+
+// Names a transfer that was started; wait() ends it. Never 0.
+using Ticket = std::uint64_t;
+
+// What an algorithm is doing, for messages about failures: "gtopk: merge 2 of 3".
+struct Phase {
+  const char* name = "";    // static storage
+  int step = 0, steps = 0;  // 0 of 0: the phase has no steps
+  std::string text() const;
+};
+
+struct CommOptions {
+  // How long one wait may take. Then: CommError.
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);
+  // If set, waits also end with a CommError once the steady clock (nanoseconds since its epoch)
+  // passes this: what a signal handler sets. Must outlive the communicator.
+  const std::atomic<std::int64_t>* deadline_ns = nullptr;
+};
+
+enum class DenseSum : std::uint8_t {
+  ring,    // reduce-scatter and all-gather over point-to-point: 2(P-1) rounds
+  vendor,  // the backend's own (MPI_Iallreduce), made bitwise equal; bytes by the ring's formula
+};
+
+// Point-to-point is matched by (peer, order). Collectives are written once, here, over
+// point-to-point, so bytes and rounds mean the same on every backend: all ranks call them in the
+// same order. A receiver learns the length of a message from the message. Empty messages are
+// allowed; messages may exceed 2^31 bytes. Not thread-safe: one communicating thread at a time.
+// Throws: CommError, also when a wait exceeds the timeout, naming peer and phase (then abort() and
+// discard the communicator); InvalidArgument (before anything is sent).
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+  const Traffic& traffic() const noexcept { return traffic_; }
+  // Nanoseconds of this group's clock: the steady clock.
+  virtual std::int64_t now_ns() const noexcept;
+
+  // Starts a transfer. message must stay alive, and a receiver's untouched (its storage is lent to
+  // the transfer), until wait() returns or throws a CommError, or abort().
+  Ticket isend(Bytes message, int to);
+  Ticket ireceive(std::vector<std::byte>& message, int from);  // overwrites message
+  // Ends it. Throws: CommError; InvalidArgument: not a ticket that is open.
+  void wait(Ticket ticket);
+
+  // Ends a dependent step of an algorithm over point-to-point, for Traffic::rounds. Algorithms call
+  // it once per step of their schedule on every rank, also on one that is idle in that step.
+  void end_round() noexcept { ++traffic_.rounds; }
+  // What this rank is doing now. Kept until the next call.
+  void set_phase(Phase phase) noexcept { phase_ = phase; }
+  const Phase& phase() const noexcept { return phase_; }
+
+  // Rounds and bytes per rank: docs/algorithms.md. All are the identity for one rank.
+  void barrier();
+  void broadcast(std::vector<std::byte>& message, int root);  // overwrites, except at root
+  void allgather(Bytes mine, MessageList& all);               // all[r] came from rank r
+  // Sum over the ranks, in place; bitwise equal on all ranks. `note`, at most a few hundred bytes,
+  // rides along, so that it costs no round with `ring`: notes[r] is rank r's.
+  void allreduce_sum(std::span<float> data, DenseSum how, Bytes note, MessageList& notes);
+
+  // Ranks of equal color >= 0, ordered by rank: the groups of a hierarchy. Collective. A ticket of
+  // this communicator must not be open.
+  virtual std::unique_ptr<Communicator> split(int color) = 0;
+  // Equal for ranks that share memory: the color of "inside a host". Not collective.
+  virtual int host() const noexcept = 0;
+
+  // Unblocks the peers, whose current and later waits then throw a CommError that names culprit and
+  // its phase. Never throws, never blocks.
+  virtual void abort(int culprit) noexcept = 0;
+
+ protected:
+  Communicator(int rank, int size) : rank_(rank), size_(size) {}
+
+ private:
+  // A backend implements these; arguments are already checked. Tickets are the backend's, never 0.
+  // do_wait returns the length of a message that was received, 0 for one that was sent.
+  virtual Ticket do_isend(Bytes message, int to) = 0;
+  virtual Ticket do_ireceive(std::vector<std::byte>& message, int from) = 0;
+  virtual std::size_t do_wait(Ticket ticket) = 0;
+  // Sums in place by the backend's own means, equal on all ranks or not; false: it has none.
+  virtual bool do_allreduce_sum(std::span<float>) { return false; }
+
+  void check_peer(const char* verb, int peer) const;
+  void gather_parts(Bytes mine);  // parts_[r], of every other rank r
+  void ring_sum(std::span<float> data, Bytes note, MessageList& notes);
+
+  int rank_;
+  int size_;
+  Traffic traffic_;
+  Phase phase_;
+  std::vector<std::byte> scratch_in_, scratch_out_;
+  std::vector<std::vector<std::byte>> parts_;  // one per rank
+};
+
+// A whole group in this process: element r is rank r's communicator, to be used by a thread of its
+// own. For tests, examples and single-machine runs. Throws: InvalidArgument if size < 1.
+std::vector<std::unique_ptr<Communicator>> make_in_process_group(int size,
+                                                                 const CommOptions& options = {});
+
+enum class Backend : std::uint8_t { in_process, mpi };
+// True if this build has the backend. It may still fail to start.
+bool is_available(Backend backend) noexcept;
+// Joins the group that this process was started in (for in_process: a group of one; for mpi:
+// MPI_COMM_WORLD). If MPI is not initialised, initialises it, and finalises it with the last of
+// this communicator and those split from it, unless one had an error. Collective. Throws:
+// InvalidArgument if !is_available(backend); CommError if it cannot start.
+std::unique_ptr<Communicator> connect(Backend backend, const CommOptions& options = {});
+
+}  // namespace skim

@@ -1,0 +1,64 @@
+// What can go wrong, in three families (docs/architecture.md, "Errors"):
+//   the caller's mistake   -> InvalidArgument, before any byte is sent
+//   the world's failure    -> CommError; the communicator must be discarded
+//   bad bytes on the wire  -> DecodeError, a value (codec.hpp); never an exception
+// A broken invariant of the library itself is SKIM_ASSERT (src/assert.hpp): debug builds only.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace skim {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The caller's mistake. Nothing has changed and nothing was sent.
+class InvalidArgument : public Error {
+ public:
+  using Error::Error;
+};
+
+// A peer, link, timeout or library (MPI) failed during communication. Other ranks may be blocked:
+// call Communicator::abort(), then rebuild the group and restart from a checkpoint.
+class CommError : public Error {
+ public:
+  CommError(const std::string& what, int peer, std::string phase, int native_code = 0)
+      : Error(what), peer_(peer), phase_(std::move(phase)), native_code_(native_code) {}
+  int peer() const noexcept { return peer_; }                   // rank that failed; -1: not known
+  const std::string& phase() const noexcept { return phase_; }  // e.g. "gtopk: merge 2 of 3"
+  int native_code() const noexcept { return native_code_; }     // e.g. MPI error class; 0 if none
+
+ private:
+  int peer_;
+  std::string phase_;
+  int native_code_;
+};
+
+// The gradient of a step held NaN or infinity, and ReducerOptions::non_finite says `raise`. Thrown
+// on every rank; the step has been rolled back and training may go on.
+class NonFiniteError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A saved state (residuals, a checkpoint) is damaged, foreign or of another version.
+class StateError : public Error {
+ public:
+  using Error::Error;
+};
+
+[[noreturn]] void throw_invalid(const char* condition, const char* file, int line,
+                                const std::string& why);
+
+}  // namespace skim
+
+// Precondition of a public function. Always on: these run once per call, not per element. `why` is
+// evaluated only on failure.
+#define SKIM_EXPECTS(cond, why)                                           \
+  do {                                                                    \
+    if (!(cond)) ::skim::throw_invalid(#cond, __FILE__, __LINE__, (why)); \
+  } while (false)

@@ -1,0 +1,148 @@
+// The words of the library: gradients dense and sparse, what to keep, what ranks tell each other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace skim {
+
+using Index = std::uint32_t;  // position in a dense gradient; dense length n < 2^32
+using Slot = std::uint32_t;   // names one bucket of parameters across steps
+using Bytes = std::span<const std::byte>;
+
+// Which bucket of which step. All randomness is seeded by this and the rank.
+struct StepId {
+  std::uint64_t step = 0;
+  Slot slot = 0;
+};
+
+// One parameter inside a bucket. Residuals are saved and loaded by this name.
+struct Segment {
+  std::string name;
+  std::size_t offset = 0, length = 0;  // in entries of the bucket
+};
+struct Bucket {
+  Slot slot = 0;
+  std::vector<Segment> parameters;  // together they cover [0, n) of the bucket without overlap
+};
+
+enum class Device : std::uint8_t { cpu, cuda };
+enum class DType : std::uint8_t { f32, f16, bf16 };
+
+// A gradient as the framework holds it, not owned.
+struct GradView {
+  void* data = nullptr;
+  std::size_t n = 0;
+  DType dtype = DType::f32;
+  float scale = 1.0F;  // loss scale, finite and > 0: the true gradient is data / scale
+  Device device = Device::cpu;
+  int ordinal = 0;         // of the CUDA device
+  void* stream = nullptr;  // cudaStream_t that data is ready on
+
+  GradView() = default;
+  GradView(std::span<float> s) : data(s.data()), n(s.size()) {}  // NOLINT: implicit on purpose
+
+  // The entries of a float32 gradient on the CPU. Throws: InvalidArgument for any other.
+  std::span<float> f32() const;
+};
+
+// A residual: float32, on the gradient's device, not owned.
+struct DenseView {
+  float* data = nullptr;
+  std::size_t n = 0;
+  Device device = Device::cpu;
+
+  DenseView() = default;
+  DenseView(std::span<float> s) : data(s.data()), n(s.size()) {}  // NOLINT: implicit on purpose
+  bool empty() const noexcept { return n == 0; }
+  std::span<float> span() const noexcept { return {data, n}; }
+};
+
+// What to keep of one bucket in one step; equal on all ranks.
+struct Keep {
+  std::size_t k = 0;       // entries per rank; with a threshold, at most this many
+  float threshold = 0.0F;  // if > 0: only entries at least this large
+  std::size_t k_down = 0;  // entries of the result, where the exchange compresses it too; 0: k
+};
+
+// A sparse gradient, not owned: entry e means dense[index[e]] == value[e].
+//
+// Canonical form, required at every module boundary (see is_canonical):
+//   index.size() == value.size();  index strictly ascending;  index.back() < dim.
+// Structure-of-arrays, so values are summed with SIMD and indices are delta-coded.
+struct SparseView {
+  std::span<const Index> index;
+  std::span<const float> value;
+  std::size_t dim = 0;  // n, length of the dense gradient
+
+  std::size_t nnz() const noexcept { return index.size(); }
+};
+
+// The owning form. Capacity survives reset(), so a warm training step allocates nothing.
+class SparseBuffer {
+ public:
+  // Becomes empty, with dense length dim.
+  void reset(std::size_t dim) noexcept {
+    index_.clear();
+    value_.clear();
+    dim_ = dim;
+  }
+  // Requires: i greater than every index so far, and i < dim.
+  void append(Index i, float v) {
+    index_.push_back(i);
+    value_.push_back(v);
+  }
+  void reserve(std::size_t nnz) {
+    index_.reserve(nnz);
+    value_.reserve(nnz);
+  }
+  // Becomes nnz entries long; new ones are zero and not yet canonical: for kernels that write
+  // through indices() and values(). Requires: canonical again before anyone else reads it.
+  void resize(std::size_t nnz) {
+    index_.resize(nnz);
+    value_.resize(nnz);
+  }
+  void assign(const SparseView& s);
+
+  std::size_t nnz() const noexcept { return index_.size(); }
+  SparseView view() const noexcept { return {index_, value_, dim_}; }
+  std::span<Index> indices() noexcept { return index_; }
+  std::span<float> values() noexcept { return value_; }
+
+ private:
+  std::vector<Index> index_;
+  std::vector<float> value_;
+  std::size_t dim_ = 0;
+};
+
+// What ranks tell each other in the headers of their frames, so that schedules and the decision
+// about non-finite gradients cost no round. In, this rank's; out, the group's, bitwise equal
+// everywhere.
+struct GroupStats {
+  double gradient_norm2 = 0.0;     // sum of |g|^2
+  double accumulated_norm2 = 0.0;  // sum of |residual + g|^2
+  double sent_norm2 = 0.0;         // sum of |selected|^2
+  std::uint64_t sent_bytes = 0;    // maximum: by the busiest rank, up to the last step
+  std::uint32_t non_finite = 0;    // sum, saturating: entries of g that were NaN or infinite
+  std::uint32_t signals = 0;       // union: bits that a caller raised (Reducer::raise_signal)
+};
+// Thread: any. Not associative in floating point: combine in rank order, or on one rank only.
+void combine(GroupStats& into, const GroupStats& other) noexcept;
+
+// Cost: O(nnz). For tests, decoders and debug assertions.
+bool is_canonical(const SparseView& s) noexcept;
+
+// out = parts[0] + parts[1] + ... , added in that order for every index, so equal inputs give
+// bitwise equal sums on every rank. An index stays in the union even where its values cancel to 0.
+// Requires: equal dims; out not aliased by a part. Cost: O(total nnz * log(parts)), no allocation
+// once out is warm and parts <= 64. Throws: InvalidArgument if dims differ or parts is empty.
+void sum(std::span<const SparseView> parts, SparseBuffer& out);
+
+// dense = 0, then dense[index] = factor * value. Requires: dense is float32 on the CPU.
+// Cost: O(n). Throws: InvalidArgument if dense.n != s.dim.
+void scatter(const SparseView& s, float factor, GradView dense);
+
+}  // namespace skim

@@ -1,0 +1,166 @@
+// Frames: header, checksum, bounded decode. The layout is docs/wire-format.md.
+#include <array>
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "assert.hpp"
+#include "codec/codes.hpp"
+#include "skim/codec.hpp"
+#include "skim/error.hpp"
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace skim {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "frames are little-endian");
+
+constexpr std::uint16_t kFrameMagic = 0x4b53;  // "SK"
+constexpr std::uint8_t kHasStats = 1;
+
+struct Header {
+  std::uint16_t magic;
+  std::uint8_t version, flags, index_code, value_code;
+  std::uint16_t reserved;  // 0
+  std::uint32_t dim, nnz;
+  std::uint64_t checksum;  // XXH3-64 of the frame with this field 0
+};
+static_assert(sizeof(Header) == kFrameHeaderBytes && std::is_trivially_copyable_v<Header>);
+
+std::uint64_t checksum(Header header, Bytes rest) {
+  header.checksum = 0;
+  const std::uint64_t seed = XXH3_64bits(&header, sizeof header);
+  return XXH3_64bits_withSeed(rest.data(), rest.size(), seed);
+}
+
+bool known(IndexCode c) { return c == IndexCode::raw32; }
+bool known(ValueCode c) { return c == ValueCode::f32; }
+
+}  // namespace
+
+std::string_view to_string(DecodeError e) noexcept {
+  switch (e) {
+    case DecodeError::none:
+      return "no error";
+    case DecodeError::truncated:
+      return "truncated frame";
+    case DecodeError::bad_magic:
+      return "not a frame";
+    case DecodeError::unsupported_version:
+      return "frame of another version";
+    case DecodeError::unsupported_code:
+      return "unknown index code, value code or flag";
+    case DecodeError::bad_index:
+      return "indices not ascending or out of range";
+    case DecodeError::bad_length:
+      return "another dense length, or more entries than that";
+    case DecodeError::bad_checksum:
+      return "checksum does not fit";
+  }
+  return "unknown error";
+}
+
+Codec::Codec(CodecOptions options) : options_(options) {
+  SKIM_EXPECTS(known(options.index), "codec: unknown index code");
+  SKIM_EXPECTS(known(options.value), "codec: unknown value code");
+}
+
+void Codec::quantize(SparseBuffer&, StepId, int) const noexcept {}  // f32 is exact
+
+std::size_t Codec::max_encoded_bytes(std::size_t nnz, std::size_t) const noexcept {
+  return kFrameHeaderBytes + kFrameStatsBytes + codes::raw32_bytes(nnz) + codes::f32_bytes(nnz);
+}
+
+void encode_stats(const GroupStats& s, std::span<std::byte, kFrameStatsBytes> out) noexcept {
+  const std::array<double, 3> norms{s.gradient_norm2, s.accumulated_norm2, s.sent_norm2};
+  std::memcpy(out.data(), norms.data(), 24);
+  std::memcpy(out.data() + 24, &s.sent_bytes, 8);
+  std::memcpy(out.data() + 32, &s.non_finite, 4);
+  std::memcpy(out.data() + 36, &s.signals, 4);
+}
+
+GroupStats decode_stats(std::span<const std::byte, kFrameStatsBytes> in) noexcept {
+  std::array<double, 3> norms{};
+  GroupStats s;
+  std::memcpy(norms.data(), in.data(), 24);
+  std::memcpy(&s.sent_bytes, in.data() + 24, 8);
+  std::memcpy(&s.non_finite, in.data() + 32, 4);
+  std::memcpy(&s.signals, in.data() + 36, 4);
+  s.gradient_norm2 = norms[0];
+  s.accumulated_norm2 = norms[1];
+  s.sent_norm2 = norms[2];
+  return s;
+}
+
+std::size_t Codec::encode(const SparseView& s, const GroupStats* stats,
+                          std::vector<std::byte>& out) const {
+  SKIM_ASSERT(is_canonical(s));
+  SKIM_EXPECTS(s.dim <= std::numeric_limits<Index>::max(), "codec: dim must be < 2^32");
+  const std::size_t begin = out.size();
+  const std::size_t stats_bytes = stats != nullptr ? kFrameStatsBytes : 0;
+  const std::size_t length =
+      kFrameHeaderBytes + stats_bytes + codes::raw32_bytes(s.nnz()) + codes::f32_bytes(s.nnz());
+  out.resize(begin + length);
+  const std::span<std::byte> frame = std::span(out).subspan(begin);
+
+  std::span<std::byte> rest = frame.subspan(kFrameHeaderBytes);
+  if (stats != nullptr) {
+    encode_stats(*stats, rest.first<kFrameStatsBytes>());
+    rest = rest.subspan(kFrameStatsBytes);
+  }
+  codes::put_raw32(s.index, rest.first(codes::raw32_bytes(s.nnz())));
+  codes::put_f32(s.value, rest.subspan(codes::raw32_bytes(s.nnz())));
+
+  Header header{.magic = kFrameMagic,
+                .version = kFrameVersion,
+                .flags = stats != nullptr ? kHasStats : std::uint8_t{0},
+                .index_code = static_cast<std::uint8_t>(options_.index),
+                .value_code = static_cast<std::uint8_t>(options_.value),
+                .reserved = 0,
+                .dim = static_cast<std::uint32_t>(s.dim),
+                .nnz = static_cast<std::uint32_t>(s.nnz()),
+                .checksum = 0};
+  header.checksum = checksum(header, frame.subspan(kFrameHeaderBytes));
+  std::memcpy(frame.data(), &header, sizeof header);
+  return length;
+}
+
+DecodeResult Codec::decode(Bytes in, std::size_t expected_dim, SparseBuffer& out,
+                           GroupStats* stats) const {
+  out.reset(expected_dim);
+  const auto refuse = [&](DecodeError e) {
+    out.reset(expected_dim);
+    return DecodeResult{.error = e};
+  };
+  if (in.size() < kFrameHeaderBytes) return refuse(DecodeError::truncated);
+  Header header;
+  std::memcpy(&header, in.data(), sizeof header);
+  if (header.magic != kFrameMagic) return refuse(DecodeError::bad_magic);
+  if (header.version != kFrameVersion) return refuse(DecodeError::unsupported_version);
+  if ((header.flags & ~kHasStats) != 0 || header.reserved != 0 ||
+      !known(static_cast<IndexCode>(header.index_code)) ||
+      !known(static_cast<ValueCode>(header.value_code))) {
+    return refuse(DecodeError::unsupported_code);
+  }
+  if (header.dim != expected_dim || header.nnz > header.dim) return refuse(DecodeError::bad_length);
+
+  const bool has_stats = (header.flags & kHasStats) != 0;
+  const std::size_t index_at = kFrameHeaderBytes + (has_stats ? kFrameStatsBytes : 0);
+  const std::size_t value_at = index_at + codes::raw32_bytes(header.nnz);
+  const std::size_t length = value_at + codes::f32_bytes(header.nnz);
+  if (in.size() < length) return refuse(DecodeError::truncated);
+  if (checksum(header, in.first(length).subspan(kFrameHeaderBytes)) != header.checksum) {
+    return refuse(DecodeError::bad_checksum);
+  }
+  out.resize(header.nnz);  // bounded by in.size() above
+  codes::get_raw32(in.subspan(index_at), out.indices());
+  codes::get_f32(in.subspan(value_at), out.values());
+  if (!is_canonical(out.view())) return refuse(DecodeError::bad_index);
+  if (has_stats && stats != nullptr) {
+    *stats = decode_stats(in.subspan(kFrameHeaderBytes).first<kFrameStatsBytes>());
+  }
+  return {.error = DecodeError::none, .bytes_read = length};
+}
+
+}  // namespace skim

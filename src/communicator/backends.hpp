@@ -1,0 +1,151 @@
+// Internal: what every backend defines, and what the backends share (tickets, the end of a wait,
+// the word of an abort), so that failures read alike on all of them.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "assert.hpp"
+#include "skim/communicator.hpp"
+#include "skim/error.hpp"
+
+namespace skim {
+
+// Defined by mpi.cpp and by its twin no_mpi.cpp.
+bool mpi_is_available() noexcept;
+std::unique_ptr<Communicator> connect_mpi(const CommOptions& options);
+
+// Throws: InvalidArgument.
+void check_options(const CommOptions& options);
+
+// Transfers that are open, by ticket. Storage is reused and addresses are stable, so a warm step
+// allocates nothing. A ticket is (use of the entry, place + 1): one that was closed is not found,
+// also when its entry is in use again.
+template <class T>
+class TicketTable {
+ public:
+  struct Opened {
+    Ticket ticket;
+    T& value;
+  };
+
+  // The value is as its last user left it.
+  Opened open() {
+    if (free_.empty()) {
+      free_.reserve(entries_.size() + 1);  // close() must not throw
+      entries_.emplace_back();
+      free_.push_back(static_cast<std::uint32_t>(entries_.size() - 1));
+    }
+    const std::uint32_t place = free_.back();
+    free_.pop_back();
+    Entry& e = entries_[place];
+    e.open = true;
+    ++e.use;
+    return {(static_cast<Ticket>(e.use) << 32U) | (place + 1U), e.value};
+  }
+  // Null: not open.
+  T* find(Ticket ticket) noexcept {
+    const auto place = (ticket & 0xffffffffU) - 1;  // wraps for ticket 0
+    if (place >= entries_.size()) return nullptr;
+    Entry& e = entries_[place];
+    return e.open && e.use == ticket >> 32U ? &e.value : nullptr;
+  }
+  void close(Ticket ticket) noexcept {
+    SKIM_ASSERT(find(ticket) != nullptr);
+    const auto place = static_cast<std::uint32_t>(ticket & 0xffffffffU) - 1;
+    entries_[place].open = false;
+    free_.push_back(place);
+  }
+  void close_all() noexcept {
+    for (std::uint32_t place = 0; place < entries_.size(); ++place) {
+      if (!entries_[place].open) continue;
+      entries_[place].open = false;
+      free_.push_back(place);
+    }
+  }
+  bool empty() const noexcept { return free_.size() == entries_.size(); }
+  template <class F>
+  void for_each(F&& f) {
+    for (Entry& e : entries_) {
+      if (e.open) f(e.value);
+    }
+  }
+
+ private:
+  struct Entry {
+    T value{};
+    std::uint32_t use = 0;
+    bool open = false;
+  };
+  std::deque<Entry> entries_;
+  std::vector<std::uint32_t> free_;
+};
+
+// First in, first out, linked through T::next: no allocation.
+template <class T>
+struct Queue {
+  T* first = nullptr;
+  T* last = nullptr;
+
+  void push(T& t) noexcept {
+    t.next = nullptr;
+    (first == nullptr ? first : last->next) = &t;
+    last = &t;
+  }
+  T& pop() noexcept {
+    T& t = *first;
+    first = t.next;
+    return t;
+  }
+  void remove(const T& t) noexcept {
+    T* before = nullptr;
+    for (T* at = first; at != nullptr; before = at, at = at->next) {
+      if (at != &t) continue;
+      (before == nullptr ? first : before->next) = at->next;
+      if (last == at) last = before;
+      return;
+    }
+  }
+};
+
+// When one wait must end.
+class WaitLimit {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit WaitLimit(const CommOptions& options) noexcept;
+  bool over() const noexcept;
+  // When a sleeper must look again: a deadline may be set by a signal handler, which can wake
+  // nobody.
+  Clock::time_point next_look() const noexcept;
+  // Of a wait that is over. `what` did not happen: "no message from rank 2".
+  CommError error(int rank, const std::string& what, int peer, const Phase& phase) const;
+
+ private:
+  const std::atomic<std::int64_t>* deadline_ns_;
+  Clock::time_point start_, end_;
+};
+
+// What an aborting rank tells its peers. Of fixed size: making one allocates nothing, and MPI sends
+// it at once.
+struct AbortWord {
+  std::int32_t culprit = -1;  // rank in the group that all others were split from; -1: not known
+  std::array<char, 124> phase{};  // of the rank that aborts; cut to fit, zero at the end
+};
+static_assert(std::is_trivially_copyable_v<AbortWord>);
+AbortWord make_abort_word(int culprit, const Phase& phase) noexcept;
+
+// root_ranks[r]: what rank r is called in the group that this one was split from.
+CommError aborted_error(int rank, const std::vector<int>& root_ranks, const AbortWord& word,
+                        const Phase& phase);
+
+// " in 'gtopk: merge 1 of 2'", or nothing.
+std::string in_phase(const std::string& phase);
+
+}  // namespace skim

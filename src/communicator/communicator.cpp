@@ -1,0 +1,390 @@
+// What all backends share: argument checks, traffic counting, and the collectives, written once
+// over point-to-point.
+#define XXH_INLINE_ALL
+#include "skim/communicator.hpp"
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "communicator/backends.hpp"
+
+namespace skim {
+namespace {
+
+// No wait lasts a year; what is longer would overflow the clock.
+constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
+// How late a deadline may be noticed by a rank that sleeps.
+constexpr std::chrono::milliseconds kDeadlineLook{20};
+
+std::int64_t since_epoch_ns(WaitLimit::Clock::time_point t) noexcept {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(t.time_since_epoch()).count();
+}
+
+int log2_ceil(int x) noexcept {
+  int rounds = 0;
+  for (int reached = 1; reached < x; reached *= 2) ++rounds;
+  return rounds;
+}
+
+// r modulo the group's size, for r >= -size.
+int wrap(int r, int size) noexcept { return (r + size) % size; }
+
+// Chunk c of P that a ring sum splits n entries into; lengths differ by at most one.
+struct Range {
+  std::size_t begin, length;
+};
+Range chunk(std::size_t n, int c, int size) noexcept {
+  const auto at = static_cast<std::size_t>(c);
+  const auto p = static_cast<std::size_t>(size);
+  const std::size_t begin = n * at / p;
+  return {begin, n * (at + 1) / p - begin};
+}
+
+// into += message, which holds as many floats. memcpy because bytes from a transport are no float
+// objects; it compiles to plain vector loads.
+void add(Bytes message, std::span<float> into) noexcept {
+  const std::byte* from = message.data();
+  float* to = into.data();
+  const std::size_t n = into.size();
+  for (std::size_t i = 0; i < n; ++i) {
+    float x;
+    std::memcpy(&x, from + i * sizeof(float), sizeof(float));
+    to[i] += x;
+  }
+}
+
+void copy(Bytes from, std::span<float> to) noexcept {
+  if (!from.empty()) std::memcpy(to.data(), from.data(), from.size());
+}
+
+void append(MessageList& list, Bytes message) {
+  std::ranges::copy(message, list.append(message.size()).begin());
+}
+
+// One step of a schedule in which this rank sends one message and receives one. Both are started
+// before either is waited for: blocking sends around a ring would wait for one another.
+void shift(Communicator& comm, Bytes out, int to, std::vector<std::byte>& in, int from) {
+  const Ticket sending = comm.isend(out, to);
+  const Ticket receiving = comm.ireceive(in, from);
+  comm.wait(receiving);
+  comm.wait(sending);
+}
+
+void expect_length(const Communicator& comm, bool good, std::size_t got, const char* relation,
+                   std::size_t expected, int from) {
+  if (good) return;
+  const std::string phase = comm.phase().text();
+  throw CommError("rank " + std::to_string(comm.rank()) + ": message of " + std::to_string(got) +
+                      " bytes from rank " + std::to_string(from) + ", expected " + relation +
+                      std::to_string(expected) + in_phase(phase),
+                  from, phase);
+}
+
+// Names a collective in messages about failures, if the caller has named nothing. After an error
+// the name stays, because abort() tells it to the peers.
+class CollectivePhase {
+ public:
+  CollectivePhase(Communicator& comm, const char* name, int rounds)
+      : comm_(comm),
+        unnamed_(*comm.phase().name == '\0'),
+        exceptions_(std::uncaught_exceptions()),
+        phase_{name, rounds > 0 ? 1 : 0, rounds} {
+    if (unnamed_) comm_.set_phase(phase_);
+  }
+  ~CollectivePhase() {
+    if (unnamed_ && std::uncaught_exceptions() == exceptions_) comm_.set_phase({});
+  }
+  CollectivePhase(const CollectivePhase&) = delete;
+  CollectivePhase& operator=(const CollectivePhase&) = delete;
+
+  void end_round() noexcept {
+    comm_.end_round();
+    if (unnamed_ && phase_.step < phase_.steps) {
+      ++phase_.step;
+      comm_.set_phase(phase_);
+    }
+  }
+
+ private:
+  Communicator& comm_;
+  bool unnamed_;
+  int exceptions_;
+  Phase phase_;
+};
+
+}  // namespace
+
+std::string Phase::text() const {
+  std::string text = name;
+  if (steps > 0) text += ' ' + std::to_string(step) + " of " + std::to_string(steps);
+  return text;
+}
+
+// ---- shared by the backends: backends.hpp
+
+void check_options(const CommOptions& options) {
+  SKIM_EXPECTS(options.timeout.count() > 0, "communicator: timeout must be > 0 ms (timeout=" +
+                                                std::to_string(options.timeout.count()) + " ms)");
+}
+
+WaitLimit::WaitLimit(const CommOptions& options) noexcept
+    : deadline_ns_(options.deadline_ns),
+      start_(Clock::now()),
+      end_(start_ + std::min(options.timeout, kLongestTimeout)) {}
+
+bool WaitLimit::over() const noexcept {
+  const auto now = Clock::now();
+  return now >= end_ || (deadline_ns_ != nullptr && since_epoch_ns(now) > *deadline_ns_);
+}
+
+WaitLimit::Clock::time_point WaitLimit::next_look() const noexcept {
+  return deadline_ns_ == nullptr ? end_ : std::min(end_, Clock::now() + kDeadlineLook);
+}
+
+CommError WaitLimit::error(int rank, const std::string& what, int peer, const Phase& phase) const {
+  const auto now = Clock::now();
+  const double seconds = std::chrono::duration<double>(now - start_).count();
+  std::array<char, 32> waited{};
+  std::snprintf(waited.data(), waited.size(), seconds < 1.0 ? "%.3f s" : "%.1f s", seconds);
+  const std::string text = phase.text();
+  std::string line = "rank " + std::to_string(rank) + ": " + what;
+  if (now >= end_) {
+    line.append(" within ").append(waited.data());
+  } else {
+    line.append(" by the deadline, after ").append(waited.data());
+  }
+  return {line + in_phase(text), peer, text};
+}
+
+AbortWord make_abort_word(int culprit, const Phase& phase) noexcept {
+  AbortWord word;
+  word.culprit = culprit;
+  if (phase.steps > 0) {
+    std::snprintf(word.phase.data(), word.phase.size(), "%s %d of %d", phase.name, phase.step,
+                  phase.steps);
+  } else {
+    std::snprintf(word.phase.data(), word.phase.size(), "%s", phase.name);
+  }
+  return word;
+}
+
+CommError aborted_error(int rank, const std::vector<int>& root_ranks, const AbortWord& word,
+                        const Phase& phase) {
+  const auto at = std::ranges::find(root_ranks, word.culprit);
+  const int culprit = at == root_ranks.end() ? -1 : static_cast<int>(at - root_ranks.begin());
+  std::string who = "an unknown rank";
+  if (culprit >= 0) {
+    who = "rank " + std::to_string(culprit);
+  } else if (word.culprit >= 0) {
+    who = "rank " + std::to_string(word.culprit) + " of the whole group";
+  }
+  const std::string there = word.phase.data();
+  const std::string here = phase.text();
+  std::string line = "rank " + std::to_string(rank) + ": the group was aborted because of " + who +
+                     in_phase(there);
+  if (!here.empty()) line += "; this rank was" + in_phase(here);
+  return {line, culprit, there};
+}
+
+std::string in_phase(const std::string& phase) {
+  return phase.empty() ? "" : " in '" + phase + "'";
+}
+
+// ---- point-to-point
+
+std::int64_t Communicator::now_ns() const noexcept {
+  return since_epoch_ns(std::chrono::steady_clock::now());
+}
+
+void Communicator::check_peer(const char* verb, int peer) const {
+  SKIM_EXPECTS(0 <= peer && peer < size_ && peer != rank_,
+               std::string("communicator: ") + verb +
+                   " needs another rank of the group (peer=" + std::to_string(peer) +
+                   ", rank=" + std::to_string(rank_) + ", size=" + std::to_string(size_) + ")");
+}
+
+Ticket Communicator::isend(Bytes message, int to) {
+  check_peer("isend", to);
+  const Ticket ticket = do_isend(message, to);
+  traffic_.sent_bytes += message.size();
+  ++traffic_.messages;
+  return ticket;
+}
+
+Ticket Communicator::ireceive(std::vector<std::byte>& message, int from) {
+  check_peer("ireceive", from);
+  return do_ireceive(message, from);
+}
+
+void Communicator::wait(Ticket ticket) { traffic_.received_bytes += do_wait(ticket); }
+
+// ---- collectives
+
+// Dissemination: after round i this rank has heard, directly or not, from the 2^(i+1) ranks that
+// end with itself; so after ceil(log2 P) rounds from all.
+void Communicator::barrier() {
+  CollectivePhase phase(*this, "barrier", log2_ceil(size_));
+  for (int distance = 1; distance < size_; distance *= 2) {
+    const int from = wrap(rank_ - distance, size_);
+    shift(*this, {}, wrap(rank_ + distance, size_), scratch_in_, from);
+    expect_length(*this, scratch_in_.empty(), scratch_in_.size(), "", 0, from);
+    phase.end_round();
+  }
+}
+
+// Binomial tree over ranks counted from root: in round i those below 2^i, which have the message,
+// send it 2^i ranks on.
+void Communicator::broadcast(std::vector<std::byte>& message, int root) {
+  SKIM_EXPECTS(0 <= root && root < size_,
+               "communicator: root must be a rank of the group (root=" + std::to_string(root) +
+                   ", size=" + std::to_string(size_) + ")");
+  CollectivePhase phase(*this, "broadcast", log2_ceil(size_));
+  const int from_root = wrap(rank_ - root, size_);
+  for (int have = 1; have < size_; have *= 2) {
+    if (from_root < have && from_root + have < size_) {
+      wait(isend(message, (rank_ + have) % size_));
+    } else if (have <= from_root && from_root < 2 * have) {
+      wait(ireceive(message, wrap(rank_ - have, size_)));
+    }
+    phase.end_round();
+  }
+}
+
+// Ring: in round s this rank passes on what came in round s-1, which is rank (r - s)'s.
+void Communicator::gather_parts(Bytes mine) {
+  parts_.resize(static_cast<std::size_t>(size_));
+  CollectivePhase phase(*this, "all-gather", size_ - 1);
+  const auto part = [&](int back) -> std::vector<std::byte>& {
+    return parts_[static_cast<std::size_t>(wrap(rank_ - back, size_))];
+  };
+  for (int s = 0; s + 1 < size_; ++s) {
+    shift(*this, s == 0 ? mine : Bytes(part(s)), wrap(rank_ + 1, size_), part(s + 1),
+          wrap(rank_ - 1, size_));
+    phase.end_round();
+  }
+}
+
+void Communicator::allgather(Bytes mine, MessageList& all) {
+  gather_parts(mine);
+  all.clear();
+  for (int r = 0; r < size_; ++r) {
+    append(all, r == rank_ ? mine : Bytes(parts_[static_cast<std::size_t>(r)]));
+  }
+}
+
+void Communicator::allreduce_sum(std::span<float> data, DenseSum how, Bytes note,
+                                 MessageList& notes) {
+  if (size_ == 1) {
+    notes.clear();
+    append(notes, note);
+    return;
+  }
+  if (how == DenseSum::ring || !do_allreduce_sum(data)) {
+    ring_sum(data, note, notes);
+    return;
+  }
+
+  // The formula of ring_sum: a vendor's real traffic is not known.
+  const auto length = [&](int c) { return chunk(data.size(), wrap(c, size_), size_).length; };
+  const std::size_t both_ways = 2 * data.size() - length(rank_);
+  traffic_.sent_bytes += sizeof(float) * (both_ways - length(rank_ + 1));
+  traffic_.received_bytes += sizeof(float) * (both_ways - length(rank_ - 1));
+  traffic_.messages += 2 * static_cast<std::uint64_t>(size_ - 1);
+  traffic_.rounds += 2 * static_cast<std::uint64_t>(size_ - 1);
+
+  // MPI does not promise equal bits on all ranks (MPI 4.0, 6.9.1: "strongly recommended"), so
+  // compare.
+  const std::uint64_t hash = XXH3_64bits(data.data(), data.size_bytes());
+  scratch_out_.resize(sizeof(hash) + note.size());
+  std::memcpy(scratch_out_.data(), &hash, sizeof(hash));
+  std::ranges::copy(note, scratch_out_.begin() + sizeof(hash));
+  gather_parts(scratch_out_);
+  bool equal = true;
+  notes.clear();
+  for (int r = 0; r < size_; ++r) {
+    const Bytes part = r == rank_ ? scratch_out_ : parts_[static_cast<std::size_t>(r)];
+    expect_length(*this, part.size() >= sizeof(hash), part.size(), "at least ", sizeof(hash), r);
+    equal = equal && std::memcmp(part.data(), scratch_out_.data(), sizeof(hash)) == 0;
+    append(notes, part.subspan(sizeof(hash)));
+  }
+  // Every rank has compared all hashes with its own, so all come to the same conclusion.
+  if (equal) return;
+  const Bytes result = std::as_bytes(data);
+  scratch_out_.assign(result.begin(), result.end());
+  broadcast(scratch_out_, 0);
+  expect_length(*this, scratch_out_.size() == result.size(), scratch_out_.size(), "", result.size(),
+                0);
+  copy(scratch_out_, data);
+}
+
+// Ring all-reduce (Patarasuk and Yuan, 2009). Data is cut into P chunks. Reduce-scatter: chunk c
+// sets out at rank c + 1 and collects every rank's part on its way round to rank c. All-gather:
+// from there the finished chunk goes round once more, with rank c's note behind it. One chain adds
+// up a chunk and all others copy, hence equal bits everywhere.
+void Communicator::ring_sum(std::span<float> data, Bytes note, MessageList& notes) {
+  CollectivePhase phase(*this, "ring sum", 2 * (size_ - 1));
+  const int right = wrap(rank_ + 1, size_);
+  const int left = wrap(rank_ - 1, size_);
+  const auto chunk_of = [&](int back) {
+    const Range at = chunk(data.size(), wrap(rank_ - back, size_), size_);
+    return data.subspan(at.begin, at.length);
+  };
+
+  for (int s = 1; s < size_; ++s) {
+    const std::span<float> into = chunk_of(s + 1);
+    shift(*this, std::as_bytes(chunk_of(s)), right, scratch_in_, left);
+    expect_length(*this, scratch_in_.size() == into.size_bytes(), scratch_in_.size(), "",
+                  into.size_bytes(), left);
+    add(scratch_in_, into);
+    phase.end_round();
+  }
+
+  parts_.resize(static_cast<std::size_t>(size_));  // the notes
+  const Bytes finished = std::as_bytes(chunk_of(0));
+  scratch_out_.resize(finished.size() + note.size());
+  std::ranges::copy(note, std::ranges::copy(finished, scratch_out_.begin()).out);
+  for (int s = 1; s < size_; ++s) {
+    const std::span<float> into = chunk_of(s);
+    shift(*this, scratch_out_, right, scratch_in_, left);
+    expect_length(*this, scratch_in_.size() >= into.size_bytes(), scratch_in_.size(), "at least ",
+                  into.size_bytes(), left);
+    copy(Bytes(scratch_in_).first(into.size_bytes()), into);
+    const Bytes its_note = Bytes(scratch_in_).subspan(into.size_bytes());
+    parts_[static_cast<std::size_t>(wrap(rank_ - s, size_))].assign(its_note.begin(),
+                                                                    its_note.end());
+    std::swap(scratch_in_, scratch_out_);  // goes on as it came
+    phase.end_round();
+  }
+  notes.clear();
+  for (int r = 0; r < size_; ++r) {
+    append(notes, r == rank_ ? note : Bytes(parts_[static_cast<std::size_t>(r)]));
+  }
+}
+
+// ---- backends
+
+bool is_available(Backend backend) noexcept {
+  switch (backend) {
+    case Backend::in_process:
+      return true;
+    case Backend::mpi:
+      return mpi_is_available();
+  }
+  return false;
+}
+
+std::unique_ptr<Communicator> connect(Backend backend, const CommOptions& options) {
+  SKIM_EXPECTS(is_available(backend),
+               "communicator: this build does not have the backend (number " +
+                   std::to_string(static_cast<int>(backend)) + ")");
+  check_options(options);
+  if (backend == Backend::mpi) return connect_mpi(options);
+  return std::move(make_in_process_group(1, options).front());
+}
+
+}  // namespace skim

@@ -1,0 +1,284 @@
+// Ranks as threads of this process. A transfer ends when its counterpart is started: whichever of
+// isend and ireceive comes second copies the message, once, from the sender's memory. So a wait
+// only sleeps; it never has work of others to do.
+#include <algorithm>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <utility>
+
+#include "communicator/backends.hpp"
+
+namespace skim {
+namespace {
+
+struct Transfer {
+  // posted -> copying -> done or failed. Only the thread that copies leaves `copying`, and it does
+  // so soon: whoever needs the transfer gone may wait for that.
+  enum class State : std::uint8_t { posted, copying, done, failed };
+  State state = State::posted;
+  bool receiving = false;
+  int peer = 0;
+  Bytes out;  // of a sender
+  // Of a receiver: the storage of its message between ireceive and wait. The peer's thread writes
+  // here, never to the caller's vector, which may be gone after an error.
+  std::vector<std::byte> in;
+  std::vector<std::byte>* message = nullptr;
+  Transfer* next = nullptr;
+};
+
+// Of one ordered pair of ranks: transfers whose counterpart has not been started. All are sends, or
+// all are receives.
+using Mailbox = Queue<Transfer>;
+
+// One per make_in_process_group, shared by all groups split from it: an abort of one reaches all.
+struct Root {
+  explicit Root(int size) : wake(static_cast<std::size_t>(size)) {}
+
+  std::mutex mutex;  // guards this, every Group and every Transfer, but not the bytes being copied
+  std::vector<std::condition_variable> wake;  // [rank in the root group]
+  std::optional<AbortWord> aborted;
+};
+
+struct Group {
+  Group(std::shared_ptr<Root> of, std::vector<int> ranks)
+      : root(std::move(of)),
+        root_ranks(std::move(ranks)),
+        boxes(root_ranks.size() * root_ranks.size()),
+        color(root_ranks.size(), -1),
+        part(root_ranks.size()) {}
+
+  std::size_t size() const noexcept { return root_ranks.size(); }
+  Mailbox& box(int from, int to) noexcept {
+    return boxes[static_cast<std::size_t>(from) * size() + static_cast<std::size_t>(to)];
+  }
+
+  const std::shared_ptr<Root> root;
+  const std::vector<int> root_ranks;  // [rank]
+  std::vector<Mailbox> boxes;
+
+  // A split that has begun: the last rank to arrive makes the parts.
+  std::vector<int> color;  // [rank]; -1: has not arrived
+  std::size_t arrived = 0;
+  std::vector<std::pair<std::shared_ptr<Group>, int>> part;  // [rank]: its new group, rank there
+};
+
+class InProcessCommunicator final : public Communicator {
+ public:
+  InProcessCommunicator(std::shared_ptr<Group> group, int rank, const CommOptions& options)
+      : Communicator(rank, static_cast<int>(group->size())),
+        group_(std::move(group)),
+        root_(*group_->root),
+        options_(options) {}
+
+  ~InProcessCommunicator() override {
+    std::unique_lock lock(root_.mutex);
+    withdraw_all(lock);
+  }
+
+  std::unique_ptr<Communicator> split(int color) override;
+  int host() const noexcept override { return 0; }
+
+  void abort(int culprit) noexcept override {
+    const bool known = 0 <= culprit && culprit < size();
+    std::unique_lock lock(root_.mutex);
+    if (!root_.aborted) {  // the first word is nearest to the cause
+      root_.aborted = make_abort_word(
+          known ? group_->root_ranks[static_cast<std::size_t>(culprit)] : -1, phase());
+      for (auto& wake : root_.wake) wake.notify_all();
+    }
+    withdraw_all(lock);
+  }
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  Ticket do_isend(Bytes message, int to) override {
+    Lock lock(root_.mutex);
+    check_alive();
+    const auto [ticket, transfer] = transfers_.open();
+    transfer.receiving = false;
+    transfer.peer = to;
+    transfer.out = message;
+    meet(transfer, lock);
+    return ticket;
+  }
+
+  Ticket do_ireceive(std::vector<std::byte>& message, int from) override {
+    Lock lock(root_.mutex);
+    check_alive();
+    const auto [ticket, transfer] = transfers_.open();
+    transfer.receiving = true;
+    transfer.peer = from;
+    transfer.message = &message;
+    transfer.in.swap(message);
+    meet(transfer, lock);
+    return ticket;
+  }
+
+  std::size_t do_wait(Ticket ticket) override {
+    Lock lock(root_.mutex);
+    check_alive();
+    Transfer* const transfer = transfers_.find(ticket);
+    SKIM_EXPECTS(transfer != nullptr,
+                 "communicator: wait needs an open ticket (ticket=" + std::to_string(ticket) + ")");
+    using State = Transfer::State;
+    sleep(
+        lock, [&] { return transfer->state == State::done || transfer->state == State::failed; },
+        [&] {
+          const std::string peer = "rank " + std::to_string(transfer->peer);
+          return std::pair(transfer->peer, transfer->receiving ? "no message from " + peer
+                                                               : peer + " took no message");
+        });
+    if (transfer->state == State::failed) {
+      const std::string text = phase().text();
+      fail(lock,
+           CommError("rank " + std::to_string(rank()) + ": no memory for a message between " +
+                         "this rank and rank " + std::to_string(transfer->peer) + in_phase(text),
+                     transfer->peer, text));
+    }
+    std::size_t received = 0;
+    if (transfer->receiving) {
+      received = transfer->in.size();
+      transfer->in.swap(*transfer->message);
+    }
+    transfers_.close(ticket);
+    return received;
+  }
+
+  std::condition_variable& wake(int of) noexcept {
+    return root_.wake[static_cast<std::size_t>(group_->root_ranks[static_cast<std::size_t>(of)])];
+  }
+
+  void check_alive() const {
+    if (broken_) throw CommError(*broken_);
+    if (root_.aborted) throw aborted_error(rank(), group_->root_ranks, *root_.aborted, phase());
+  }
+
+  // Ends the transfer if its counterpart waits for it; else leaves it in the mailbox.
+  void meet(Transfer& mine, Lock& lock) {
+    using State = Transfer::State;
+    Mailbox& box = mine.receiving ? group_->box(mine.peer, rank()) : group_->box(rank(), mine.peer);
+    if (box.first == nullptr || box.first->receiving == mine.receiving) {
+      mine.state = State::posted;
+      box.push(mine);
+      return;
+    }
+    const int peer = mine.peer;
+    Transfer& other = box.pop();
+    Transfer& from = mine.receiving ? other : mine;
+    Transfer& to = mine.receiving ? mine : other;
+    mine.state = other.state = State::copying;
+    State result = State::done;
+    lock.unlock();
+    try {
+      to.in.assign(from.out.begin(), from.out.end());
+    } catch (const std::bad_alloc&) {  // the receiver may not be in this thread: both are told
+      result = State::failed;
+    }
+    lock.lock();
+    mine.state = other.state = result;
+    wake(peer).notify_all();
+    wake(rank()).notify_all();  // abort() from another thread of this rank waits for the copy
+  }
+
+  // Sleeps until done(). Throws: CommError if aborted, or over time; describe() says then what did
+  // not happen, and through which rank.
+  template <class Done, class Describe>
+  void sleep(Lock& lock, const Done& done, const Describe& describe) {
+    if (done()) return;
+    const WaitLimit limit(options_);
+    for (;;) {
+      wake(rank()).wait_until(lock, limit.next_look());
+      if (done()) return;
+      if (root_.aborted) {
+        fail(lock, aborted_error(rank(), group_->root_ranks, *root_.aborted, phase()));
+      }
+      if (limit.over()) {
+        const auto [peer, what] = describe();
+        fail(lock, limit.error(rank(), what, peer, phase()));
+      }
+    }
+  }
+
+  [[noreturn]] void fail(Lock& lock, const CommError& error) {
+    broken_ = error;
+    withdraw_all(lock);
+    throw error;
+  }
+
+  // Afterwards no other thread reads memory that this rank gave to isend.
+  void withdraw_all(Lock& lock) noexcept {
+    using State = Transfer::State;
+    transfers_.for_each([&](Transfer& t) {
+      wake(rank()).wait(lock, [&] { return t.state != State::copying; });
+      if (t.state != State::posted) return;
+      (t.receiving ? group_->box(t.peer, rank()) : group_->box(rank(), t.peer)).remove(t);
+    });
+    transfers_.close_all();
+  }
+
+  std::shared_ptr<Group> group_;
+  Root& root_;
+  CommOptions options_;
+  TicketTable<Transfer> transfers_;
+  std::optional<CommError> broken_;
+};
+
+std::unique_ptr<Communicator> InProcessCommunicator::split(int color) {
+  SKIM_EXPECTS(color >= 0,
+               "communicator: color of split must be >= 0 (color=" + std::to_string(color) + ")");
+  Lock lock(root_.mutex);
+  check_alive();
+  SKIM_EXPECTS(transfers_.empty(), "communicator: split needs every transfer of this rank ended");
+
+  Group& g = *group_;
+  const auto me = static_cast<std::size_t>(rank());
+  g.color[me] = color;
+  if (++g.arrived == g.size()) {
+    std::map<int, std::vector<int>> members;  // by color; ascending ranks
+    for (int r = 0; r < size(); ++r) members[g.color[static_cast<std::size_t>(r)]].push_back(r);
+    for (const auto& [c, ranks] : members) {
+      std::vector<int> root_ranks;
+      for (const int r : ranks) root_ranks.push_back(g.root_ranks[static_cast<std::size_t>(r)]);
+      const auto part = std::make_shared<Group>(g.root, std::move(root_ranks));
+      for (std::size_t i = 0; i < ranks.size(); ++i) {
+        g.part[static_cast<std::size_t>(ranks[i])] = {part, static_cast<int>(i)};
+      }
+    }
+    std::ranges::fill(g.color, -1);
+    g.arrived = 0;
+    for (int r = 0; r < size(); ++r) wake(r).notify_all();
+  } else {
+    sleep(
+        lock, [&] { return g.part[me].first != nullptr; },
+        [&] {
+          const auto absent = std::ranges::find(g.color, -1) - g.color.begin();
+          return std::pair(static_cast<int>(absent),
+                           "rank " + std::to_string(absent) + " did not come to split");
+        });
+  }
+  auto [part, new_rank] = std::exchange(g.part[me], {});
+  lock.unlock();
+  return std::make_unique<InProcessCommunicator>(std::move(part), new_rank, options_);
+}
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> make_in_process_group(int size,
+                                                                 const CommOptions& options) {
+  SKIM_EXPECTS(size >= 1, "communicator: a group needs a rank (size=" + std::to_string(size) + ")");
+  check_options(options);
+  std::vector<int> ranks;
+  for (int r = 0; r < size; ++r) ranks.push_back(r);
+  const auto group = std::make_shared<Group>(std::make_shared<Root>(size), std::move(ranks));
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  for (int r = 0; r < size; ++r) {
+    communicators.push_back(std::make_unique<InProcessCommunicator>(group, r, options));
+  }
+  return communicators;
+}
+
+}  // namespace skim

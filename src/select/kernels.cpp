@@ -1,0 +1,376 @@
+// The loops over n of selection, compiled for every CPU target and dispatched per loop at run time.
+//
+// Bitwise equality between targets rests on two things: the virtual lanes of Sums, and that no
+// product is contracted into an addition (-ffp-contract=off for this file: g++ contracts even
+// intrinsics).
+#include "select/kernels.hpp"
+
+// Vectors of unknown length cannot be kept in arrays; such CPUs run the fixed-length target.
+#ifndef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#endif
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "select/kernels.cpp"
+#include <hwy/foreach_target.h>
+//
+#include <hwy/highway.h>
+
+#ifndef SKIM_SELECT_KERNELS_ONCE
+#define SKIM_SELECT_KERNELS_ONCE
+namespace skim::kernels {
+namespace {
+
+constexpr std::size_t kLongestRow = 64;
+constexpr std::size_t kVirtualLanes = 32;  // of Sums
+
+// Below this a float sum of squares may have lost terms to underflow: each of the block's 1024
+// terms by at most 2^-150, which is nothing next to 2^-100.
+constexpr float kTinySum = 0x1p-100F;
+
+// Results of the rare rows that hold a NaN, an infinity or an overflow.
+struct Repaired {
+  float x[kLongestRow];      // adds to the gradient's norm
+  float value[kLongestRow];  // the result, or a candidate that is not finite
+};
+
+HWY_NOINLINE void repair(const Pass& pass, const float* grad, const float* residual,
+                         std::size_t row, Repaired& out, Sums& sums) {
+  for (std::size_t i = 0; i < row; ++i) {
+    const bool finite = std::isfinite(grad[i]);
+    if (!finite) ++sums.non_finite;
+    out.x[i] = finite ? scaled(grad[i], pass.reciprocal) : 0.0F;
+    if (residual != nullptr) {
+      out.value[i] = accumulated(residual[i], out.x[i]);
+    } else {
+      out.value[i] = finite ? out.x[i] : grad[i] * pass.reciprocal;
+    }
+  }
+}
+
+// For a mask of up to 8 lanes, the lanes that are set, in order. Highway 1.0.3 has such tables,
+// too, but as local constants that g++ copies to the stack for every vector: 10 times slower.
+struct PackTable {
+  std::uint8_t lane[256][8] = {};
+  constexpr PackTable() {
+    for (unsigned bits = 0; bits < 256; ++bits) {
+      for (unsigned i = 0, to = 0; i < 8; ++i) {
+        if ((bits >> i & 1U) != 0) lane[bits][to++] = static_cast<std::uint8_t>(i);
+      }
+    }
+  }
+};
+constexpr PackTable kPack;
+
+// Lanes add up as a tree, the same one for any vector length.
+double fold(float* lanes) {
+  for (std::size_t width = kVirtualLanes / 2; width > 0; width /= 2) {
+    for (std::size_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return static_cast<double>(lanes[0]);
+}
+
+bool trusted(double sum) {
+  return sum >= static_cast<double>(kTinySum) &&
+         sum <= static_cast<double>(std::numeric_limits<float>::max());
+}
+
+HWY_NOINLINE double norm2_in_double(const float* x, std::size_t n, float reciprocal) {
+  double sum = 0.0;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (!std::isfinite(x[i])) continue;
+    const double v = static_cast<double>(scaled(x[i], reciprocal));
+    sum += v * v;
+  }
+  return sum;
+}
+
+}  // namespace
+}  // namespace skim::kernels
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace skim::kernels::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+namespace {
+
+using DF = hn::CappedTag<float, kVirtualLanes>;
+using DI = hn::RebindToSigned<DF>;
+using VF = hn::Vec<DF>;
+using VI = hn::Vec<DI>;
+using MI = hn::Mask<DI>;
+
+constexpr std::size_t kLanes = hn::MaxLanes(DF());
+// Entries between two looks for candidates: as many as registers hold.
+constexpr std::size_t kRow = kLanes >= 16 ? 64 : 32;
+static_assert(kRow <= kLongestRow && kRow % kVirtualLanes == 0 && kBlock % kRow == 0);
+constexpr std::size_t kVectors = kRow / kLanes;        // of one row
+constexpr std::size_t kSums = kVirtualLanes / kLanes;  // accumulators of one sum
+static_assert(kLanes <= kSlack);
+
+// Signed comparisons: orders have no sign bit, and Gt on int32 exists on every target.
+HWY_INLINE VI Signed(std::uint32_t order) {
+  return hn::Set(DI(), static_cast<std::int32_t>(order));
+}
+HWY_INLINE VI Magnitude(VF v) { return hn::And(hn::BitCast(DI(), v), Signed(0x7fffffffU)); }
+HWY_INLINE VI Order(VF v) { return hn::Min(Magnitude(v), Signed(kOrderOfNan)); }
+
+// The lanes in `keep` come first.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V Pack(D d, V v, MI keep) {
+  if constexpr (kLanes == 4 || kLanes == 8) {
+    std::uint8_t bits = 0;
+    hn::StoreMaskBits(DI(), keep, &bits);
+    const hn::Rebind<std::uint8_t, DI> bytes;
+    const VI lanes = hn::PromoteTo(DI(), hn::LoadU(bytes, kPack.lane[bits]));
+    return hn::TableLookupLanes(v, hn::IndicesFromVec(d, lanes));
+  } else {
+    return hn::Compress(v, hn::RebindMask(d, keep));
+  }
+}
+
+// Appends the lanes in `keep`; writes a whole vector, so kSlack must lie behind the room.
+HWY_INLINE void Append(VF value, VI index, MI keep, Candidates& to) {
+  hn::StoreU(Pack(DF(), value, keep), DF(), to.value + to.count);
+  hn::StoreU(Pack(DI(), index, keep), DI(), reinterpret_cast<std::int32_t*>(to.index + to.count));
+  to.count += hn::CountTrue(DI(), keep);
+}
+
+// One row of a pass. A non-finite entry or an overflow makes the result larger than any finite
+// float, so that one comparison finds candidates and trouble alike; only then is it stored.
+template <bool kResidual, bool kScaled>
+HWY_INLINE void Row(const Pass& pass, const float* HWY_RESTRICT grad, float* HWY_RESTRICT residual,
+                    std::size_t at, std::uint32_t above, Candidates& to, Sums& sums,
+                    VF (&gradient_sum)[kSums], VF (&total_sum)[kSums]) {
+  const DF d;
+  const DI di;
+  const VI gate = Signed(std::min(above, kLargestFinite));
+  VF x[kVectors], value[kVectors];
+  MI any = hn::Gt(gate, gate);
+#pragma GCC unroll 16
+  for (std::size_t v = 0; v < kVectors; ++v) {
+    x[v] = hn::LoadU(d, grad + v * kLanes);
+    if constexpr (kScaled) x[v] = hn::Mul(x[v], hn::Set(d, pass.reciprocal));
+    value[v] = x[v];
+    if constexpr (kResidual) value[v] = hn::Add(hn::LoadU(d, residual + v * kLanes), x[v]);
+    any = hn::Or(any, hn::Gt(Magnitude(value[v]), gate));
+  }
+  if (!hn::AllFalse(di, any)) {
+    MI trouble = hn::Gt(gate, gate);
+#pragma GCC unroll 16
+    for (std::size_t v = 0; v < kVectors; ++v) {
+      trouble = hn::Or(trouble, hn::Gt(Magnitude(value[v]), Signed(kLargestFinite)));
+    }
+    if (HWY_UNLIKELY(!hn::AllFalse(di, trouble))) {
+      Repaired good;
+      repair(pass, grad, kResidual ? residual : nullptr, kRow, good, sums);
+#pragma GCC unroll 16
+      for (std::size_t v = 0; v < kVectors; ++v) {
+        x[v] = hn::LoadU(d, good.x + v * kLanes);
+        value[v] = hn::LoadU(d, good.value + v * kLanes);
+      }
+    }
+    const VI threshold = Signed(above);
+#pragma GCC unroll 16
+    for (std::size_t v = 0; v < kVectors; ++v) {
+      const MI keep = hn::Gt(kResidual ? Magnitude(value[v]) : Order(value[v]), threshold);
+      // Vectors append whatever there is: cheaper than a branch that is often mispredicted.
+      if (kLanes < 4 && hn::AllFalse(di, keep)) continue;
+      const VI index = hn::Iota(di, static_cast<std::int32_t>(static_cast<Index>(at + v * kLanes)));
+      Append(value[v], index, keep, to);
+    }
+  }
+#pragma GCC unroll 16
+  for (std::size_t v = 0; v < kVectors; ++v) {
+    VF& g = gradient_sum[v % kSums];
+    g = hn::Add(g, hn::Mul(x[v], x[v]));
+    if constexpr (kResidual) {
+      hn::StoreU(value[v], d, residual + v * kLanes);
+      VF& t = total_sum[v % kSums];
+      t = hn::Add(t, hn::Mul(value[v], value[v]));
+    }
+  }
+}
+
+HWY_NOINLINE bool AllZero(const float* x, std::size_t n) {
+  VI any = Signed(0);
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) any = hn::Or(any, Magnitude(hn::LoadU(DF(), x + i)));
+  bool zero = hn::AllTrue(DI(), hn::Eq(any, Signed(0)));
+  for (; i < n; ++i) zero = zero && x[i] == 0.0F;
+  return zero;
+}
+
+// The sum of squares over a block [n], from its lanes where those can be trusted.
+HWY_INLINE double BlockNorm2(const float* x, std::size_t n, float reciprocal,
+                             const VF (&sum)[kSums]) {
+  float lanes[kVirtualLanes];
+#pragma GCC unroll 16
+  for (std::size_t v = 0; v < kSums; ++v) hn::StoreU(sum[v], DF(), lanes + v * kLanes);
+  const double fast = fold(lanes);
+  if (HWY_LIKELY(trusted(fast))) return fast;
+  if (fast == 0.0 && AllZero(x, n)) return 0.0;
+  return norm2_in_double(x, n, reciprocal);
+}
+
+template <bool kResidual, bool kScaled>
+HWY_INLINE std::size_t CollectAs(const Pass& pass, std::size_t first, std::uint32_t above,
+                                 Candidates& candidates, Sums& sums) {
+  Candidates to = candidates;  // local, so that stores through it need not be seen by others
+  std::size_t at = first;
+  for (; at < pass.n && to.count + kBlock <= to.room; at += kBlock) {
+    const std::size_t end = std::min(at + kBlock, pass.n);
+    VF gradient_sum[kSums], total_sum[kSums];
+#pragma GCC unroll 16
+    for (std::size_t v = 0; v < kSums; ++v) gradient_sum[v] = total_sum[v] = hn::Zero(DF());
+    std::size_t i = at;
+    for (; i + kRow <= end; i += kRow) {
+      Row<kResidual, kScaled>(pass, pass.grad + i, kResidual ? pass.residual + i : nullptr, i,
+                              above, to, sums, gradient_sum, total_sum);
+    }
+    if (i < end) {  // zeros fill the last row: they are never candidates and add nothing to a norm
+      const std::size_t rest = end - i;
+      float grad[kRow] = {}, residual[kRow] = {};
+      std::copy_n(pass.grad + i, rest, grad);
+      if constexpr (kResidual) std::copy_n(pass.residual + i, rest, residual);
+      Row<kResidual, kScaled>(pass, grad, residual, i, above, to, sums, gradient_sum, total_sum);
+      if constexpr (kResidual) std::copy_n(residual, rest, pass.residual + i);
+    }
+    sums.gradient += BlockNorm2(pass.grad + at, end - at, pass.reciprocal, gradient_sum);
+    if constexpr (kResidual) {
+      sums.total += BlockNorm2(pass.residual + at, end - at, 1.0F, total_sum);
+    }
+  }
+  candidates.count = to.count;
+  return std::min(at, pass.n);
+}
+
+}  // namespace
+
+std::size_t Collect(const Pass& pass, std::size_t first, std::uint32_t above,
+                    Candidates& candidates, Sums& sums) {
+  const bool is_scaled = pass.reciprocal != 1.0F;
+  if (pass.residual != nullptr) {
+    return is_scaled ? CollectAs<true, true>(pass, first, above, candidates, sums)
+                     : CollectAs<true, false>(pass, first, above, candidates, sums);
+  }
+  return is_scaled ? CollectAs<false, true>(pass, first, above, candidates, sums)
+                   : CollectAs<false, false>(pass, first, above, candidates, sums);
+}
+
+std::uint32_t Smallest(const float* x, std::size_t n) {
+  VI least = Signed(kOrderOfNan);
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) least = hn::Min(least, Order(hn::LoadU(DF(), x + i)));
+  std::int32_t lanes[kLanes];
+  hn::StoreU(least, DI(), lanes);
+  auto result = static_cast<std::uint32_t>(*std::min_element(lanes, lanes + kLanes));
+  for (; i < n; ++i) result = std::min(result, order(x[i]));
+  return result;
+}
+
+Bracket BracketOf(const float* x, std::size_t n, std::uint32_t low, std::uint32_t high,
+                  std::uint32_t* middle) {
+  const DI di;
+  const VI vlow = Signed(low), vhigh = Signed(high);
+  Bracket result;
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const VI o = Order(hn::LoadU(DF(), x + i));
+    const MI above = hn::Gt(o, vhigh);
+    result.above += hn::CountTrue(di, above);
+    const MI inside = hn::Not(hn::Or(above, hn::Gt(vlow, o)));
+    if (kLanes < 4 && hn::AllFalse(di, inside)) continue;
+    hn::StoreU(Pack(di, o, inside), di, reinterpret_cast<std::int32_t*>(middle + result.inside));
+    result.inside += hn::CountTrue(di, inside);
+  }
+  for (; i < n; ++i) {
+    const std::uint32_t o = order(x[i]);
+    if (o > high) ++result.above;
+    if (o >= low && o <= high) middle[result.inside++] = o;
+  }
+  return result;
+}
+
+void KeepAbove(Candidates& candidates, std::uint32_t cut, std::size_t ties) {
+  const DF d;
+  const DI di;
+  const VI vcut = Signed(cut);
+  Candidates to = candidates;
+  to.count = 0;
+  // In place: a vector is written at or before where it was read.
+  for (std::size_t i = 0; i < candidates.count; i += kLanes) {
+    if (i + kLanes <= candidates.count) {
+      const VF value = hn::LoadU(d, candidates.value + i);
+      const VI index = hn::LoadU(di, reinterpret_cast<const std::int32_t*>(candidates.index + i));
+      const VI o = Order(value);
+      MI keep = hn::Gt(o, vcut);
+      std::size_t equal = 0;
+      if (ties > 0) {
+        keep = hn::Or(keep, hn::Eq(o, vcut));
+        equal = hn::CountTrue(di, hn::Eq(o, vcut));
+      }
+      if (equal <= ties) {
+        ties -= equal;
+        Append(value, index, keep, to);
+        continue;
+      }
+    }
+    // The last vector, or the one in which the ties run out.
+    for (std::size_t j = i; j < std::min(i + kLanes, candidates.count); ++j) {
+      const std::uint32_t o = order(candidates.value[j]);
+      if (o < cut || (o == cut && ties == 0)) continue;
+      if (o == cut) --ties;
+      to.index[to.count] = candidates.index[j];
+      to.value[to.count] = candidates.value[j];
+      ++to.count;
+    }
+  }
+  candidates.count = to.count;
+}
+
+std::int64_t RunningTarget() { return HWY_TARGET; }
+
+}  // namespace skim::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace skim::kernels {
+
+HWY_EXPORT(Collect);
+HWY_EXPORT(Smallest);
+HWY_EXPORT(BracketOf);
+HWY_EXPORT(KeepAbove);
+HWY_EXPORT(RunningTarget);
+
+std::size_t collect(const Pass& pass, std::size_t first, std::uint32_t above,
+                    Candidates& candidates, Sums& sums) {
+  return HWY_DYNAMIC_DISPATCH(Collect)(pass, first, above, candidates, sums);
+}
+
+double norm2(const float* x, std::size_t n) {
+  Index index[kSlack];  // nothing passes, but Append may write its empty vector
+  float value[kSlack];
+  Candidates none{index, value, 0, kBlock};
+  Sums sums;
+  collect({x, 1.0F, nullptr, n}, 0, kAboveAll, none, sums);
+  return sums.gradient;
+}
+
+std::uint32_t smallest(const float* x, std::size_t n) {
+  return HWY_DYNAMIC_DISPATCH(Smallest)(x, n);
+}
+
+Bracket bracket(const float* x, std::size_t n, std::uint32_t low, std::uint32_t high,
+                std::uint32_t* middle) {
+  return HWY_DYNAMIC_DISPATCH(BracketOf)(x, n, low, high, middle);
+}
+
+void keep_above(Candidates& candidates, std::uint32_t cut, std::size_t ties) {
+  HWY_DYNAMIC_DISPATCH(KeepAbove)(candidates, cut, ties);
+}
+
+std::int64_t compiled_targets() noexcept { return HWY_TARGETS; }
+std::int64_t running_target() noexcept { return HWY_DYNAMIC_DISPATCH(RunningTarget)(); }
+
+}  // namespace skim::kernels
+#endif

@@ -1,0 +1,93 @@
+// Internal: the loops over n of selection, written once for every CPU target (kernels.cpp).
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+
+#include "skim/types.hpp"
+
+namespace skim::kernels {
+
+// Magnitudes are compared as integers: the bits of a float without its sign order like its
+// magnitude, -0 equals 0, and NaN stands above infinity. All NaN get one order, so that they tie.
+inline constexpr std::uint32_t kLargestFinite = 0x7f7fffff;
+inline constexpr std::uint32_t kOrderOfNan = 0x7f800001;
+inline constexpr std::uint32_t kAboveAll = 0x7fffffff;  // nothing has a larger order
+inline std::uint32_t order(float v) noexcept {
+  return std::min(std::bit_cast<std::uint32_t>(v) & 0x7fffffffU, kOrderOfNan);
+}
+
+// The arithmetic of selection, by which the vector loops are judged.
+inline float clamped(float v) noexcept {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  return std::clamp(v, -kMax, kMax);  // NaN stays
+}
+// grad / scale is g times the reciprocal; a product that overflows is clamped. Requires: g finite.
+inline float scaled(float g, float reciprocal) noexcept { return clamped(g * reciprocal); }
+// NaN can only come from a residual that held one (a caller's mistake): it ends here.
+inline float accumulated(float residual, float x) noexcept {
+  const float sum = clamped(residual + x);
+  return std::isnan(sum) ? 0.0F : sum;
+}
+
+inline constexpr std::size_t kBlock = 1024;  // entries between two looks at the room left
+inline constexpr std::size_t kSlack = 64;    // entries that a store may write past the last one
+
+// Entries that may be among the k largest, ascending by index. The arrays are kSlack longer than
+// room.
+struct Candidates {
+  Index* index = nullptr;
+  float* value = nullptr;
+  std::size_t count = 0, room = 0;
+};
+
+struct Sums {
+  double gradient = 0.0;         // |grad / scale|^2 over the finite entries
+  double total = 0.0;            // |residual|^2 after the addition
+  std::uint64_t non_finite = 0;  // entries of grad
+};
+
+// One pass over a gradient: residual += grad / scale if there is a residual, and a candidate for
+// each result above a threshold (in order()).
+//
+// Sums are the same bit for bit on every target: 32 virtual lanes add squares in float over a
+// block, lanes add up as a tree, blocks add up in double; a block whose squares over- or underflow
+// in float is done again in double.
+struct Pass {
+  const float* grad = nullptr;
+  float reciprocal = 1.0F;    // of the scale
+  float* residual = nullptr;  // null: selects from grad alone
+  std::size_t n = 0;
+};
+// Goes on at `first`, stops at n or before a block that might not find room; returns where.
+// Requires: first is a multiple of kBlock.
+std::size_t collect(const Pass& pass, std::size_t first, std::uint32_t above,
+                    Candidates& candidates, Sums& sums);
+
+// |x|^2 over the finite entries, with the sums of collect().
+double norm2(const float* x, std::size_t n);
+
+// The smallest order of x. Requires: n > 0.
+std::uint32_t smallest(const float* x, std::size_t n);
+
+// Writes the orders of x that lie in [low, high] to `middle` (room: n + kSlack).
+struct Bracket {
+  std::size_t above = 0;   // orders > high
+  std::size_t inside = 0;  // written
+};
+Bracket bracket(const float* x, std::size_t n, std::uint32_t low, std::uint32_t high,
+                std::uint32_t* middle);
+
+// Keeps the candidates above `cut` and the first `ties` that equal it.
+void keep_above(Candidates& candidates, std::uint32_t cut, std::size_t ties);
+
+// For tests: bits of Highway's targets that were compiled, and the one that runs now.
+std::int64_t compiled_targets() noexcept;
+std::int64_t running_target() noexcept;
+
+}  // namespace skim::kernels

@@ -1,0 +1,370 @@
+// The selection rules, as readable steps over the loops in kernels.cpp.
+//
+// `exact`, in three steps:
+//   1. One pass adds the gradient to the residual and collects every entry above a threshold that
+//      the last step (or a sample) suggests: a few more than k. (start, collect_all)
+//   2. When the candidates fill their room, only their k largest stay and the k-th becomes the
+//      threshold: a later entry must beat it, since ties go to the lower index. So no input needs
+//      more than O(k) memory, and a threshold can only be too high. (prune)
+//   3. If fewer than k were found it was: a pass over the residual starts from a sample, and if
+//      that was misled, too, a last one from zero, which cannot fail. Then the k largest candidates
+//      are the result.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "assert.hpp"
+#include "select/kernels.hpp"
+#include "skim/error.hpp"
+#include "skim/select.hpp"
+#include "state.hpp"
+
+namespace skim {
+namespace {
+
+using kernels::Candidates;
+
+// Where a top-k is cut: what is above `order` is kept, and the first `ties` that equal it.
+struct Cut {
+  std::uint32_t order = 0;
+  std::size_t ties = 0;
+};
+
+// The cut inside a set of orders, given that k of them are kept. Reorders them. Requires:
+// 0 < k <= orders.size().
+Cut cut_of(std::span<std::uint32_t> orders, std::size_t k) {
+  const auto kth = orders.begin() + static_cast<std::ptrdiff_t>(k - 1);
+  std::nth_element(orders.begin(), kth, orders.end(), std::greater<>());
+  const std::uint32_t order = *kth;
+  // Everything above the k-th is left of it.
+  const auto above = std::count_if(orders.begin(), kth, [&](std::uint32_t o) { return o > order; });
+  return {order, k - static_cast<std::size_t>(above)};
+}
+
+// The same over values. A sample brackets the k-th so narrowly that few orders remain to be
+// partitioned (Floyd and Rivest 1975); if it misses, all of them are.
+Cut cut_of(const float* value, std::size_t n, std::size_t k, std::vector<std::uint32_t>& scratch) {
+  constexpr std::size_t kSmall = 4096, kSample = 2048;
+  if (n > kSmall) {
+    const std::size_t size = std::min(kSample * (1 + n / (std::size_t{1} << 18)), n / 4);
+    const std::size_t stride = n / size;
+    for (std::size_t i = 0; i < size; ++i) scratch[i] = kernels::order(value[i * stride]);
+    const std::span sample(scratch.data(), size);
+    // The k-th's rank in the sample is q size, with a deviation of sqrt(q (1-q) size).
+    const double q = static_cast<double>(k) / static_cast<double>(n);
+    const double m = static_cast<double>(size);
+    const double margin = 4.0 * std::sqrt(q * (1.0 - q) * m) + 2.0;
+    const double first = std::floor(q * m - margin), last = std::ceil(q * m + margin);
+    std::uint32_t high = kernels::kAboveAll, low = 0;
+    auto begin = sample.begin();
+    if (first >= 0.0 && first < m) {
+      begin += static_cast<std::ptrdiff_t>(first);
+      std::nth_element(sample.begin(), begin, sample.end(), std::greater<>());
+      high = *begin;
+    }
+    if (last < m) {
+      const auto at = sample.begin() + static_cast<std::ptrdiff_t>(last);
+      std::nth_element(begin, at, sample.end(), std::greater<>());
+      low = *at;
+    }
+    const kernels::Bracket found = kernels::bracket(value, n, low, high, scratch.data());
+    if (found.above < k && k <= found.above + found.inside) {
+      return cut_of({scratch.data(), found.inside}, k - found.above);
+    }
+  }
+  for (std::size_t i = 0; i < n; ++i) scratch[i] = kernels::order(value[i]);
+  return cut_of({scratch.data(), n}, k);
+}
+
+float magnitude_of(std::uint32_t order) {
+  if (order == kernels::kOrderOfNan) return std::numeric_limits<float>::quiet_NaN();
+  return std::bit_cast<float>(order);
+}
+
+// What one slot remembers between steps.
+struct Carried {
+  std::uint64_t n = 0, k = 0;
+  float threshold = 0.0F;  // the k-th magnitude; 0: there was none
+  float margin = 0.04F;    // the next pass starts this fraction below it
+
+  static constexpr float kLeastMargin = 0.001F, kLargestMargin = 0.5F;
+
+  // The order above which entries become candidates of the next step.
+  std::uint32_t start(std::size_t next_n, std::size_t next_k) const {
+    if (next_n != n || threshold == 0.0F) return 0;
+    float t = threshold * (1.0F - margin);
+    // Exact where k falls as 1/t^2. Lighter tails give too many candidates, which pruning mends;
+    // heavier ones, which are rare, cost a second pass.
+    if (next_k > k) t *= std::sqrt(static_cast<float>(k) / static_cast<float>(next_k));
+    return kernels::order(t);
+  }
+
+  // The margin settles where candidates are 1.08 to 1.3 times k: fewer risk a second pass, more
+  // cost time.
+  void adapt(double ratio) {
+    if (ratio < 1.0) {
+      margin *= 2.0F;
+    } else if (ratio < 1.08) {
+      margin *= 1.25F;
+    } else if (ratio > 1.3) {
+      margin *= 0.8F;
+    }
+    margin = std::clamp(margin, kLeastMargin, kLargestMargin);
+  }
+
+  bool valid() const {
+    return n <= std::numeric_limits<Index>::max() && k <= n && std::isfinite(threshold) &&
+           threshold >= 0.0F && margin >= kLeastMargin && margin <= kLargestMargin;
+  }
+};
+
+class Exact final : public Selector {
+ public:
+  std::string_view name() const noexcept override { return select_algo_names()[0]; }
+  SelectReport select(const SelectTask& task, SparseBuffer& out) override;
+  void save(std::ostream& out) const override;
+  void load(std::istream& in) override;
+
+ private:
+  void reserve(std::size_t n, std::size_t k);
+  std::uint32_t sampled(const kernels::Pass& pass, std::size_t k);
+  void prune(std::size_t k);
+  void collect_all(const kernels::Pass& pass, std::uint32_t above, std::size_t k,
+                   kernels::Sums& sums);
+
+  std::map<Slot, Carried> carried_;
+  // Scratch, never shrunk: room for the candidates of the largest task so far.
+  std::vector<Index> index_;
+  std::vector<float> value_;
+  std::vector<std::uint32_t> orders_;
+  Candidates candidates_;
+  std::uint32_t cut_ = 0;  // the k-th order at the last prune
+  bool pruned_ = false;    // in this pass
+};
+
+void check(const SelectTask& task) {
+  const std::size_t n = task.grad.n, k = task.keep.k;
+  SKIM_EXPECTS(n <= std::numeric_limits<Index>::max(),
+               "select: n must be < 2^32 (n=" + std::to_string(n) + ")");
+  SKIM_EXPECTS(k <= n,
+               "select: k must be <= n (k=" + std::to_string(k) + ", n=" + std::to_string(n) + ")");
+  static_cast<void>(task.grad.f32());  // throws for another type or device
+  SKIM_EXPECTS(n == 0 || task.grad.data != nullptr, "select: the gradient is null");
+  SKIM_EXPECTS(task.residual.empty() || task.residual.n == n,
+               "select: residual and gradient must have one length (residual " +
+                   std::to_string(task.residual.n) + ", gradient " + std::to_string(n) + ")");
+  SKIM_EXPECTS(task.residual.empty() || task.residual.device == Device::cpu,
+               "select: the residual must be on the CPU, as the gradient");
+  SKIM_EXPECTS(task.residual.empty() || task.residual.data != nullptr,
+               "select: the residual is null");
+  const float scale = task.grad.scale;
+  SKIM_EXPECTS(
+      scale > 0.0F && std::isfinite(scale) && std::isfinite(1.0F / scale),
+      "select: scale must be > 0, and it and 1/scale finite (scale=" + std::to_string(scale) + ")");
+  SKIM_EXPECTS(!std::isnan(task.keep.threshold), "select: keep.threshold must not be NaN");
+}
+
+// Room for 2 k candidates makes a prune, O(k), free room for k more; the constant keeps prunes rare
+// for small k.
+void Exact::reserve(std::size_t n, std::size_t k) {
+  const std::size_t room = std::min(2 * k + 16384, n) + kernels::kBlock;
+  if (value_.size() < room + kernels::kSlack) {
+    index_.resize(room + kernels::kSlack);
+    value_.resize(room + kernels::kSlack);
+    orders_.resize(room + kernels::kSlack);
+  }
+  candidates_ = {index_.data(), value_.data(), 0, room};
+}
+
+// A threshold that about k entries, and hardly ever fewer, will pass; 0 if a sample cannot tell.
+std::uint32_t Exact::sampled(const kernels::Pass& pass, std::size_t k) {
+  constexpr std::size_t kSample = 16384;  // fits in orders_, whatever k
+  if (pass.n < 4 * kSample) return 0;
+  // Of the k largest the sample holds x, with a deviation below sqrt(x).
+  const double x =
+      static_cast<double>(kSample) / static_cast<double>(pass.n) * static_cast<double>(k);
+  const auto rank = static_cast<std::size_t>(x + 4.0 * std::sqrt(x) + 4.0);
+  if (rank >= kSample) return 0;
+  const std::size_t stride = pass.n / kSample;
+  for (std::size_t s = 0; s < kSample; ++s) {
+    const float g = pass.grad[s * stride];
+    float v = std::isfinite(g) ? kernels::scaled(g, pass.reciprocal) : 0.0F;
+    if (pass.residual != nullptr) v = kernels::accumulated(pass.residual[s * stride], v);
+    orders_[s] = kernels::order(v);
+  }
+  const auto at = orders_.begin() + static_cast<std::ptrdiff_t>(rank);
+  std::nth_element(orders_.begin(), at, orders_.begin() + kSample, std::greater<>());
+  // Entries that equal it must pass as well.
+  return *at == 0 ? 0 : *at - 1;
+}
+
+// Leaves the k largest candidates. Requires: 0 < k < count.
+void Exact::prune(std::size_t k) {
+  const Cut cut = cut_of(candidates_.value, candidates_.count, k, orders_);
+  kernels::keep_above(candidates_, cut.order, cut.ties);
+  SKIM_ASSERT(candidates_.count == k);
+  cut_ = cut.order;
+  pruned_ = true;
+}
+
+void Exact::collect_all(const kernels::Pass& pass, std::uint32_t above, std::size_t k,
+                        kernels::Sums& sums) {
+  candidates_.count = 0;
+  pruned_ = false;
+  std::size_t at = 0;
+  while ((at = kernels::collect(pass, at, above, candidates_, sums)) < pass.n) {
+    prune(k);  // room ran out, so count > k
+    above = cut_;
+  }
+}
+
+SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
+  check(task);
+  const std::size_t n = task.grad.n, k = task.keep.k;
+  // Everything that may throw comes before the residual changes.
+  Carried& carried = carried_[task.id.slot];
+  reserve(n, k);
+  out.reset(n);
+  out.reserve(k);
+
+  const bool has_residual = !task.residual.empty();
+  const kernels::Pass pass{static_cast<const float*>(task.grad.data), 1.0F / task.grad.scale,
+                           has_residual ? task.residual.data : nullptr, n};
+  // Entries below keep.threshold, and zeros, are never candidates.
+  const std::uint32_t floor =
+      task.keep.threshold > 0.0F ? std::bit_cast<std::uint32_t>(task.keep.threshold) - 1 : 0;
+  const std::uint32_t last = carried.start(n, k);
+  const bool is_carried = k > 0 && last > floor;
+  std::uint32_t above = kernels::kAboveAll;
+  if (k > 0) above = std::max(floor, last > 0 ? last : sampled(pass, k));
+
+  SelectReport report;
+  kernels::Sums sums;
+  collect_all(pass, above, k, sums);
+  report.passes = n > 0 ? 1 : 0;
+  if (is_carried) {
+    const std::size_t found = pruned_ ? candidates_.room : candidates_.count;
+    carried.adapt(static_cast<double>(found) / static_cast<double>(k));
+  }
+  while (candidates_.count < k && above > floor) {
+    const kernels::Pass again =
+        has_residual ? kernels::Pass{task.residual.data, 1.0F, nullptr, n} : pass;
+    const std::uint32_t lower = report.passes == 1 ? sampled(again, k) : 0;
+    above = std::max(floor, lower < above ? lower : 0);
+    kernels::Sums unused;
+    collect_all(again, above, k, unused);
+    ++report.passes;
+  }
+  if (candidates_.count > k) {
+    prune(k);
+  } else if (candidates_.count > 0) {
+    cut_ = kernels::smallest(candidates_.value, candidates_.count);
+  }
+  const std::size_t kept = candidates_.count;
+  out.assign({{index_.data(), kept}, {value_.data(), kept}, n});
+
+  report.threshold = kept > 0 ? magnitude_of(cut_) : 0.0F;
+  report.kept_norm2 = kernels::norm2(value_.data(), kept);
+  report.total_norm2 = has_residual ? sums.total : sums.gradient;
+  report.gradient_norm2 = sums.gradient;
+  report.non_finite = sums.non_finite;
+
+  carried.n = n;
+  carried.k = k;
+  const bool is_kth = kept == k && std::isfinite(report.threshold);
+  carried.threshold = is_kth ? report.threshold : 0.0F;
+  return report;
+}
+
+// A section (state.hpp) of the carried thresholds: number of slots; then for each slot, ascending:
+// slot, n, k, threshold, margin.
+constexpr std::string_view kMagic = "SKIMSEL1";
+constexpr std::uint32_t kVersion = 1;
+
+void Exact::save(std::ostream& out) const {
+  SectionWriter section(out, kMagic, kVersion);
+  section.put(static_cast<std::uint64_t>(carried_.size()));
+  for (const auto& [slot, c] : carried_) {
+    section.put(slot);
+    section.put(c.n);
+    section.put(c.k);
+    section.put(c.threshold);
+    section.put(c.margin);
+  }
+  section.end();
+}
+
+void Exact::load(std::istream& in) {
+  SectionReader section(in, "select: the saved thresholds", kMagic, kVersion);
+  const auto slots = section.get<std::uint64_t>();
+  std::map<Slot, Carried> loaded;
+  for (std::uint64_t s = 0; s < slots; ++s) {
+    const auto slot = section.get<Slot>();
+    Carried c;
+    c.n = section.get<std::uint64_t>();
+    c.k = section.get<std::uint64_t>();
+    c.threshold = section.get<float>();
+    c.margin = section.get<float>();
+    if (!c.valid() || (!loaded.empty() && loaded.rbegin()->first >= slot)) {
+      section.fail("slot " + std::to_string(slot) + " is damaged");
+    }
+    loaded.emplace_hint(loaded.end(), slot, c);
+  }
+  section.end();
+  carried_ = std::move(loaded);
+}
+
+}  // namespace
+
+std::span<const std::string_view> select_algo_names() noexcept {
+  static constexpr std::array<std::string_view, 1> kNames = {"exact"};
+  return kNames;
+}
+
+std::unique_ptr<Selector> make_selector(const SelectOptions& options) {
+  switch (options.algo) {
+    case SelectAlgo::exact:
+      return std::make_unique<Exact>();
+  }
+  throw_invalid(
+      "options.algo", __FILE__, __LINE__,
+      "select: unknown algorithm (" + std::to_string(static_cast<unsigned>(options.algo)) + ")");
+}
+
+void split_top_k(const SparseView& s, std::size_t k, SparseBuffer& kept, SparseBuffer& dropped,
+                 std::vector<std::uint32_t>& scratch) {
+  kept.reset(s.dim);
+  dropped.reset(s.dim);
+  scratch.clear();
+  for (const float v : s.value) {
+    if (const std::uint32_t o = kernels::order(v); o > 0) scratch.push_back(o);
+  }
+  // Order 0 belongs to no entry that is looked at below.
+  const std::size_t non_zero = scratch.size();
+  Cut cut{kernels::kAboveAll, 0};
+  if (k >= non_zero) {
+    cut = {0, 0};
+  } else if (k > 0) {
+    cut = cut_of(scratch, k);
+  }
+  kept.reserve(std::min(k, non_zero));
+  dropped.reserve(non_zero - std::min(k, non_zero));
+  for (std::size_t e = 0; e < s.nnz(); ++e) {
+    const std::uint32_t o = kernels::order(s.value[e]);
+    if (o == 0) continue;
+    const bool tie = o == cut.order && cut.ties > 0;
+    if (tie) --cut.ties;
+    (o > cut.order || tie ? kept : dropped).append(s.index[e], s.value[e]);
+  }
+}
+
+}  // namespace skim

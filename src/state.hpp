@@ -1,0 +1,120 @@
+// Internal: saved state. A section is: magic [8 bytes], version u32, fields, XXH3-64 of all of it.
+// Little-endian.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <istream>
+#include <limits>
+#include <memory>
+#include <ostream>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "skim/error.hpp"
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace skim {
+
+static_assert(std::endian::native == std::endian::little,
+              "saved states and frames are little-endian");
+
+// Of a name in a saved state, in bytes.
+inline constexpr std::size_t kLongestName = 4096;
+
+class SectionHash {
+ public:
+  SectionHash() : state_(XXH3_createState(), &XXH3_freeState) { XXH3_64bits_reset(state_.get()); }
+  void update(const void* data, std::size_t bytes) {
+    XXH3_64bits_update(state_.get(), data, bytes);
+  }
+  std::uint64_t digest() const { return XXH3_64bits_digest(state_.get()); }
+
+ private:
+  std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state_;
+};
+
+class SectionWriter {
+ public:
+  SectionWriter(std::ostream& out, std::string_view magic, std::uint32_t version) : out_(out) {
+    bytes(magic.data(), 8);
+    put(version);
+  }
+  template <class T>
+  requires std::is_arithmetic_v<T>
+  void put(T value) { bytes(&value, sizeof value); }
+  void put(std::string_view text) {
+    put(static_cast<std::uint32_t>(text.size()));
+    bytes(text.data(), text.size());
+  }
+  void put(std::span<const float> values) { bytes(values.data(), values.size_bytes()); }
+  // Throws StateError if anything could not be written.
+  void end() {
+    const std::uint64_t sum = hash_.digest();
+    out_.write(reinterpret_cast<const char*>(&sum), sizeof sum);
+    if (!out_) throw StateError("save: writing the state failed");
+  }
+
+ private:
+  void bytes(const void* data, std::size_t count) {
+    hash_.update(data, count);
+    out_.write(static_cast<const char*>(data), static_cast<std::streamsize>(count));
+  }
+  std::ostream& out_;
+  SectionHash hash_;
+};
+
+// Throws StateError with `what` in front for anything that is not what the writer wrote.
+class SectionReader {
+ public:
+  SectionReader(std::istream& in, std::string what, std::string_view magic, std::uint32_t version)
+      : in_(in), what_(std::move(what)) {
+    std::array<char, 8> found{};
+    bytes(found.data(), found.size());
+    if (std::string_view(found.data(), 8) != magic.substr(0, 8)) {
+      fail("it does not start with '" + std::string(magic.substr(0, 8)) + "'");
+    }
+    const auto got = get<std::uint32_t>();
+    if (got != version) {
+      fail("it has version " + std::to_string(got) + ", expected " + std::to_string(version));
+    }
+  }
+  template <class T>
+  T get() {
+    T value{};
+    bytes(&value, sizeof value);
+    return value;
+  }
+  std::string get_string() {
+    const auto length = get<std::uint32_t>();
+    if (length > kLongestName) fail("a name of " + std::to_string(length) + " bytes");
+    std::string text(length, '\0');
+    bytes(text.data(), length);
+    return text;
+  }
+  void get(std::span<float> values) { bytes(values.data(), values.size_bytes()); }
+  void end() {
+    const std::uint64_t expected = hash_.digest();
+    std::uint64_t got = 0;
+    in_.read(reinterpret_cast<char*>(&got), sizeof got);
+    if (!in_ || got != expected) fail("its checksum does not fit: the file is damaged");
+  }
+  [[noreturn]] void fail(const std::string& why) const { throw StateError(what_ + ": " + why); }
+
+ private:
+  void bytes(void* data, std::size_t count) {
+    in_.read(static_cast<char*>(data), static_cast<std::streamsize>(count));
+    if (!in_) fail("it ends too early");
+    hash_.update(data, count);
+  }
+  std::istream& in_;
+  std::string what_;
+  SectionHash hash_;
+};
+
+}  // namespace skim

@@ -1,0 +1,409 @@
+// feedback.hpp: what a residual keeps through commits, rollbacks, new layouts and saved states.
+#include "skim/feedback.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "oracle.hpp"
+#include "parts.hpp"
+#include "skim/error.hpp"
+
+namespace skim {
+namespace {
+
+using test::buckets;
+using Floats = std::vector<float>;
+
+Floats residual(ErrorFeedback& f, Slot slot) {
+  const std::span<float> r = f.residual(slot).span();
+  return {r.begin(), r.end()};
+}
+
+void fill(ErrorFeedback& f, Slot slot, const Floats& values) {
+  std::ranges::copy(values, f.residual(slot).span().begin());
+}
+
+std::string saved(const ErrorFeedback& f) {
+  std::ostringstream out;
+  f.save(out);
+  return out.str();
+}
+
+// As a run of old.size() ranks saved it; `rank` of `size` loads.
+void load(ErrorFeedback& f, const std::vector<std::string>& old, int rank, int size) {
+  std::vector<std::istringstream> streams;
+  for (const auto& s : old) streams.emplace_back(s);
+  std::vector<std::istream*> in;
+  for (auto& s : streams) in.push_back(&s);
+  f.load(in, rank, size);
+}
+
+// Two buckets of 40 and 7 entries, with whole numbers in them.
+ErrorFeedback example(std::uint64_t seed) {
+  ErrorFeedback f;
+  f.set_layout(buckets({40, 7}));
+  fill(f, 0, test::integers(40, seed));
+  fill(f, 1, test::integers(7, seed + 100));
+  return f;
+}
+
+template <class E>
+std::string message_of(const auto& body) {
+  try {
+    body();
+  } catch (const E& e) {
+    return e.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST(feedback, starts_at_zero_with_the_layout_in_order) {
+  ErrorFeedback f;
+  const std::vector<Bucket> shuffled = {{9, {{"late", 3, 4}, {"early", 0, 3}}}, {2, {{"x", 0, 5}}}};
+  f.set_layout(shuffled);
+  EXPECT_EQ(f.size(9), 7U);
+  EXPECT_EQ(f.size(2), 5U);
+  EXPECT_EQ(residual(f, 9), Floats(7, 0.0F));
+  EXPECT_EQ(residual(f, 2), Floats(5, 0.0F));
+  ASSERT_EQ(f.layout(9).size(), 2U);
+  EXPECT_EQ(f.layout(9)[0].name, "early");
+  EXPECT_EQ(f.layout(9)[1].name, "late");
+  for (const Slot slot : {9U, 2U}) {
+    const auto at = reinterpret_cast<std::uintptr_t>(f.residual(slot).data);
+    EXPECT_EQ(at % 64, 0U) << "a slot starts on a cache line";
+  }
+}
+
+TEST(feedback, unknown_slots_are_refused) {
+  ErrorFeedback f = example(1);
+  const SparseBuffer none;
+  EXPECT_THROW(f.layout(5), InvalidArgument);
+  EXPECT_THROW(f.size(5), InvalidArgument);
+  EXPECT_THROW(f.residual(5), InvalidArgument);
+  EXPECT_THROW(f.commit(5, none.view(), none.view()), InvalidArgument);
+  EXPECT_THROW(f.commit_all(5), InvalidArgument);
+  EXPECT_NE(message_of<InvalidArgument>([&] { f.size(5); }).find("slot 5 is not in the layout"),
+            std::string::npos);
+}
+
+TEST(feedback, commit_takes_sent_and_puts_returned_back) {
+  ErrorFeedback f = example(2);
+  const Floats before = residual(f, 0);
+  const SparseBuffer sent = test::top_k(before, 6);
+  SparseBuffer returned;
+  returned.reset(40);
+  returned.append(sent.view().index[2], 3.0F);  // also one that was sent
+  returned.append(39, -8.0F);
+
+  Floats expected = before;
+  for (const Index i : sent.view().index) expected[i] = 0.0F;
+  for (std::size_t e = 0; e < returned.nnz(); ++e) {
+    expected[returned.view().index[e]] += returned.view().value[e];
+  }
+  double change = 0.0;
+  for (std::size_t i = 0; i < 40; ++i) {
+    change += double{expected[i]} * double{expected[i]} - double{before[i]} * double{before[i]};
+  }
+  EXPECT_EQ(f.commit(0, sent.view(), returned.view()), change);
+  EXPECT_EQ(residual(f, 0), expected);
+  f.end_step();
+  EXPECT_EQ(residual(f, 0), expected);
+  f.rollback_step();  // nothing is open
+  EXPECT_EQ(residual(f, 0), expected);
+}
+
+TEST(feedback, commit_refuses_other_lengths_and_changes_nothing) {
+  ErrorFeedback f = example(3);
+  const Floats before = residual(f, 0);
+  SparseBuffer right, wrong;
+  right.reset(40);
+  right.append(0, 1.0F);
+  wrong.reset(39);
+  wrong.append(0, 1.0F);
+  EXPECT_THROW(f.commit(0, right.view(), wrong.view()), InvalidArgument);
+  EXPECT_THROW(f.commit(0, wrong.view(), right.view()), InvalidArgument);
+  EXPECT_EQ(residual(f, 0), before);
+}
+
+// Whatever bits are there come back, also where an entry changed several times and sums were
+// rounded.
+TEST(feedback, rollback_restores_every_bit) {
+  for (std::uint64_t seed = 0; seed < 50; ++seed) {
+    std::mt19937_64 rng(seed);
+    ErrorFeedback f = example(seed);
+    const Floats real = test::normal(40, seed);
+    fill(f, 0, real);
+    f.residual(0).span()[3] = std::numeric_limits<float>::denorm_min();
+    const Floats a = residual(f, 0), b = residual(f, 1);
+    for (int commits = 0; commits < 4; ++commits) {
+      f.commit(0, test::top_k(residual(f, 0), rng() % 40).view(),
+               test::top_k(test::normal(40, rng()), rng() % 40).view());
+      f.commit(1, test::top_k(residual(f, 1), rng() % 8).view(),
+               test::top_k(test::normal(7, rng()), rng() % 8).view());
+    }
+    EXPECT_FALSE(test::same_bits(residual(f, 0), a)) << "seed " << seed;
+    f.rollback_step();
+    EXPECT_TRUE(test::same_bits(residual(f, 0), a)) << "seed " << seed;
+    EXPECT_TRUE(test::same_bits(residual(f, 1), b)) << "seed " << seed;
+  }
+}
+
+TEST(feedback, a_delivered_slot_is_zero_after_the_step_or_whole_after_rollback) {
+  ErrorFeedback f = example(4);
+  const Floats a = residual(f, 0), b = residual(f, 1);
+  f.commit_all(0);
+  EXPECT_EQ(residual(f, 0), a) << "until the step ends";
+  f.rollback_step();
+  EXPECT_EQ(residual(f, 0), a);
+  f.end_step();
+  EXPECT_EQ(residual(f, 0), a) << "a step that was rolled back is over";
+  f.commit_all(0);
+  f.end_step();
+  EXPECT_EQ(residual(f, 0), Floats(40, 0.0F));
+  EXPECT_EQ(residual(f, 1), b);
+}
+
+TEST(feedback, disabled_keeps_nothing) {
+  ErrorFeedback f({.enabled = false});
+  f.set_layout(buckets({40, 7}));
+  EXPECT_FALSE(f.options().enabled);
+  EXPECT_TRUE(f.residual(0).empty());
+  EXPECT_EQ(f.size(0), 40U);
+  const SparseBuffer sent = test::top_k(test::normal(40, 1), 5);
+  SparseBuffer none;
+  none.reset(40);
+  EXPECT_EQ(f.commit(0, sent.view(), none.view()), 0.0);
+  f.commit_all(1);
+  f.rollback_step();
+  f.end_step();
+  EXPECT_THROW(f.residual(3), InvalidArgument);
+  // Its state loads into a run that keeps residuals, and the other way round.
+  ErrorFeedback on = example(5);
+  load(on, {saved(f)}, 0, 1);
+  EXPECT_EQ(residual(on, 0), Floats(40, 0.0F));
+  load(f, {saved(example(5))}, 0, 1);
+  EXPECT_TRUE(f.residual(0).empty());
+}
+
+TEST(feedback, a_new_layout_keeps_residuals_by_name) {
+  ErrorFeedback f;
+  const std::vector<Bucket> before = {{0, {{"a", 0, 3}, {"b", 3, 4}}},
+                                      {1, {{"c", 0, 2}, {"d", 2, 1}}}};
+  f.set_layout(before);
+  fill(f, 0, {1, 2, 3, 4, 5, 6, 7});
+  fill(f, 1, {8, 9, 10});
+  // d goes, e comes, the rest changes places.
+  const std::vector<Bucket> after = {{5, {{"c", 0, 2}, {"a", 2, 3}}},
+                                     {0, {{"e", 0, 2}, {"b", 2, 4}}}};
+  f.set_layout(after);
+  EXPECT_EQ(residual(f, 5), (Floats{8, 9, 1, 2, 3}));
+  EXPECT_EQ(residual(f, 0), (Floats{0, 0, 4, 5, 6, 7}));
+  EXPECT_THROW(f.residual(1), InvalidArgument);
+  f.set_layout(before);
+  EXPECT_EQ(residual(f, 0), (Floats{1, 2, 3, 4, 5, 6, 7}));
+  EXPECT_EQ(residual(f, 1), (Floats{8, 9, 0})) << "d was away, so it starts at 0";
+}
+
+TEST(feedback, bad_layouts_are_refused_and_change_nothing) {
+  const std::size_t huge = std::numeric_limits<std::size_t>::max();
+  struct Row {
+    std::string why;
+    std::vector<Bucket> layout;
+  };
+  const std::vector<Row> rows = {
+      {"slot 3 stands twice", {{3, {{"x", 0, 1}}}, {3, {{"y", 0, 1}}}}},
+      {"the name 'x' stands twice", {{3, {{"x", 0, 1}}}, {4, {{"x", 0, 1}}}}},
+      {"the name 'x' stands twice", {{3, {{"x", 0, 1}, {"x", 1, 1}}}}},
+      {"(overlap or gap)", {{3, {{"x", 0, 3}, {"y", 2, 3}}}}},
+      {"(overlap or gap)", {{3, {{"x", 0, 3}, {"y", 4, 3}}}}},
+      {"(overlap or gap)", {{3, {{"x", 1, 3}}}}},
+      {"2^32 entries or more", {{3, {{"x", 0, std::size_t{1} << 32}}}}},
+      // Lengths whose sum wraps to a small number.
+      {"2^32 entries or more", {{3, {{"x", 0, huge - 4}, {"y", huge - 4, 10}}}}},
+      {"before 13", {{3, {{"0.a", 0, 12}}}}},
+      {"longer than", {{3, {{std::string(5000, 'x'), 0, 1}}}}},
+  };
+  for (const Row& row : rows) {
+    ErrorFeedback f = example(6);
+    const std::string before = saved(f);
+    const std::string why = message_of<InvalidArgument>([&] { f.set_layout(row.layout); });
+    EXPECT_NE(why.find(row.why), std::string::npos) << why;
+    EXPECT_EQ(saved(f), before);
+    EXPECT_EQ(f.size(0), 40U);
+  }
+  ErrorFeedback f = example(6);
+  EXPECT_THROW(f.set_layout(buckets({40, 7}), Device::cuda), InvalidArgument);
+}
+
+TEST(feedback, empty_parameters_and_slots_are_allowed) {
+  ErrorFeedback f;
+  // Sorted by offset alone, "none" may come behind "all" and look like an overlap.
+  for (const bool first : {false, true}) {
+    Bucket b{0, {{"all", 0, 5}, {"none", 0, 0}}};
+    if (first) std::swap(b.parameters[0], b.parameters[1]);
+    f.set_layout(std::vector{b, Bucket{1, {}}});
+    EXPECT_EQ(f.size(0), 5U);
+    EXPECT_EQ(f.size(1), 0U);
+  }
+  SparseBuffer none;
+  EXPECT_EQ(f.commit(1, none.view(), none.view()), 0.0);
+  f.commit_all(1);
+  f.end_step();
+}
+
+TEST(feedback, nothing_moves_while_a_step_is_open) {
+  ErrorFeedback f = example(7);
+  const std::string state = saved(f);
+  const auto refused = [&] {
+    std::ostringstream out;
+    EXPECT_THROW(f.set_layout(buckets({40, 7})), InvalidArgument);
+    EXPECT_THROW(f.save(out), InvalidArgument);
+    EXPECT_THROW(load(f, {state}, 0, 1), InvalidArgument);
+    EXPECT_TRUE(out.str().empty());
+  };
+  SparseBuffer none;
+  none.reset(40);
+  f.commit(0, test::top_k(residual(f, 0), 1).view(), none.view());
+  refused();
+  f.rollback_step();
+  EXPECT_EQ(saved(f), state);
+  f.commit_all(1);
+  refused();
+  f.rollback_step();
+  EXPECT_EQ(saved(f), state);
+}
+
+TEST(feedback, the_same_number_of_ranks_takes_its_own_back) {
+  std::vector<std::string> all;
+  for (std::uint64_t r = 0; r < 3; ++r) all.push_back(saved(example(10 + r)));
+  for (int r = 0; r < 3; ++r) {
+    ErrorFeedback was = example(10 + static_cast<std::uint64_t>(r)), f = example(99);
+    load(f, all, r, 3);
+    EXPECT_EQ(saved(f), all[static_cast<std::size_t>(r)]);
+    EXPECT_EQ(residual(f, 0), residual(was, 0));
+  }
+}
+
+// With another number of ranks: (1/P) times the sum, in rank order, also over real values.
+TEST(feedback, another_number_of_ranks_takes_the_mean) {
+  for (const std::size_t old_ranks : {1U, 2U, 3U, 4U, 7U}) {
+    std::vector<std::string> all;
+    Floats expected(40, 0.0F);
+    for (std::size_t r = 0; r < old_ranks; ++r) {
+      ErrorFeedback was = example(20 + r);
+      const Floats x = test::normal(40, 20 + r);
+      fill(was, 0, x);
+      all.push_back(saved(was));
+      for (std::size_t i = 0; i < 40; ++i) expected[i] += x[i] / static_cast<float>(old_ranks);
+    }
+    for (const int size : {5, 6}) {
+      ErrorFeedback first = example(99), last = example(98);
+      load(first, all, 0, size);
+      load(last, all, size - 1, size);
+      EXPECT_EQ(saved(first), saved(last)) << "all new ranks start alike";
+      for (std::size_t i = 0; i < 40; ++i) {
+        EXPECT_NEAR(residual(first, 0)[i], expected[i], 1e-6F)
+            << old_ranks << " ranks, entry " << i;
+      }
+    }
+  }
+}
+
+TEST(feedback, loads_into_other_buckets) {
+  ErrorFeedback f;
+  f.set_layout(std::vector<Bucket>{{4, {{"1.b", 0, 5}, {"0.a", 5, 13}, {"1.a", 18, 2}}},
+                                   {7, {{"0.b", 0, 27}}}});
+  ErrorFeedback was = example(30);
+  load(f, {saved(was)}, 0, 1);
+  const Floats a = residual(was, 0), b = residual(was, 1);
+  const Floats mixed = residual(f, 4), rest = residual(f, 7);
+  EXPECT_TRUE(std::ranges::equal(std::span(mixed).first(5), std::span(b).subspan(2)));
+  EXPECT_TRUE(std::ranges::equal(std::span(mixed).subspan(5, 13), std::span(a).first(13)));
+  EXPECT_TRUE(std::ranges::equal(std::span(mixed).subspan(18), std::span(b).first(2)));
+  EXPECT_TRUE(std::ranges::equal(rest, std::span(a).subspan(13)));
+}
+
+TEST(feedback, damaged_states_are_refused_and_change_nothing) {
+  const std::string good = saved(example(40));
+  ErrorFeedback f = example(41);
+  const std::string before = saved(f);
+  for (std::size_t length = 0; length < good.size(); ++length) {
+    EXPECT_THROW(load(f, {good.substr(0, length)}, 0, 1), StateError) << "cut to " << length;
+  }
+  for (std::size_t bit = 0; bit < 8 * good.size(); ++bit) {
+    std::string bad = good;
+    bad[bit / 8] = static_cast<char>(bad[bit / 8] ^ (1 << (bit % 8)));
+    EXPECT_THROW(load(f, {bad}, 0, 1), StateError) << "bit " << bit;
+  }
+  // The damage may be in what another rank wrote.
+  std::string bad = good;
+  bad[bad.size() / 2] = static_cast<char>(bad[bad.size() / 2] ^ 1);
+  EXPECT_THROW(load(f, {good, bad}, 0, 2), StateError);
+  EXPECT_THROW(load(f, {good, good, bad}, 0, 2), StateError);
+  EXPECT_EQ(saved(f), before);
+}
+
+TEST(feedback, foreign_states_are_refused_and_change_nothing) {
+  ErrorFeedback f = example(42);
+  const std::string before = saved(f);
+  const auto why = [&](const std::vector<Bucket>& theirs) {
+    ErrorFeedback other;
+    other.set_layout(theirs);
+    return message_of<StateError>([&] { load(f, {saved(other)}, 0, 1); });
+  };
+  EXPECT_NE(why(buckets({40})).find("it has 2 parameters, the model 4"), std::string::npos);
+  EXPECT_NE(why(buckets({40, 10})).find("'1.a' has 3 entries, the model's 2"), std::string::npos);
+  std::vector<Bucket> renamed = buckets({40, 7});
+  renamed[1].parameters[0].name = "else";
+  EXPECT_NE(why(renamed).find("the model has no parameter 'else'"), std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] {
+              load(f, {"SOMETHINGELSE---------------"}, 0, 1);
+            }).find("residuals of rank 0: it does not start with 'SKIMRESI'"),
+            std::string::npos);
+  EXPECT_THROW(f.load({}, 0, 1), InvalidArgument);
+  EXPECT_EQ(saved(f), before);
+}
+
+// load stops behind the residuals, where other state stands; save that fails says so.
+TEST(feedback, streams) {
+  const ErrorFeedback was = example(50);
+  std::istringstream in(saved(was) + "next");
+  std::istream* one = &in;
+  ErrorFeedback f = example(51);
+  f.load({&one, 1}, 0, 1);
+  std::string rest;
+  in >> rest;
+  EXPECT_EQ(rest, "next");
+
+  std::ostringstream full;
+  full.setstate(std::ios::badbit);
+  EXPECT_THROW(was.save(full), StateError);
+}
+
+// A residual never holds what is not finite, also where merged sums of huge values come back.
+TEST(feedback, never_keeps_infinity) {
+  ErrorFeedback f;
+  f.set_layout(buckets({4}));
+  const float max = std::numeric_limits<float>::max(), inf = std::numeric_limits<float>::infinity();
+  fill(f, 0, {max, -max, 0.0F, 1.0F});
+  SparseBuffer none, returned;
+  none.reset(4);
+  returned.reset(4);
+  returned.append(0, max);
+  returned.append(1, -max);
+  returned.append(2, inf);
+  returned.append(3, std::numeric_limits<float>::quiet_NaN());
+  EXPECT_TRUE(std::isfinite(f.commit(0, none.view(), returned.view())));
+  for (const float v : residual(f, 0)) EXPECT_TRUE(std::isfinite(v)) << v;
+  f.rollback_step();
+  EXPECT_EQ(residual(f, 0), (Floats{max, -max, 0.0F, 1.0F}));
+}
+
+}  // namespace
+}  // namespace skim

@@ -1,0 +1,978 @@
+// reducer.hpp: the whole path, its options, its report, and its wrong uses.
+#include "skim/reducer.hpp"
+
+#include <gtest/gtest.h>
+#include <malloc.h>
+
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "allocations.hpp"
+#include "exchange_oracle.hpp"
+#include "group.hpp"
+#include "oracle.hpp"
+#include "parts.hpp"
+#include "skim/error.hpp"
+
+namespace skim {
+namespace {
+
+using test::buckets;
+using test::gather;
+using test::residual_of;
+using test::run_group;
+using test::same_bits;
+using Floats = std::vector<float>;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+std::uint64_t seed_of(int rank, std::uint64_t step, Slot slot) {
+  return 1000003 * step + 1009 * slot + static_cast<std::uint64_t>(rank);
+}
+
+ReducerParts with_density(double d) {
+  ReducerParts parts;
+  parts.schedule = constant_density(d);
+  return parts;
+}
+
+ReducerOptions options_of(ExchangeKind kind, std::size_t dense_below = 0) {
+  ReducerOptions o;
+  o.exchange.kind = kind;
+  o.dense_below = dense_below;
+  return o;
+}
+
+const std::vector<ExchangeKind> kKinds = {ExchangeKind::dense, ExchangeKind::allgather,
+                                          ExchangeKind::gtopk};
+std::string name_of(ExchangeKind kind) {
+  return std::string(exchange_kind_names()[static_cast<std::size_t>(kind)]);
+}
+
+double norm2(std::span<const float> x) {
+  double sum = 0.0;
+  for (const float v : x) sum += double{v} * double{v};
+  return sum;
+}
+
+// reduce(), directly or through the communication thread.
+StepReport reduce(Reducer& reducer, bool async, Slot slot, GradView grad) {
+  return async ? reducer.wait(reducer.start(slot, grad)) : reducer.reduce(slot, grad);
+}
+
+void load(Reducer& reducer, const std::vector<std::string>& states) {
+  std::vector<std::istringstream> streams;
+  for (const auto& s : states) streams.emplace_back(s);
+  std::vector<std::istream*> in;
+  for (auto& s : streams) in.push_back(&s);
+  reducer.load(in);
+}
+std::string saved(const Reducer& reducer) {
+  std::ostringstream out;
+  reducer.save(out);
+  return out.str();
+}
+
+// ---- what comes out -----------------------------------------------------------------------------
+
+TEST(reducer, one_rank_at_density_1_is_the_identity) {
+  for (const ExchangeKind kind : kKinds) {
+    run_group(1, [&](Communicator& comm) {
+      Reducer reducer(options_of(kind), with_density(1.0), comm);
+      reducer.set_layout(buckets({500}));
+      for (std::uint64_t step = 0; step < 3; ++step) {
+        const Floats g = test::normal(500, step);
+        Floats mean = g;
+        const StepReport report = reducer.reduce(0, std::span(mean));
+        EXPECT_TRUE(same_bits(mean, g)) << name_of(kind);
+        EXPECT_EQ(report.sent_bytes + report.received_bytes + report.rounds, 0U);
+        EXPECT_TRUE(reducer.end_step(0.0));
+        EXPECT_EQ(residual_of(reducer, 0), Floats(500, 0.0F));
+      }
+    });
+  }
+}
+
+TEST(reducer, one_rank_gets_what_it_selects_and_keeps_the_rest) {
+  run_group(1, [&](Communicator& comm) {
+    for (const ExchangeKind kind : {ExchangeKind::allgather, ExchangeKind::gtopk}) {
+      Reducer reducer(options_of(kind), with_density(0.1), comm);
+      reducer.set_layout(buckets({200}));
+      Floats residual(200, 0.0F);
+      for (std::uint64_t step = 0; step < 10; ++step) {
+        Floats g = test::normal(200, step);
+        for (std::size_t i = 0; i < 200; ++i) residual[i] += g[i];
+        const SparseBuffer kept = test::top_k(residual, 20);
+        for (const Index i : kept.view().index) residual[i] = 0.0F;
+        reducer.reduce(0, std::span(g));
+        EXPECT_TRUE(reducer.end_step(0.0));
+        EXPECT_EQ(g, test::dense(kept.view()));
+        EXPECT_EQ(residual_of(reducer, 0), residual);
+      }
+    }
+  });
+}
+
+// The whole path against a slow version of itself: selection, exchange, commit, mean.
+TEST(reducer, is_its_oracle) {
+  const std::size_t n = 300;
+  const int ranks = 5;
+  for (const ExchangeOptions& exchange : test::sparse_exchanges()) {
+    const std::size_t k = entries(0.05, n);
+    std::vector<Floats> residual(ranks, Floats(n, 0.0F));
+    std::vector<std::vector<Floats>> means, residuals;  // [step], [step][rank]
+    means.resize(1);
+    for (std::uint64_t step = 0; step < 12; ++step) {
+      std::vector<SparseBuffer> selected;
+      std::vector<SparseView> views;
+      for (std::size_t r = 0; r < ranks; ++r) {
+        const Floats g = test::normal(n, seed_of(static_cast<int>(r), step, 0));
+        for (std::size_t i = 0; i < n; ++i) residual[r][i] += g[i];
+        selected.push_back(test::top_k(residual[r], k));
+      }
+      for (const auto& s : selected) views.push_back(s.view());
+      const test::ExchangeOutcome got = test::oracle(exchange, views, k);
+      for (std::size_t r = 0; r < ranks; ++r) {
+        for (const Index i : views[r].index) residual[r][i] = 0.0F;
+        const SparseView back = got.returned[r].view();
+        for (std::size_t e = 0; e < back.nnz(); ++e) residual[r][back.index[e]] += back.value[e];
+      }
+      Floats mean = test::dense(got.sum.view());
+      for (float& v : mean) v *= 1.0F / ranks;
+      means[0].push_back(mean);
+      residuals.push_back(residual);
+    }
+    run_group(ranks, [&](Communicator& comm) {
+      ReducerOptions o;
+      o.exchange = exchange;
+      o.dense_below = 0;
+      Reducer reducer(o, with_density(0.05), comm);
+      reducer.set_layout(buckets({n}));
+      for (std::uint64_t step = 0; step < 12; ++step) {
+        SCOPED_TRACE(test::name_of(exchange) + ", step " + std::to_string(step));
+        Floats g = test::normal(n, seed_of(comm.rank(), step, 0));
+        reducer.reduce(0, std::span(g));
+        EXPECT_TRUE(reducer.end_step(0.0));
+        EXPECT_EQ(g, means[0][step]);
+        EXPECT_EQ(residual_of(reducer, 0), residuals[step][static_cast<std::size_t>(comm.rank())]);
+      }
+    });
+  }
+}
+
+// Same slots, same order: through the thread, with waits in any order, nothing differs.
+TEST(reducer, sync_is_async_bit_for_bit) {
+  const int ranks = 3;
+  std::mt19937_64 rng(11);
+  std::vector<std::size_t> sizes = {0, 1, 4096, 17};
+  while (sizes.size() < 12) sizes.push_back(rng() % 1500);
+  for (const ExchangeKind kind : kKinds) {
+    std::vector<std::vector<Floats>> sync(ranks), async(ranks);
+    for (const bool through_thread : {false, true}) {
+      run_group(ranks, [&](Communicator& comm) {
+        auto& out = (through_thread ? async : sync)[static_cast<std::size_t>(comm.rank())];
+        std::mt19937_64 order(static_cast<std::uint64_t>(comm.rank()));  // its own on each rank
+        ReducerParts parts;
+        parts.schedule = listed_density({0.1, 1.0, 0.02}, 0.01);
+        Reducer reducer(options_of(kind, 256), std::move(parts), comm);
+        reducer.set_layout(buckets(sizes));
+        for (std::uint64_t step = 0; step < 8; ++step) {
+          std::vector<Floats> grads;
+          for (Slot s = 0; s < sizes.size(); ++s) {
+            grads.push_back(test::normal(sizes[s], seed_of(comm.rank(), step, s)));
+          }
+          std::vector<StepReport> reports(sizes.size());
+          if (through_thread) {
+            std::vector<std::pair<Ticket, Slot>> tickets;
+            for (Slot s = 0; s < sizes.size(); ++s) {
+              tickets.emplace_back(reducer.start(s, std::span(grads[s])), s);
+              if (step % 2 == 0 && order() % 3 == 0) {  // some are collected on the way
+                const std::size_t at = order() % tickets.size();
+                reports[tickets[at].second] = reducer.wait(tickets[at].first);
+                tickets.erase(tickets.begin() + static_cast<std::ptrdiff_t>(at));
+              }
+            }
+            std::ranges::shuffle(tickets, order);
+            for (const auto& [ticket, slot] : tickets) reports[slot] = reducer.wait(ticket);
+          } else {
+            for (Slot s = 0; s < sizes.size(); ++s) {
+              reports[s] = reducer.reduce(s, std::span(grads[s]));
+            }
+          }
+          if (step % 3 == 2) {
+            reducer.rollback_step(static_cast<double>(step) / 2.0);
+          } else {
+            EXPECT_TRUE(reducer.end_step(static_cast<double>(step) / 2.0));
+          }
+          for (Slot s = 0; s < sizes.size(); ++s) {
+            const StepReport& r = reports[s];
+            EXPECT_EQ(r.id.slot, s) << "a ticket is its own bucket's";
+            EXPECT_EQ(r.id.step, step);
+            out.push_back(grads[s]);
+            out.push_back(residual_of(reducer, s));
+            out.push_back({static_cast<float>(r.k), static_cast<float>(r.sent_nnz),
+                           static_cast<float>(r.sum_nnz), static_cast<float>(r.sent_bytes),
+                           static_cast<float>(r.received_bytes), static_cast<float>(r.rounds),
+                           static_cast<float>(r.capture), static_cast<float>(r.residual_norm),
+                           r.threshold, r.dense ? 1.0F : 0.0F,
+                           static_cast<float>(r.group.accumulated_norm2)});
+          }
+        }
+      });
+    }
+    for (std::size_t r = 0; r < ranks; ++r) {
+      EXPECT_GT(sync[r].size(), 100U);
+      EXPECT_EQ(sync[r], async[r]) << name_of(kind) << " rank " << r;
+    }
+  }
+}
+
+TEST(reducer, a_dense_step_delivers_the_residual_too) {
+  for (const int ranks : {1, 2, 3}) {
+    run_group(ranks, [&](Communicator& comm) {
+      ReducerParts parts;
+      parts.schedule = listed_density({0.05, 0.05, 1.0}, 0.05);
+      Reducer reducer(options_of(ExchangeKind::allgather), std::move(parts), comm);
+      reducer.set_layout(buckets({100}));
+      Floats g;
+      for (std::uint64_t step = 0; step < 2; ++step) {
+        g = test::integers(100, seed_of(comm.rank(), step, 0));
+        EXPECT_FALSE(reducer.reduce(0, std::span(g)).dense);
+        EXPECT_TRUE(reducer.end_step(static_cast<double>(step + 1)));
+      }
+      const auto residuals = gather(comm, residual_of(reducer, 0));
+      EXPECT_NE(residuals[0], Floats(100, 0.0F));
+      g = test::integers(100, seed_of(comm.rank(), 2, 0));
+      const auto grads = gather(comm, g);
+      Floats expected(100, 0.0F);
+      for (std::size_t r = 0; r < grads.size(); ++r) {
+        for (std::size_t i = 0; i < 100; ++i) expected[i] += residuals[r][i] + grads[r][i];
+      }
+      for (float& v : expected) v *= 1.0F / static_cast<float>(ranks);
+      const StepReport report = reducer.reduce(0, std::span(g));
+      EXPECT_TRUE(report.dense);
+      EXPECT_EQ(g, expected);
+      EXPECT_EQ(report.residual_norm, 0.0);
+      EXPECT_TRUE(reducer.end_step(3.0));
+      EXPECT_EQ(residual_of(reducer, 0), Floats(100, 0.0F));
+    });
+  }
+}
+
+TEST(reducer, short_buckets_go_dense) {
+  run_group(2, [&](Communicator& comm) {
+    Reducer reducer(options_of(ExchangeKind::allgather, 100), with_density(0.01), comm);
+    reducer.set_layout(buckets({99, 100, 0}));
+    for (const auto& [slot, dense] :
+         {std::pair(0U, true), std::pair(1U, false), std::pair(2U, true)}) {
+      Floats g = test::normal(reducer.feedback().size(slot), slot);
+      EXPECT_EQ(reducer.reduce(slot, std::span(g)).dense, dense) << slot;
+    }
+    Reducer none(options_of(ExchangeKind::allgather, 0), with_density(0.01), comm);
+    none.set_layout(buckets({1, 0}));
+    for (const Slot slot : {0U, 1U}) {  // also nothing at all can be exchanged
+      Floats g(none.feedback().size(slot), 1.0F);
+      EXPECT_FALSE(none.reduce(slot, std::span(g)).dense);
+      EXPECT_EQ(g, Floats(g.size(), 1.0F));
+    }
+    EXPECT_EQ(ReducerOptions().dense_below, 4096U);
+    Reducer dense(options_of(ExchangeKind::dense), with_density(0.01), comm);
+    EXPECT_EQ(dense.exchange(), nullptr);
+    EXPECT_EQ(none.exchange()->name(), "allgather");
+  });
+}
+
+// The vendor's sum (in this process: the same ring) gives the same conclusions.
+TEST(reducer, dense_by_the_vendor) {
+  run_group(3, [&](Communicator& comm) {
+    ReducerOptions o = options_of(ExchangeKind::dense);
+    o.dense_sum = DenseSum::vendor;
+    Reducer reducer(o, {}, comm);
+    reducer.set_layout(buckets({50}));
+    Floats g = test::integers(50, static_cast<std::uint64_t>(comm.rank()));
+    const auto all = gather(comm, g);
+    reducer.reduce(0, std::span(g));
+    for (std::size_t i = 0; i < 50; ++i) {
+      EXPECT_EQ(g[i], (all[0][i] + all[1][i] + all[2][i]) * (1.0F / 3.0F));
+    }
+  });
+}
+
+TEST(reducer, without_feedback_nothing_is_kept) {
+  for (const ExchangeKind kind : kKinds) {
+    run_group(2, [&](Communicator& comm) {
+      ReducerOptions o = options_of(kind);
+      o.feedback.enabled = false;
+      Reducer reducer(o, with_density(0.1), comm);
+      reducer.set_layout(buckets({100}));
+      for (std::uint64_t step = 0; step < 3; ++step) {
+        Floats g = test::integers(100, seed_of(comm.rank(), step, 0));
+        for (float& v : g) v *= 4.0F;
+        GradView scaled = std::span(g);
+        scaled.scale = 4.0F;
+        const auto all = gather(comm, g);
+        const StepReport report = reducer.reduce(0, scaled);
+        EXPECT_EQ(report.residual_norm, 0.0);
+        EXPECT_TRUE(reducer.end_step(0.0));
+        if (kind == ExchangeKind::dense) {
+          for (std::size_t i = 0; i < 100; ++i) EXPECT_EQ(g[i], (all[0][i] + all[1][i]) / 2.0F);
+        } else if (kind == ExchangeKind::allgather) {
+          const Floats a = test::dense(test::top_k(all[0], 10).view()),
+                       b = test::dense(test::top_k(all[1], 10).view());
+          for (std::size_t i = 0; i < 100; ++i) EXPECT_EQ(g[i], (a[i] + b[i]) / 2.0F);
+        }
+      }
+    });
+  }
+}
+
+// A loss scale of a power of two moves exponents only: same residuals, means in the same scale.
+TEST(reducer, loss_scale) {
+  for (const ExchangeKind kind : kKinds) {
+    for (const float scale : {1024.0F, 1.0F / 64.0F}) {
+      run_group(3, [&](Communicator& comm) {
+        Reducer plain(options_of(kind), with_density(0.05), comm),
+            scaled(options_of(kind), with_density(0.05), comm);
+        plain.set_layout(buckets({400}));
+        scaled.set_layout(buckets({400}));
+        for (std::uint64_t step = 0; step < 6; ++step) {
+          Floats g = test::normal(400, seed_of(comm.rank(), step, 0)), big = g;
+          for (float& v : big) v *= scale;
+          GradView view = std::span(big);
+          view.scale = scale;
+          const StepReport a = plain.reduce(0, std::span(g)), b = scaled.reduce(0, view);
+          EXPECT_TRUE(plain.end_step(0.0) && scaled.end_step(0.0));
+          for (float& v : g) v *= scale;
+          EXPECT_TRUE(same_bits(g, big)) << name_of(kind);
+          EXPECT_TRUE(same_bits(residual_of(plain, 0), residual_of(scaled, 0)));
+          EXPECT_EQ(a.threshold, b.threshold);
+          EXPECT_EQ(a.group.gradient_norm2, b.group.gradient_norm2);
+        }
+      });
+    }
+  }
+}
+
+// ---- NaN and infinity
+// -----------------------------------------------------------------------------
+
+// Three buckets, only one rank has bad entries, only in bucket 1.
+TEST(reducer, non_finite_gradients_are_decided_alike) {
+  const std::vector<std::size_t> sizes = {80, 200, 300};
+  for (const ExchangeKind kind : kKinds) {
+    for (const NonFinite policy : {NonFinite::skip_step, NonFinite::raise, NonFinite::pass_on}) {
+      for (const bool async : {false, true}) {
+        run_group(3, [&](Communicator& comm) {
+          SCOPED_TRACE(name_of(kind) + ", policy " + std::to_string(static_cast<int>(policy)) +
+                       (async ? ", async" : ""));
+          ReducerOptions o = options_of(kind, 100);
+          o.non_finite = policy;
+          Reducer reducer(o, with_density(0.05), comm);
+          reducer.set_layout(buckets(sizes));
+          for (std::uint64_t step = 0; step < 6; ++step) {
+            std::vector<Floats> before, grads, means;
+            const bool bad_step = step % 2 == 1;
+            for (Slot s = 0; s < sizes.size(); ++s) {
+              before.push_back(residual_of(reducer, s));
+              Floats g = test::integers(sizes[s], seed_of(comm.rank(), step, s));
+              if (bad_step && comm.rank() == 1 && s == 1) g[3] = kNan, g[70] = kInf, g[71] = -kInf;
+              grads.push_back(g);
+              const StepReport report = reduce(reducer, async, s, std::span(g));
+              means.push_back(g);
+              EXPECT_EQ(report.non_finite, bad_step && comm.rank() == 1 && s == 1 ? 3U : 0U);
+              EXPECT_EQ(report.group.non_finite, bad_step && s == 1 ? 3U : 0U);
+            }
+            for (Slot s = 0; s < sizes.size(); ++s) {
+              const bool concerned = bad_step && s == 1 && policy == NonFinite::pass_on;
+              EXPECT_EQ(std::ranges::any_of(means[s], [](float v) { return !std::isfinite(v); }),
+                        concerned);
+              EXPECT_EQ(std::isnan(means[s][0]), concerned) << "where a loss scaler sees it";
+            }
+            if (bad_step && policy == NonFinite::raise) {
+              try {
+                reducer.end_step(0.0);
+                ADD_FAILURE() << "nothing was thrown";
+              } catch (const NonFiniteError& e) {
+                EXPECT_EQ(std::string(e.what()), "step " + std::to_string(step) +
+                                                     ": 3 gradient entries of the group are NaN or "
+                                                     "infinite");
+              }
+            } else {
+              EXPECT_EQ(reducer.end_step(0.0), !bad_step || policy == NonFinite::pass_on);
+            }
+            EXPECT_EQ(reducer.step(), step + 1);
+            for (Slot s = 0; s < sizes.size(); ++s) {
+              const Floats after = residual_of(reducer, s);
+              EXPECT_TRUE(std::ranges::all_of(after, [](float v) { return std::isfinite(v); }));
+              if (!bad_step || policy == NonFinite::pass_on) continue;
+              Floats expected = before[s];
+              for (std::size_t i = 0; i < expected.size(); ++i) {
+                if (std::isfinite(grads[s][i])) expected[i] += grads[s][i];
+              }
+              EXPECT_EQ(after, expected) << "before + the finite part, bucket " << s;
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+// Every gradient is finite, their sum is not: all ranks see that in the sum.
+TEST(reducer, a_sum_that_overflows_is_not_finite) {
+  for (const ExchangeKind kind : kKinds) {
+    for (const NonFinite policy : {NonFinite::skip_step, NonFinite::raise, NonFinite::pass_on}) {
+      for (const DropPolicy drop : {DropPolicy::survivors, DropPolicy::merger_keeps}) {
+        run_group(4, [&](Communicator& comm) {
+          ReducerOptions o = options_of(kind);
+          o.non_finite = policy;
+          o.exchange.drop = drop;
+          Reducer reducer(o, with_density(0.01), comm);  // k = 1
+          reducer.set_layout(buckets({100}));
+          // Two infinities meet in the last merge of gTop-k, and one is dropped.
+          Floats g(100, 0.0F);
+          g[comm.rank() < 2 ? 4 : 5] = 3e38F;
+          const Floats mine = g;
+          const StepReport report = reducer.reduce(0, std::span(g));
+          EXPECT_EQ(report.group.non_finite, 0U);
+          EXPECT_EQ(std::isnan(g[0]), policy == NonFinite::pass_on);
+          if (policy == NonFinite::raise) {
+            EXPECT_THROW(reducer.end_step(0.0), NonFiniteError);
+          } else {
+            EXPECT_EQ(reducer.end_step(0.0), policy == NonFinite::pass_on);
+          }
+          const Floats after = residual_of(reducer, 0);
+          EXPECT_TRUE(std::ranges::all_of(after, [](float v) { return std::isfinite(v); }))
+              << name_of(kind);
+          if (policy != NonFinite::pass_on) {
+            EXPECT_EQ(after, mine);
+          }
+        });
+      }
+    }
+  }
+}
+
+// ---- parts of a user's own
+// ------------------------------------------------------------------------
+
+// An exchange that delivers nothing: all comes back.
+class ReturnsAll final : public Exchange {
+ public:
+  std::string_view name() const noexcept override { return "returns all"; }
+  ExchangeResult run(StepId, const SparseView& mine, const Keep& keep, GroupStats&,
+                     Communicator&) override {
+    none_.reset(mine.dim);
+    k = keep.k;
+    k_down = keep.k_down;
+    threshold = keep.threshold;
+    return {.sum = none_.view(), .returned = mine, .contributors = 7};
+  }
+  void end_step() noexcept override { ++ended; }
+  void rollback_step() override { ++rolled_back; }
+  void save(std::ostream& out) const override { out << "mine"; }
+  void load(std::istream& in) override {
+    std::string word(4, ' ');
+    in.read(word.data(), 4);
+    loaded = word;
+  }
+  std::size_t k = 0, k_down = 0;
+  float threshold = 0.0F;
+  int ended = 0, rolled_back = 0;
+  std::string loaded;
+
+ private:
+  SparseBuffer none_;
+};
+
+TEST(reducer, parts_of_ones_own) {
+  run_group(1, [&](Communicator& comm) {
+    auto owned = std::make_unique<ReturnsAll>();
+    ReturnsAll& exchange = *owned;
+    std::vector<Progress> seen;
+    ReducerParts parts;
+    parts.exchange = std::move(owned);
+    parts.schedule = std::make_unique<test::ScheduleBy>([&](const Progress& p) {
+      seen.push_back(p);
+      return Density{.up = 0.25, .down = 0.5, .threshold = 2.0F};
+    });
+    parts.selector = std::make_unique<test::CountBy>([](const SelectTask& t) {
+      EXPECT_EQ(t.keep.k, 25U);
+      EXPECT_EQ(t.layout.size(), 2U);
+      EXPECT_EQ(t.layout[1].name, "0.b");
+      return std::size_t{3};
+    });
+    Reducer reducer(options_of(ExchangeKind::allgather), std::move(parts), comm);
+    EXPECT_EQ(reducer.exchange(), &exchange);
+    reducer.set_layout(buckets({100}));
+    reducer.set_total_steps(77);
+    ASSERT_FALSE(seen.empty());
+    EXPECT_EQ(seen.back().total_steps, 77U) << "the first step knows, too";
+    EXPECT_EQ(reducer.density().up, 0.25);
+
+    Floats g = test::integers(100, 1);
+    const Floats mine = g;
+    const StepReport report = reducer.reduce(0, std::span(g));
+    EXPECT_EQ(report.k, 25U);
+    EXPECT_EQ(report.sent_nnz, 3U);
+    EXPECT_EQ(report.sum_nnz, 0U);
+    EXPECT_EQ(exchange.k, 25U);
+    EXPECT_EQ(exchange.k_down, 50U);
+    EXPECT_EQ(exchange.threshold, 2.0F);
+    EXPECT_EQ(g, Floats(100, 0.0F));
+    EXPECT_EQ(residual_of(reducer, 0), mine);
+    EXPECT_TRUE(reducer.end_step(0.75));
+    EXPECT_EQ(exchange.ended, 1);
+    EXPECT_EQ(seen.back().step, 1U);
+    EXPECT_EQ(seen.back().epoch, 0.75);
+    EXPECT_NEAR(seen.back().last.gradient_norm2, norm2(mine), 1e-6 * norm2(mine));
+    EXPECT_NEAR(seen.back().last.accumulated_norm2, norm2(mine), 1e-6 * norm2(mine));
+    reducer.rollback_step(0.8);
+    EXPECT_EQ(exchange.rolled_back, 1);
+    load(reducer, {saved(reducer)});
+    EXPECT_EQ(exchange.loaded, "mine");
+  });
+}
+
+TEST(reducer, the_schedule_sees_the_groups_statistics_over_all_buckets) {
+  run_group(3, [&](Communicator& comm) {
+    Progress seen;
+    ReducerParts parts;
+    parts.schedule = std::make_unique<test::ScheduleBy>([&](const Progress& p) {
+      seen = p;
+      return Density{.up = 0.1};
+    });
+    Reducer reducer(options_of(ExchangeKind::gtopk, 50), std::move(parts), comm);
+    reducer.set_layout(buckets({40, 100}));
+    GroupStats expected;
+    for (std::uint64_t step = 0; step < 3; ++step) {
+      expected = {};
+      for (Slot s = 0; s < 2; ++s) {
+        Floats g = test::normal(s == 0 ? 40 : 100, seed_of(comm.rank(), step, s));
+        const auto all = gather(comm, g);
+        double sum = 0.0;
+        for (const Floats& of_rank : all) sum += norm2(of_rank);
+        const StepReport report = reducer.reduce(s, std::span(g));
+        EXPECT_NEAR(report.group.gradient_norm2, sum, 1e-6 * sum);
+        combine(expected, report.group);
+      }
+      EXPECT_TRUE(reducer.end_step(0.0));
+      EXPECT_EQ(seen.last.gradient_norm2, expected.gradient_norm2);
+      EXPECT_EQ(seen.last.accumulated_norm2, expected.accumulated_norm2);
+      EXPECT_EQ(seen.last.sent_norm2, expected.sent_norm2);
+      EXPECT_EQ(seen.last.sent_bytes, expected.sent_bytes);
+    }
+  });
+}
+
+// ---- the report
+// -------------------------------------------------------------------------------------
+
+TEST(reducer, reports_what_happened) {
+  for (const ExchangeKind kind : kKinds) {
+    run_group(3, [&](Communicator& comm) {
+      SCOPED_TRACE(name_of(kind));
+      Reducer reducer(options_of(kind), with_density(0.05), comm);
+      const std::size_t n = 400, k = 20;
+      reducer.set_layout(buckets({n}));
+      for (std::uint64_t step = 0; step < 5; ++step) {
+        Floats g = test::normal(n, seed_of(comm.rank(), step, 0));
+        Floats accumulated = residual_of(reducer, 0);
+        for (std::size_t i = 0; i < n; ++i) accumulated[i] += g[i];
+        const SparseBuffer kept = test::top_k(accumulated, k);
+        const double gradient2 = norm2(g), accumulated2 = norm2(accumulated);
+        const Traffic before = comm.traffic();
+        const StepReport r = reducer.reduce(0, std::span(g));
+        const Traffic after = comm.traffic();
+        EXPECT_TRUE(reducer.end_step(0.0));
+
+        EXPECT_EQ(r.id.step, step);
+        EXPECT_EQ(r.id.slot, 0U);
+        EXPECT_EQ(r.n, n);
+        EXPECT_EQ(r.sent_bytes, after.sent_bytes - before.sent_bytes);
+        EXPECT_EQ(r.received_bytes, after.received_bytes - before.received_bytes);
+        EXPECT_EQ(r.rounds, after.rounds - before.rounds);
+        EXPECT_GT(r.sent_bytes, 0U);
+        EXPECT_GE(r.select_ns, 0);
+        EXPECT_GE(r.exchange_ns, 0);
+        EXPECT_GE(r.apply_ns, 0);
+        EXPECT_EQ(r.non_finite, 0U);
+        EXPECT_EQ(r.dense, kind == ExchangeKind::dense);
+
+        const auto non_zero =
+            static_cast<std::size_t>(std::ranges::count_if(g, [](float v) { return v != 0.0F; }));
+        if (r.dense) {
+          EXPECT_EQ(r.k, n);
+          EXPECT_EQ(r.sent_nnz, n);
+          EXPECT_EQ(r.sum_nnz, n);
+          EXPECT_EQ(r.capture, 1.0);
+          EXPECT_EQ(r.residual_norm, 0.0);
+        } else {
+          EXPECT_EQ(r.k, k);
+          EXPECT_EQ(r.sent_nnz, kept.nnz());
+          EXPECT_EQ(r.sum_nnz, non_zero);
+          float smallest = kInf;
+          for (const float v : kept.view().value) smallest = std::min(smallest, std::fabs(v));
+          EXPECT_EQ(r.threshold, smallest);
+          EXPECT_NEAR(r.capture, norm2(kept.view().value) / accumulated2, 1e-6);
+          const double left = std::sqrt(norm2(residual_of(reducer, 0)));
+          EXPECT_NEAR(r.residual_norm, left, 1e-6 * left);
+        }
+        const auto all =
+            gather(comm, Floats{static_cast<float>(gradient2), static_cast<float>(accumulated2)});
+        double gradients = 0.0, accumulations = 0.0;
+        for (const Floats& of_rank : all) {
+          gradients += double{of_rank[0]};
+          accumulations += double{of_rank[1]};
+        }
+        EXPECT_NEAR(r.group.gradient_norm2, gradients, 1e-5 * gradients);
+        EXPECT_NEAR(r.group.accumulated_norm2, accumulations, 1e-5 * accumulations);
+      }
+    });
+  }
+}
+
+// Norms are sums of floats: near its ends, the report stays in its range.
+TEST(reducer, reports_within_the_range_when_all_is_sent) {
+  run_group(2, [&](Communicator& comm) {
+    // With the last of these seeds, what is kept seems larger than all.
+    const std::size_t n = 2654;
+    for (const std::uint64_t seed : {1U, 2U, 3U, 18578U}) {
+      Reducer reducer(options_of(ExchangeKind::allgather), with_density(1.0 - 1e-13), comm);
+      reducer.set_layout(buckets({n}));
+      Floats g = test::normal(n, seed);
+      const double all = std::sqrt(norm2(g));
+      const std::size_t non_zero = test::top_k(g, n).nnz();
+      const StepReport r = reducer.reduce(0, std::span(g));
+      EXPECT_EQ(r.sent_nnz, non_zero);
+      EXPECT_LE(r.capture, 1.0) << "seed " << seed;
+      EXPECT_GE(r.capture, 1.0 - 1e-6);
+      EXPECT_GE(r.residual_norm, 0.0);
+      EXPECT_LE(r.residual_norm, 1e-3 * all);
+    }
+  });
+}
+
+TEST(reducer, capture_of_nothing_is_all) {
+  run_group(2, [&](Communicator& comm) {
+    Reducer reducer(options_of(ExchangeKind::allgather), with_density(0.1), comm);
+    reducer.set_layout(buckets({50}));
+    Floats g(50, 0.0F);
+    const StepReport r = reducer.reduce(0, std::span(g));
+    EXPECT_EQ(r.capture, 1.0);
+    EXPECT_EQ(r.threshold, 0.0F);
+    EXPECT_EQ(r.sent_nnz, 0U);
+    EXPECT_EQ(r.residual_norm, 0.0);
+  });
+}
+
+// ---- signals
+// ----------------------------------------------------------------------------------------
+
+TEST(reducer, signals_reach_all_ranks_at_the_end_of_the_step) {
+  for (const int ranks : {1, 2, 5}) {
+    for (const ExchangeKind kind : kKinds) {
+      for (const bool async : {false, true}) {
+        run_group(ranks, [&](Communicator& comm) {
+          Reducer reducer(options_of(kind), with_density(0.1), comm);
+          reducer.set_layout(buckets({60, 70}));
+          const auto step = [&](std::uint32_t first, std::uint32_t second) {
+            for (Slot s = 0; s < 2; ++s) {
+              if (const std::uint32_t bits = s == 0 ? first : second) reducer.raise_signal(bits);
+              Floats g = test::normal(s == 0 ? 60 : 70, seed_of(comm.rank(), reducer.step(), s));
+              reduce(reducer, async, s, std::span(g));
+            }
+            EXPECT_TRUE(reducer.end_step(0.0));
+            return reducer.signals();
+          };
+          const auto r = static_cast<std::uint32_t>(comm.rank());
+          EXPECT_EQ(reducer.signals(), 0U);
+          EXPECT_EQ(step(0, 0), 0U);
+          EXPECT_EQ(step(1U << r, 0), (1U << ranks) - 1);
+          EXPECT_EQ(step(0, 0), 0U) << "each rides once";
+          EXPECT_EQ(step(0, r + 1 == static_cast<std::uint32_t>(ranks) ? 0x80000000U : 0U),
+                    0x80000000U);
+          reducer.raise_signal(2);
+          reducer.raise_signal(8);
+          reducer.rollback_step(0.0);  // no bucket took them along
+          EXPECT_EQ(reducer.signals(), 0U);
+          EXPECT_EQ(step(0, 0), 10U);
+        });
+      }
+    }
+  }
+}
+
+// ---- memory
+// -----------------------------------------------------------------------------------------
+
+// By all ranks together, in steps 10 to 40; every rank and step has gradients of its own.
+std::uint64_t allocations_when_warm(int ranks, ExchangeKind kind, double density, bool async) {
+  const std::vector<std::size_t> sizes = {50, 3000, 5000};
+  std::barrier<> together(ranks);
+  std::uint64_t before = 0, after = 0;
+  run_group(ranks, [&](Communicator& comm) {
+    Reducer reducer(options_of(kind, 100), with_density(density), comm);
+    reducer.set_layout(buckets(sizes));
+    std::vector<std::vector<Floats>> grads(40);
+    for (std::uint64_t step = 0; step < grads.size(); ++step) {
+      for (Slot s = 0; s < sizes.size(); ++s) {
+        grads[step].push_back(test::normal(sizes[s], seed_of(comm.rank(), step, s)));
+      }
+    }
+    std::vector<Ticket> tickets(sizes.size());
+    for (std::size_t step = 0; step < grads.size(); ++step) {
+      if (step == 10) {
+        together.arrive_and_wait();
+        if (comm.rank() == 0) before = test::allocations();
+        together.arrive_and_wait();
+      }
+      for (Slot s = 0; s < sizes.size(); ++s) {
+        if (async) {
+          tickets[s] = reducer.start(s, std::span(grads[step][s]));
+        } else {
+          reducer.reduce(s, std::span(grads[step][s]));
+        }
+      }
+      for (Slot s = 0; async && s < sizes.size(); ++s) reducer.wait(tickets[s]);
+      if (step % 8 == 7) {
+        reducer.rollback_step(0.0);
+      } else {
+        reducer.end_step(0.0);
+      }
+    }
+    together.arrive_and_wait();
+    if (comm.rank() == 0) after = test::allocations();
+    together.arrive_and_wait();
+  });
+  return after - before;
+}
+
+TEST(reducer, a_warm_step_allocates_nothing) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    for (const ExchangeKind kind : kKinds) {
+      for (const bool async : {false, true}) {
+        EXPECT_EQ(allocations_when_warm(ranks, kind, 0.01, async), 0U)
+            << name_of(kind) << (async ? " async on " : " sync on ") << ranks << " ranks";
+      }
+    }
+  }
+}
+
+// One float per parameter is what a layout costs; nothing if feedback is off.
+TEST(reducer, memory_is_one_float_per_parameter) {
+  const auto in_use = [] {
+    const struct mallinfo2 info = mallinfo2();
+    return info.uordblks + info.hblkhd;
+  };
+  if (in_use() == 0) GTEST_SKIP() << "the sanitizer's allocator does not tell what is in use";
+  run_group(1, [&](Communicator& comm) {
+    const std::size_t n = 1 << 22;
+    for (const bool enabled : {true, false}) {
+      ReducerOptions o;
+      o.feedback.enabled = enabled;
+      Reducer reducer(o, {}, comm);
+      const std::size_t before = in_use();
+      reducer.set_layout(buckets({n / 2, n / 4, n / 4}));
+      const std::size_t used = in_use() - before;
+      EXPECT_LT(used, (enabled ? n * sizeof(float) : 0) + 16384);
+      EXPECT_GE(used, enabled ? n * sizeof(float) : 0);
+    }
+  });
+}
+
+// ---- wrong use
+// --------------------------------------------------------------------------------------
+
+TEST(reducer, wrong_use_is_refused_and_changes_nothing) {
+  for (const bool async : {false, true}) {
+    run_group(2, [&](Communicator& comm) {
+      Reducer reducer(options_of(ExchangeKind::allgather, 100), with_density(0.1), comm);
+      reducer.set_layout(buckets({200, 300, 50}));
+      Floats g = test::integers(200, static_cast<std::uint64_t>(comm.rank()));
+      reduce(reducer, async, 0, std::span(g));
+      const Floats residual = residual_of(reducer, 1);
+      const std::uint64_t sent = comm.traffic().sent_bytes;
+      Floats other = test::integers(300, 1), mean = other;
+
+      reducer.raise_signal(4);
+      const auto refused = [&](const char* why, Slot slot, GradView grad) {
+        try {
+          reduce(reducer, async, slot, grad);
+          ADD_FAILURE() << "nothing was thrown; expected: " << why;
+        } catch (const InvalidArgument& e) {
+          EXPECT_NE(std::string(e.what()).find(why), std::string::npos) << e.what();
+        }
+        EXPECT_EQ(mean, other);
+        EXPECT_EQ(residual_of(reducer, 1), residual);
+        EXPECT_EQ(comm.traffic().sent_bytes, sent);
+      };
+      refused("slot 9 is not in the layout", 9, std::span(mean));
+      refused("the gradient of slot 1 has 299 entries, its layout 300", 1,
+              std::span(mean).first(299));
+      refused("slot 0 was reduced in this step already", 0, std::span(g));
+      for (const float scale : {0.0F, -1.0F, kNan, kInf, 1e-45F}) {
+        GradView bad = std::span(mean);
+        bad.scale = scale;
+        refused("scale", 1, bad);
+      }
+      GradView half = std::span(mean), gpu = half, null;
+      half.dtype = DType::bf16;
+      gpu.device = Device::cuda;
+      null.n = 300;
+      refused("must be float32", 1, half);
+      refused("must be on the CPU", 1, gpu);
+      refused("null", 1, null);
+
+      std::ostringstream out;
+      EXPECT_THROW(reducer.set_layout(buckets({200, 300, 50})), InvalidArgument);
+      EXPECT_THROW(reducer.save(out), InvalidArgument);
+      EXPECT_TRUE(out.str().empty()) << "nothing was written";
+      EXPECT_THROW(load(reducer, {"x"}), InvalidArgument);
+      EXPECT_THROW(reducer.load({}), InvalidArgument);
+      EXPECT_THROW(reducer.set_total_steps(5), InvalidArgument);
+
+      // The step goes on as if nothing had been; the signal was not lost either.
+      const auto all = gather(comm, other);
+      const StepReport report = reduce(reducer, async, 1, std::span(mean));
+      EXPECT_EQ(report.group.signals, 4U);
+      EXPECT_EQ(mean, test::dense(test::top_k(all[0], 30).view()));
+      Floats small = test::integers(50, 1);
+      EXPECT_TRUE(reduce(reducer, async, 2, std::span(small)).dense);
+      EXPECT_TRUE(reducer.end_step(0.0));
+      EXPECT_EQ(reducer.step(), 1U);
+    });
+  }
+}
+
+// A bucket that goes dense twice in a step would be delivered twice.
+TEST(reducer, a_slot_is_reduced_once_a_step) {
+  run_group(2, [&](Communicator& comm) {
+    for (const double density : {0.1, 1.0}) {
+      Reducer reducer(options_of(ExchangeKind::allgather), with_density(density), comm);
+      reducer.set_layout(buckets({50}));
+      for (int step = 0; step < 4; ++step) {
+        Floats g = test::integers(50, 1);
+        reducer.reduce(0, std::span(g));
+        EXPECT_THROW(reducer.reduce(0, std::span(g)), InvalidArgument);
+        if (step % 2 == 0) {
+          EXPECT_TRUE(reducer.end_step(0.0));
+        } else {
+          reducer.rollback_step(0.0);
+        }
+      }
+    }
+  });
+}
+
+TEST(reducer, tickets_are_waited_for_once_and_before_the_end_of_the_step) {
+  run_group(2, [&](Communicator& comm) {
+    Reducer reducer(options_of(ExchangeKind::allgather), with_density(0.1), comm);
+    reducer.set_layout(buckets({200, 300}));
+    EXPECT_THROW(reducer.wait(1), InvalidArgument);
+    Floats a = test::normal(200, 1), b = test::normal(300, 2);
+    const Ticket first = reducer.start(0, std::span(a)), second = reducer.start(1, std::span(b));
+    EXPECT_NE(first, 0U);
+    EXPECT_NE(second, 0U);
+    EXPECT_NE(first, second);
+    EXPECT_THROW(reducer.end_step(0.0), InvalidArgument);
+    EXPECT_THROW(reducer.rollback_step(0.0), InvalidArgument);
+    EXPECT_THROW(reducer.set_layout({}), InvalidArgument);
+    EXPECT_EQ(reducer.wait(second).id.slot, 1U);
+    EXPECT_THROW(reducer.wait(second), InvalidArgument) << "waited for already";
+    EXPECT_THROW(reducer.wait(second + 7), InvalidArgument);
+    EXPECT_THROW(reducer.end_step(0.0), InvalidArgument);
+    EXPECT_EQ(reducer.wait(first).id.slot, 0U);
+    EXPECT_THROW(reducer.wait(first), InvalidArgument);
+    EXPECT_TRUE(reducer.end_step(0.0));
+    EXPECT_EQ(reducer.step(), 1U);
+  });
+}
+
+// What is started behind a mistake fails with it, so that no rank skips a bucket that its peers
+// exchange; with the last ticket that is over.
+TEST(reducer, what_is_started_behind_a_mistake_fails_with_it) {
+  run_group(2, [&](Communicator& comm) {
+    Reducer reducer(options_of(ExchangeKind::allgather), with_density(0.1), comm);
+    reducer.set_layout(buckets({200, 300}));
+    Floats a = test::normal(200, 1), b = test::normal(300, 2), short_one(7);
+    const Ticket good = reducer.start(0, std::span(a));
+    const Ticket bad = reducer.start(1, std::span(short_one));
+    const Ticket behind = reducer.start(1, std::span(b));
+    EXPECT_THROW(reducer.wait(behind), InvalidArgument);
+    EXPECT_THROW(reducer.wait(bad), InvalidArgument);
+    EXPECT_EQ(reducer.wait(good).n, 200U);
+    EXPECT_EQ(reducer.wait(reducer.start(1, std::span(b))).n, 300U);
+    EXPECT_TRUE(reducer.end_step(0.0));
+  });
+}
+
+TEST(reducer, states_that_do_not_fit_are_refused) {
+  run_group(2, [&](Communicator& comm) {
+    Reducer reducer(options_of(ExchangeKind::allgather), with_density(0.1), comm);
+    reducer.set_layout(buckets({40}));
+    const auto step = [&] {
+      Floats g = test::integers(40, seed_of(comm.rank(), reducer.step(), 0));
+      reducer.reduce(0, std::span(g));
+      EXPECT_TRUE(reducer.end_step(0.0));
+    };
+    step();
+    const auto early = gather(comm, saved(reducer));
+    step();
+    const auto late = gather(comm, saved(reducer));
+    const auto why = [&](const std::vector<std::string>& states) {
+      try {
+        load(reducer, states);
+      } catch (const StateError& e) {
+        return std::string(e.what());
+      }
+      return std::string("nothing was thrown");
+    };
+    EXPECT_NE(why({late[0], early[1]})
+                  .find("reducer state of rank 1: it is of step 1, rank 0's of "
+                        "step 2"),
+              std::string::npos);
+    EXPECT_NE(why({early[0], "SKIMFISH" + std::string(100, ' ')}).find("does not start with"),
+              std::string::npos);
+    const std::string self = late[static_cast<std::size_t>(comm.rank())];
+    for (std::size_t length = 0; length < self.size(); length += 3) {
+      EXPECT_NE(why({self.substr(0, length), self.substr(0, length)}), "nothing was thrown");
+    }
+    EXPECT_EQ(reducer.step(), 2U);
+    EXPECT_EQ(why(early), "nothing was thrown");
+    EXPECT_EQ(reducer.step(), 1U);
+    EXPECT_EQ(saved(reducer).substr(0, 20), early[0].substr(0, 20));
+  });
+}
+
+TEST(reducer, a_new_layout_between_steps_keeps_the_residuals) {
+  run_group(2, [&](Communicator& comm) {
+    Reducer reducer(options_of(ExchangeKind::allgather), with_density(0.1), comm);
+    reducer.set_layout(buckets({30, 60}));
+    for (Slot s = 0; s < 2; ++s) {
+      Floats g = test::integers(s == 0 ? 30 : 60, seed_of(comm.rank(), 0, s));
+      reducer.reduce(s, std::span(g));
+    }
+    EXPECT_TRUE(reducer.end_step(0.0));
+    const Floats a = residual_of(reducer, 0), b = residual_of(reducer, 1);
+    reducer.set_layout(std::vector<Bucket>{
+        {8, {{"1.a", 0, 20}, {"1.b", 20, 40}, {"0.a", 60, 10}, {"0.b", 70, 20}}}});
+    Floats both = b;
+    both.insert(both.end(), a.begin(), a.end());
+    EXPECT_EQ(residual_of(reducer, 8), both);
+    Floats g(90, 0.0F);
+    EXPECT_EQ(reducer.reduce(8, std::span(g)).n, 90U);
+    EXPECT_THROW(reducer.reduce(0, std::span(g).first(30)), InvalidArgument);
+  });
+}
+
+}  // namespace
+}  // namespace skim

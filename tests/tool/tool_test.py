@@ -1,0 +1,362 @@
+"""The tool `skim`, run as a person or a script runs it: usage, results, checkpoints, failures.
+
+Needs SKIM_TOOL (the binary) and SKIM_VERSION; SKIM_HAS_MPI=1 where the build has MPI.
+"""
+
+import gzip
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+import unittest
+
+TOOL = os.environ["SKIM_TOOL"]
+HAS_MPI = os.environ.get("SKIM_HAS_MPI") == "1"
+LIMIT = 120  # seconds: no run here may take longer, whatever goes wrong
+SMALL = ["--generated-train", "512", "--generated-test", "100", "--batch", "8", "--lr", "0.05"]
+
+
+def skim(*arguments, **options):
+    return subprocess.run([TOOL, *map(str, arguments)], capture_output=True, text=True,
+                          timeout=LIMIT, **options)
+
+
+def train(*arguments, **options):
+    return skim("train", *SMALL, *arguments, **options)
+
+
+def lines(path):
+    return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+
+
+def pids_of(folder):
+    """Ranks of the run whose launcher keeps its files under `folder`: {rank: pid}."""
+    found = {}
+    for file in pathlib.Path(folder).glob("skim-*/rank-*.pid"):
+        text = file.read_text().strip()
+        if text:
+            found[int(re.search(r"rank-(\d+)", file.name).group(1))] = int(text)
+    return found
+
+
+def is_running(pid):
+    """Not so: gone, or dead and waiting for a parent that may never ask."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        self.dir = pathlib.Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, self.dir, ignore_errors=True)
+
+    def assert_ok(self, done):
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def assert_refused(self, done, *words, status=2):
+        """One clear line on standard error, and the status."""
+        self.assertEqual(done.returncode, status, done.stdout + done.stderr)
+        self.assertEqual(len(done.stderr.strip().splitlines()), 1, done.stderr)
+        for word in words:
+            self.assertIn(word, done.stderr)
+
+    def start(self, *arguments):
+        """A run in the background, with a folder for temporary files of its own."""
+        environment = dict(os.environ, TMPDIR=str(self.dir))
+        run = subprocess.Popen([TOOL, "train", *SMALL, *map(str, arguments)], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+        self.addCleanup(run.kill)
+        return run
+
+    def wait_for_step(self, run, metrics, step):
+        """Until the run has recorded this step: the state that a test needs, not an amount of time."""
+        end = time.monotonic() + LIMIT
+        while time.monotonic() < end:
+            if run.poll() is not None:
+                self.fail("the run ended early: " + "".join(run.communicate()))
+            if metrics.exists() and metrics.read_text().count('"sent_bytes"') >= step:
+                return
+            time.sleep(0.02)  # poll; what counts is the file
+        self.fail(f"step {step} was not reached in {LIMIT} s")
+
+
+class Usage(Case):
+    def test_help_names_every_option_the_readme_uses(self):
+        done = skim("train", "--help")
+        self.assert_ok(done)
+        for option in ["--ranks", "--model", "--data", "--data-dir", "--exchange", "--select",
+                       "--density", "--epochs", "--steps", "--batch", "--lr", "--momentum",
+                       "--weight-decay", "--seed", "--threads", "--metrics", "--summary",
+                       "--config", "--compare", "--checkpoint", "--resume"]:
+            self.assertRegex(done.stdout, rf"{option}\b")
+        self.assert_ok(skim("--help"))
+
+    def test_version(self):
+        done = skim("--version")
+        self.assert_ok(done)
+        self.assertEqual(done.stdout, f"skim {os.environ['SKIM_VERSION']}\n")
+
+    def test_unknown_things_are_named_and_the_valid_ones_listed(self):
+        self.assert_refused(skim("trian"), "trian", "train")
+        self.assert_refused(train("--bogus"), "--bogus")
+        self.assert_refused(train("--model", "alexnet"), "alexnet", "lenet5")
+        self.assert_refused(train("--data", "imagenet"), "imagenet", "mnist")
+        self.assert_refused(train("--exchange", "psync"), "psync", "gtopk")
+        self.assert_refused(train("--compare", "dense,psync"), "psync", "gtopk")
+        self.assert_refused(train("--compare", "gtopk:much"), "much")
+
+    def test_values_out_of_range(self):
+        for density in ["0", "-0.1", "1.5", "nan"]:
+            self.assert_refused(train("--density", density), "--density", "(0, 1]")
+        self.assert_refused(train("--batch", "0"), "--batch", "> 0")
+        self.assert_refused(train("--steps", "0"), "--steps", "> 0")
+        self.assert_refused(train("--lr", "fast"), "--lr", "fast")
+        self.assert_refused(train("--density-warmup", "0.5,x"), "--density-warmup", "'x'")
+        self.assert_refused(train("--resume"), "--checkpoint")
+        self.assert_refused(train("--batch", "1000"), "512")
+        self.assert_refused(train("--model", "lstm"), "lstm")
+
+    def test_config_file(self):
+        config = self.dir / "run.toml"
+        config.write_text('model = "linear"\nsteps = 2\nexchange = "allgather"\n')
+        summary = self.dir / "s.json"
+        self.assert_ok(train("--config", config, "--summary", summary))
+        run = json.loads(summary.read_text())[0]
+        self.assertEqual((run["model"], run["steps"], run["exchange"]), ("linear", 2, "allgather"))
+        # The command line goes before the file.
+        self.assert_ok(train("--config", config, "--steps", 3, "--summary", summary))
+        self.assertEqual(json.loads(summary.read_text())[0]["steps"], 3)
+        config.write_text("modle = 'linear'\n")
+        self.assert_refused(train("--config", config), "modle")
+
+    def test_bad_data_files(self):
+        def mnist(images, labels):
+            folder = pathlib.Path(tempfile.mkdtemp(dir=self.dir)) / "mnist"
+            folder.mkdir()
+            for part in ["train", "t10k"]:
+                (folder / f"{part}-images-idx3-ubyte").write_bytes(images)
+                (folder / f"{part}-labels-idx1-ubyte").write_bytes(labels)
+            return ["--model", "linear", "--data", "mnist", "--data-dir", folder.parent,
+                    "--steps", 1]
+
+        images = struct.pack(">IIII", 0x803, 16, 28, 28) + bytes(range(256)) * 49
+        labels = struct.pack(">II", 0x801, 16) + bytes(i % 10 for i in range(16))
+        self.assert_ok(train(*mnist(images, labels)))
+        self.assert_ok(train(*mnist(gzip.compress(images), gzip.compress(labels))))
+        self.assert_refused(train(*mnist(images[:-1], labels)), "train-images-idx3-ubyte")
+        self.assert_refused(train(*mnist(b"PK\3\4" + images[4:], labels)), "train-images-idx3-ubyte")
+        self.assert_refused(train(*mnist(images, labels[:-1] + b"\x0b")), "11")
+        self.assert_refused(train("--data", "mnist", "--data-dir", self.dir / "none"), "none")
+
+
+@unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
+class Runs(Case):
+    def test_compare_counts_bytes_and_learns(self):
+        summary, metrics = self.dir / "s.json", self.dir / "m.jsonl"
+        done = train("--ranks", 4, "--model", "mlp-64", "--steps", 30, "--dense-below", 0,
+                     "--bucket-mb", 0, "--compare", "dense,allgather:0.01,gtopk:0.01",
+                     "--summary", summary, "--metrics", metrics)
+        self.assert_ok(done)
+        runs = {r["run"]: r for r in json.loads(summary.read_text())}
+        self.assertEqual(list(runs), ["dense", "allgather:0.01", "gtopk:0.01"])
+        n, k = 50890, 508
+        for run in runs.values():
+            self.assertEqual((run["ranks"], run["steps"], run["parameters"]), (4, 30, n))
+            self.assertEqual(run["dense_bytes_per_step"], round(2 * 3 / 4 * 4 * n))
+            self.assertGreater(run["test_accuracy"], 0.2)
+            self.assertLess(run["train_loss"], 2.4)
+        # Exactly the formulas of docs/algorithms.md.
+        self.assertEqual(runs["dense"]["sent_bytes_per_step"], 2 * 3 / 4 * 4 * n + 3 * 40)
+        frame = 24 + 40 + 8 * k
+        self.assertEqual(runs["allgather:0.01"]["sent_bytes_per_step"], 3 * frame)
+        # gtopk on 4 ranks: 3 frames up, 3 down; at most k entries in each.
+        self.assertEqual(runs["gtopk:0.01"]["sent_bytes_per_step"], 6 * frame / 4)
+        self.assertEqual(runs["gtopk:0.01"]["max_sent_bytes_per_step"], 2 * frame)
+        steps = [line for line in lines(metrics) if "sent_bytes" in line]
+        self.assertEqual(len(steps), 90)
+        self.assertEqual([s["step"] for s in steps[:30]], list(range(1, 31)))
+        for name in runs:
+            self.assertIn(name, done.stdout)
+
+    def test_dash_is_standard_output_and_people_read_standard_error(self):
+        done = train("--ranks", 2, "--model", "linear", "--steps", 3, "--summary", "-")
+        self.assert_ok(done)
+        self.assertEqual(json.loads(done.stdout)[0]["steps"], 3)
+        self.assertIn("gtopk", done.stderr)
+        done = train("--ranks", 2, "--model", "linear", "--steps", 3, "--metrics", "-")
+        self.assert_ok(done)
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+        self.assertEqual([r["step"] for r in records if "k" in r], [1, 2, 3])
+
+    def test_same_seed_same_run_and_density_1_is_dense(self):
+        def losses(*arguments):
+            metrics = self.dir / "m.jsonl"
+            self.assert_ok(train("--ranks", 2, "--model", "lenet5", "--steps", 5,
+                                 "--metrics", metrics, *arguments))
+            return [line["loss"] for line in lines(metrics) if "loss" in line]
+
+        dense = losses("--exchange", "dense")
+        self.assertEqual(dense, losses("--exchange", "dense"))
+        self.assertEqual(dense, losses("--exchange", "gtopk", "--density", 1))
+        self.assertEqual(dense, losses("--exchange", "dense", "--bucket-mb", 0.01))
+        self.assertNotEqual(dense, losses("--exchange", "dense", "--seed", 2))
+        self.assertNotEqual(dense, losses("--exchange", "gtopk", "--density", 0.001))
+
+    def test_mpi_sum_agrees_with_the_ring(self):
+        for how in ["ring", "mpi"]:
+            self.assert_ok(train("--ranks", 3, "--model", "linear", "--steps", 4, "--exchange",
+                                 "dense", "--dense-sum", how, "--summary", self.dir / how))
+        ring, mpi = (json.loads((self.dir / how).read_text())[0] for how in ["ring", "mpi"])
+        self.assertAlmostEqual(ring["train_loss"], mpi["train_loss"], places=5)
+
+    def test_under_mpirun(self):
+        environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1",
+                           OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMPI_MCA_rmaps_base_oversubscribe="1")
+        mpirun = os.environ["SKIM_MPIRUN"]
+        rank = [TOOL, "train", *SMALL, "--model", "linear", "--steps", "2"]
+        done = subprocess.run([mpirun, "-n", "2", *rank, "--summary", str(self.dir / "s")],
+                              capture_output=True, text=True, timeout=LIMIT, env=environment)
+        self.assert_ok(done)
+        self.assertEqual(json.loads((self.dir / "s").read_text())[0]["ranks"], 2)
+        # Ranks that were told different things say so.
+        done = subprocess.run([mpirun, "-n", "1", *rank, "--momentum", "0.5", ":", "-n", "1", *rank],
+                              capture_output=True, text=True, timeout=LIMIT, env=environment)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("momentum is 0.0 there and 0.5 on rank 0", done.stderr)
+        done = subprocess.run([mpirun, "-n", "2", *rank, "--ranks", "3"], capture_output=True,
+                              text=True, timeout=LIMIT, env=environment)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("--ranks 3", done.stderr)
+
+
+@unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
+class Checkpoints(Case):
+    # Momentum, dropout, batch norm, warm-up, several buckets: all state that a run can have.
+    RUN = ["--ranks", 2, "--model", "cnn-bn", "--steps", 24, "--momentum", 0.9, "--density", 0.01,
+           "--density-warmup", "0.25", "--bucket-mb", 0.05, "--eval-epochs", 0.25]
+
+    def state(self, folder):
+        newest = folder / (folder / "latest").read_text().strip()
+        files = {f.name: f.read_bytes() for f in newest.iterdir() if f.suffix == ".residual"}
+        self.assertEqual(len(files), 2)
+        return files
+
+    def straight(self):
+        metrics = self.dir / "straight.jsonl"
+        self.assert_ok(train(*self.RUN, "--metrics", metrics, "--checkpoint", self.dir / "straight"))
+        return self.timeless(metrics), self.state(self.dir / "straight")
+
+    def timeless(self, metrics):
+        return [{k: v for k, v in line.items() if not k.endswith("_ms")} for line in lines(metrics)]
+
+    def test_killed_and_resumed_is_bit_identical(self):
+        expected, residuals = self.straight()
+        metrics, folder = self.dir / "m.jsonl", self.dir / "killed"
+        arguments = [*self.RUN, "--metrics", metrics, "--checkpoint", folder,
+                     "--checkpoint-steps", 7]
+        run = self.start(*arguments)
+        self.wait_for_step(run, metrics, 9)
+        for pid in [run.pid, *pids_of(self.dir).values()]:
+            os.kill(pid, signal.SIGKILL)
+        run.communicate(timeout=LIMIT)
+        self.assert_ok(train(*arguments, "--resume"))
+        self.assertEqual(self.timeless(metrics), expected)
+        self.assertTrue(self.state(folder) == residuals, "the residuals differ")
+
+    def test_terminated_writes_a_checkpoint_and_resumes_bit_identically(self):
+        expected, residuals = self.straight()
+        metrics, folder = self.dir / "m.jsonl", self.dir / "stopped"
+        arguments = [*self.RUN, "--metrics", metrics, "--checkpoint", folder]
+        run = self.start(*arguments)
+        self.wait_for_step(run, metrics, 3)
+        run.send_signal(signal.SIGTERM)
+        out, err = run.communicate(timeout=LIMIT)
+        self.assertEqual(run.returncode, 128 + signal.SIGTERM, out + err)
+        self.assertIn("--resume continues", err)
+        self.assert_ok(train(*arguments, "--resume"))
+        self.assertEqual(self.timeless(metrics), expected)
+        self.assertTrue(self.state(folder) == residuals, "the residuals differ")
+
+    def test_another_number_of_ranks_goes_on(self):
+        self.straight()
+        done = train(*self.RUN, "--ranks", 3, "--steps", 30, "--checkpoint", self.dir / "straight",
+                     "--resume", "--summary", self.dir / "s")
+        self.assert_ok(done)
+        run = json.loads((self.dir / "s").read_text())[0]
+        # 24 steps of 2 x 8 examples are 16 of 3 x 8.
+        self.assertIn("resumed after step 16", done.stdout)
+        self.assertEqual((run["ranks"], run["steps"]), (3, 30))
+
+    def test_what_does_not_fit_is_refused(self):
+        self.straight()
+        folder = self.dir / "straight"
+        again = [*self.RUN, "--checkpoint", folder, "--resume"]
+        self.assert_refused(train(*again, "--momentum", 0.5), "momentum", "0.9", "0.5", status=1)
+        self.assert_refused(train(*self.RUN, "--checkpoint", self.dir / "none", "--resume"),
+                            "no checkpoint", status=1)
+        newest = folder / (folder / "latest").read_text().strip()
+        damaged = bytearray((newest / "rank-1.residual").read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        (newest / "rank-1.residual").write_bytes(damaged)
+        self.assert_refused(train(*again), "damaged", status=1)
+
+    def test_a_folder_that_cannot_be_written(self):
+        blocked = self.dir / "file"
+        blocked.write_text("")
+        self.assert_refused(train("--ranks", 2, "--model", "linear", "--steps", 2, "--checkpoint",
+                                  blocked / "deeper"), "checkpoint", status=1)
+
+
+@unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
+class Failures(Case):
+    LONG = ["--ranks", 3, "--model", "mlp", "--steps", 100000, "--eval-epochs", 0]
+
+    def test_a_rank_that_is_killed_ends_all_and_is_named(self):
+        metrics = self.dir / "m.jsonl"
+        run = self.start(*self.LONG, "--metrics", metrics)
+        self.wait_for_step(run, metrics, 5)
+        ranks = pids_of(self.dir)
+        self.assertEqual(sorted(ranks), [0, 1, 2])
+        os.kill(ranks[1], signal.SIGKILL)
+        out, err = run.communicate(timeout=30)
+        self.assertNotEqual(run.returncode, 0)
+        self.assertEqual(len(err.strip().splitlines()), 1, err)
+        self.assertIn("rank 1", err)
+        self.assertRegex(err, r"died.*'[a-z: 0-9]+'")  # and what the others were doing
+        self.assertGreaterEqual(len([m for m in lines(metrics) if "k" in m]), 5)
+        for pid in ranks.values():
+            self.assertFalse(is_running(pid), f"pid {pid} is still there")
+
+    def test_ctrl_c_ends_all_ranks(self):
+        metrics = self.dir / "m.jsonl"
+        run = self.start(*self.LONG, "--metrics", metrics)
+        self.wait_for_step(run, metrics, 5)
+        ranks = pids_of(self.dir)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=30)
+        self.assertEqual(run.returncode, 128 + signal.SIGINT, out + err)
+        self.assertIn("stopped after step", err)
+        self.assertTrue(lines(metrics))
+        for pid in ranks.values():
+            self.assertFalse(is_running(pid), f"pid {pid} is still there")
+
+    def test_a_full_disk(self):
+        for option in ["--metrics", "--summary"]:
+            done = train("--ranks", 2, "--model", "linear", "--steps", 3, option, "/dev/full")
+            self.assert_refused(done, option, "/dev/full", "No space left", status=1)
+
+    def test_bad_data_on_all_ranks_is_one_line(self):
+        done = train("--ranks", 3, "--data", "mnist", "--data-dir", self.dir)
+        self.assert_refused(done, "mnist", str(self.dir))
+
+
+if __name__ == "__main__":
+    unittest.main()

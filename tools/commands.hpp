@@ -1,0 +1,8 @@
+// The tool's commands. argv[0] is the command's name. Each returns the exit status.
+#pragma once
+
+namespace skim::tool {
+
+int train_command(int argc, char** argv);
+
+}  // namespace skim::tool

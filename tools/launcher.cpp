@@ -1,0 +1,305 @@
+// mpirun as a child process, with its own process group, so that Ctrl-C reaches the launcher alone.
+//
+// Launcher and ranks meet in a folder, named by SKIM_RUN_DIR. A rank writes `rank-R.pid` when it
+// starts; when it ends it removes that and, if it failed, leaves `rank-R.cause` or `rank-R.effect`
+// with one line. A `rank-R.pid` that is left when all is over is a rank that died without a word.
+#include "tools/launcher.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <system_error>
+
+#include "skim/error.hpp"
+
+namespace fs = std::filesystem;
+
+namespace skim::tool {
+namespace {
+
+constexpr const char* kRunDir = "SKIM_RUN_DIR";
+constexpr const char* kColumns = "SKIM_TERMINAL_COLUMNS";  // "out,err"
+constexpr std::chrono::seconds kGrace{20};                 // from a request to stop to SIGTERM
+
+std::atomic<int> g_signals{0}, g_last_signal{0};
+void on_signal(int signal) {
+  g_signals.fetch_add(1);
+  g_last_signal.store(signal);
+}
+
+int columns_of(int fd) {
+  winsize size{};
+  if (isatty(fd) == 0) return 0;
+  return ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+// The folder in which launcher and ranks meet; removed at the end.
+class RunDir {
+ public:
+  RunDir() {
+    std::string name = (fs::temp_directory_path() / "skim-XXXXXX").string();
+    if (mkdtemp(name.data()) == nullptr) {
+      throw Error("cannot create a folder in " + fs::temp_directory_path().string() + ": " +
+                  std::strerror(errno));
+    }
+    path_ = name;
+  }
+  ~RunDir() {
+    std::error_code ignored;  // a leftover in the temporary folder harms nobody
+    fs::remove_all(path_, ignored);
+  }
+  RunDir(const RunDir&) = delete;
+  RunDir& operator=(const RunDir&) = delete;
+  const fs::path& path() const { return path_; }
+
+  std::optional<std::string> read(int rank, const char* kind) const {
+    std::ifstream in(path_ / ("rank-" + std::to_string(rank) + "." + kind));
+    if (!in) return std::nullopt;
+    std::string line;
+    std::getline(in, line);
+    return line;
+  }
+
+ private:
+  fs::path path_;
+};
+
+// Everything an mpirun must be told to start ranks as root and beyond the number of cores, where
+// Open MPI 4 and 5 look for it. MPICH needs none of it.
+void set_environment(const fs::path& run_dir) {
+  const auto set = [](const char* name, const char* value) { setenv(name, value, 0); };
+  set("OMPI_ALLOW_RUN_AS_ROOT", "1");
+  set("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+  set("OMPI_MCA_rmaps_base_oversubscribe", "1");
+  set("OMPI_MCA_hwloc_base_binding_policy", "none");
+  set("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe");
+  // Containers often forbid the cross-memory attach that shared memory uses by default.
+  set("OMPI_MCA_btl_vader_single_copy_mechanism", "none");
+  // When one rank dies, time for the others to say what they were doing.
+  set("OMPI_MCA_odls_base_sigkill_timeout", "3");
+  setenv(kRunDir, run_dir.c_str(), 1);
+  const std::string columns =
+      std::to_string(columns_of(STDOUT_FILENO)) + "," + std::to_string(columns_of(STDERR_FILENO));
+  setenv(kColumns, columns.c_str(), 1);
+}
+
+// mpirun's explanations of a failure come between lines of dashes; the launcher has a better one.
+class StderrFilter {
+ public:
+  void pass(const char* data, std::size_t size) {
+    if (!in_block_ && line_.empty() && std::memchr(data, '\n', size) == nullptr && size > 0 &&
+        data[0] != '-') {
+      (void)!::write(STDERR_FILENO, data, size);  // a live line, without an end yet
+      return;
+    }
+    for (std::size_t i = 0; i < size; ++i) {
+      line_ += data[i];
+      if (data[i] == '\n') end_line();
+    }
+  }
+  void end() {
+    if (!line_.empty()) end_line();
+  }
+  // What mpirun said, without dashes; its first line.
+  const std::string& explanation() const { return explanation_; }
+
+ private:
+  void end_line() {
+    const bool dashes = line_.size() > 20 && line_.find_first_not_of("-\n") == std::string::npos;
+    if (dashes) {
+      in_block_ = !in_block_;
+    } else if (in_block_ || line_.starts_with("mpirun") || line_.starts_with("mpiexec")) {
+      if (explanation_.empty() && line_ != "\n") explanation_ = line_.substr(0, line_.size() - 1);
+    } else {
+      (void)!::write(STDERR_FILENO, line_.data(), line_.size());
+    }
+    line_.clear();
+  }
+  std::string line_, explanation_;
+  bool in_block_ = false;
+};
+
+std::string mpirun() {
+  const std::string built_with = SKIM_MPIRUN;
+  if (!built_with.empty() && access(built_with.c_str(), X_OK) == 0) return built_with;
+  return "mpirun";
+}
+
+// In the child: never returns.
+[[noreturn]] void exec_mpirun(int ranks, const std::vector<std::string>& arguments, int out,
+                              int err, int report) {
+  setpgid(0, 0);                     // Ctrl-C is for the launcher alone
+  prctl(PR_SET_PDEATHSIG, SIGTERM);  // and without a launcher there is no run
+  dup2(out, STDOUT_FILENO);
+  dup2(err, STDERR_FILENO);
+  std::error_code ignored;
+  std::string self = fs::read_symlink("/proc/self/exe", ignored).string();
+  std::vector<std::string> words{mpirun(), "-n", std::to_string(ranks), self};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  std::vector<char*> argv;
+  for (std::string& w : words) argv.push_back(w.data());
+  argv.push_back(nullptr);
+  execvp(argv[0], argv.data());
+  const int code = errno;
+  (void)!::write(report, &code, sizeof code);
+  _exit(127);
+}
+
+void signal_ranks(const RunDir& dir, int ranks, int signal) {
+  for (int r = 0; r < ranks; ++r) {
+    if (const auto pid = dir.read(r, "pid")) kill(std::atoi(pid->c_str()), signal);
+  }
+}
+
+// One line for all ranks: a rank's own failure before what others saw of it, and a rank that died
+// without a word before everything.
+std::string explain(const RunDir& dir, int ranks, const std::string& of_mpirun) {
+  std::string dead, cause, effect;
+  for (int r = 0; r < ranks; ++r) {
+    if (const auto pid = dir.read(r, "pid")) {
+      dead += (dead.empty() ? "rank " : ", rank ") + std::to_string(r) + " (pid " + *pid + ")";
+    }
+    if (cause.empty()) cause = dir.read(r, "cause").value_or("");
+    if (effect.empty()) effect = dir.read(r, "effect").value_or("");
+  }
+  if (!cause.empty()) return cause;
+  if (!dead.empty()) return dead + " died" + (effect.empty() ? "" : "; " + effect);
+  if (!effect.empty()) return effect;
+  return of_mpirun.empty() ? "mpirun failed without a word" : of_mpirun;
+}
+
+}  // namespace
+
+bool is_launched() {
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"}) {
+    if (std::getenv(name) != nullptr) return true;
+  }
+  return false;
+}
+
+int terminal_columns(bool to_stderr) {
+  if (const char* given = std::getenv(kColumns)) {
+    int out = 0, err = 0;
+    if (std::sscanf(given, "%d,%d", &out, &err) == 2) return to_stderr ? err : out;
+  }
+  return columns_of(to_stderr ? STDERR_FILENO : STDOUT_FILENO);
+}
+
+int launch(int ranks, const std::vector<std::string>& arguments) {
+  const RunDir dir;
+  set_environment(dir.path());
+  std::array<int, 2> out{}, err{}, report{};
+  if (pipe(out.data()) != 0 || pipe(err.data()) != 0 || pipe2(report.data(), O_CLOEXEC) != 0) {
+    throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
+  }
+  struct sigaction action {};
+  action.sa_handler = on_signal;  // without SA_RESTART: poll returns
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  sigaction(SIGHUP, &action, nullptr);
+  const pid_t child = fork();
+  if (child < 0) throw Error(std::string("cannot start a process: ") + std::strerror(errno));
+  if (child == 0) {
+    close(out[0]);
+    close(err[0]);
+    exec_mpirun(ranks, arguments, out[1], err[1], report[1]);
+  }
+  close(out[1]);
+  close(err[1]);
+  close(report[1]);
+  int exec_error = 0;
+  if (read(report[0], &exec_error, sizeof exec_error) == sizeof exec_error) {
+    waitpid(child, nullptr, 0);
+    throw Error("cannot start " + std::to_string(ranks) + " ranks: '" + mpirun() +
+                "': " + std::strerror(exec_error) + " (install openmpi-bin, or take --ranks 1)");
+  }
+  close(report[0]);
+
+  StderrFilter filter;
+  std::array<pollfd, 2> fds{{{out[0], POLLIN, 0}, {err[0], POLLIN, 0}}};
+  std::array<char, 1 << 16> chunk{};
+  int open = 2, seen_signals = 0;
+  bool ending = false;
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point deadline = Clock::time_point::max();
+  while (open > 0) {
+    const int signals = g_signals.load();
+    if (signals > seen_signals) {
+      if (seen_signals == 0) {
+        std::fputs("\nskim: stopping after this step; once more to end at once\n", stderr);
+        signal_ranks(dir, ranks, SIGUSR1);
+        deadline = Clock::now() + kGrace;
+      }
+      if (signals > 1) deadline = Clock::now();
+      seen_signals = signals;
+    }
+    if (Clock::now() >= deadline) {
+      kill(child, ending ? SIGKILL : SIGTERM);
+      if (ending) signal_ranks(dir, ranks, SIGKILL);
+      ending = true;
+      deadline = Clock::now() + std::chrono::seconds(12);
+    }
+    if (poll(fds.data(), fds.size(), 200) <= 0) continue;
+    for (pollfd& fd : fds) {
+      if (fd.fd < 0 || fd.revents == 0) continue;
+      const ssize_t got = read(fd.fd, chunk.data(), chunk.size());
+      if (got > 0) {
+        const auto size = static_cast<std::size_t>(got);
+        if (&fd == &fds[0]) {
+          (void)!::write(STDOUT_FILENO, chunk.data(), size);
+        } else {
+          filter.pass(chunk.data(), size);
+        }
+      } else if (got == 0 || errno != EINTR) {
+        close(fd.fd);
+        fd.fd = -1;
+        --open;
+      }
+    }
+  }
+  filter.end();
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  if (seen_signals > 0) return 128 + g_last_signal.load();
+  if (code != 0) {
+    std::fprintf(stderr, "skim: %s\n", explain(dir, ranks, filter.explanation()).c_str());
+  }
+  return code;
+}
+
+RankStatus::RankStatus(int rank) {
+  const char* dir = std::getenv(kRunDir);
+  if (dir == nullptr) return;
+  path_ = std::string(dir) + "/rank-" + std::to_string(rank);
+  std::ofstream(path_ + ".pid") << getpid() << '\n';
+}
+
+void RankStatus::finished() {
+  if (!path_.empty()) std::remove((path_ + ".pid").c_str());
+}
+
+bool RankStatus::failed(const std::string& message, bool cause) {
+  if (path_.empty()) return false;
+  std::ofstream(path_ + (cause ? ".cause" : ".effect")) << message << '\n';
+  finished();
+  return true;
+}
+
+}  // namespace skim::tool

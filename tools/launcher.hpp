@@ -1,0 +1,35 @@
+// Starts a command's own MPI ranks, passes on what they print, and says in one line why they
+// failed.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace skim::tool {
+
+// True if this process was started as one rank of several (mpirun, srun).
+bool is_launched();
+
+// Runs `arguments` (argv[1..] of this program) as `ranks` ranks of this program on this machine,
+// also as root and with more ranks than cores. SIGINT and SIGTERM ask the ranks to end after their
+// step; a second one, or 20 seconds, ends them at once. Returns the exit status: 0 if all ranks
+// ended well; what the ranks returned; 128 + the signal that stopped them.
+int launch(int ranks, const std::vector<std::string>& arguments);
+
+// On the ranks' side, for the launcher's one line. No-ops for a process that it did not start.
+class RankStatus {
+ public:
+  explicit RankStatus(int rank);
+  void finished();  // orderly
+  // cause: this rank's own failure; otherwise it only saw that of another. True if the launcher
+  // will print it.
+  bool failed(const std::string& message, bool cause);
+
+ private:
+  std::string path_;
+};
+
+// Columns of the terminal that people look at; 0: none. The launcher's terminal on a rank.
+int terminal_columns(bool to_stderr);
+
+}  // namespace skim::tool

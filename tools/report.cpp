@@ -1,0 +1,251 @@
+// Numbers for people and for scripts.
+#include "tools/report.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+
+#include "skim/error.hpp"
+
+namespace skim::tool {
+namespace {
+
+constexpr std::chrono::milliseconds kLiveEvery{100}, kPlainEvery{10000};
+
+std::string percent(double fraction) { return fmt::format("{:.2f} %", 100.0 * fraction); }
+
+// Numbers that are no numbers are null in JSON: NaN would not be JSON at all.
+nlohmann::json finite(double x) { return std::isfinite(x) ? nlohmann::json(x) : nlohmann::json(); }
+
+}  // namespace
+
+std::string human_bytes(double bytes) {
+  static constexpr std::array kUnits{"B", "kB", "MB", "GB", "TB"};
+  std::size_t unit = 0;
+  while (bytes >= 999.5 && unit + 1 < kUnits.size()) {
+    bytes /= 1000.0;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{:.0f} B", bytes) : fmt::format("{:.3g} {}", bytes, kUnits[unit]);
+}
+
+std::string human_seconds(double s) {
+  if (!std::isfinite(s) || s < 0.0) return "-";
+  const auto whole = static_cast<long long>(s + 0.5);
+  if (whole < 60) return fmt::format("{} s", whole);
+  if (whole < 3600) return fmt::format("{}:{:02} min", whole / 60, whole % 60);
+  return fmt::format("{}:{:02} h", whole / 3600, whole % 3600 / 60);
+}
+
+MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing) : path_(path) {
+  if (path.empty()) return;
+  if (path == "-") {
+    file_ = stdout;
+    return;
+  }
+  owned_.reset(std::fopen(path.c_str(), keep_existing ? "a" : "w"));
+  file_ = owned_.get();
+  if (file_ == nullptr) {
+    throw Error("--metrics: cannot open '" + path.string() + "': " + std::strerror(errno));
+  }
+}
+
+void MetricsFile::write(const nlohmann::json& line) {
+  if (file_ == nullptr) return;
+  const std::string text = line.dump() + "\n";
+  if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) {
+    throw Error("--metrics: cannot write '" + path_.string() + "': " + std::strerror(errno));
+  }
+}
+
+void MetricsFile::forget_after(const std::string& run, std::int64_t step) {
+  if (owned_ == nullptr) return;
+  std::ifstream in(path_);
+  std::string kept, line;
+  while (std::getline(in, line)) {
+    const nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
+    if (j.is_discarded()) continue;  // cut short when the run was stopped
+    if (j.value("run", "") == run && j.value("step", std::int64_t{0}) > step) continue;
+    kept += line + "\n";
+  }
+  owned_.reset(std::fopen(path_.c_str(), "w"));
+  file_ = owned_.get();
+  if (file_ == nullptr || std::fwrite(kept.data(), 1, kept.size(), file_) != kept.size() ||
+      std::fflush(file_) != 0) {
+    throw Error("--metrics: cannot write '" + path_.string() + "': " + std::strerror(errno));
+  }
+}
+
+nlohmann::json to_json(const std::string& run, const train::StepRecord& r) {
+  return {{"run", run},
+          {"step", r.step},
+          {"epoch", r.epoch},
+          {"loss", finite(r.loss)},
+          {"lr", r.learning_rate},
+          {"density", r.density},
+          {"n", r.n},
+          {"k", r.k},
+          {"sent_entries", r.sent_entries},
+          {"received_entries", r.received_entries},
+          {"sent_bytes", r.sent_bytes},
+          {"received_bytes", r.received_bytes},
+          {"dense_bytes", r.dense_bytes},
+          {"threshold", finite(r.threshold)},
+          {"capture", finite(r.capture)},
+          {"residual_norm", finite(r.residual_norm)},
+          {"skipped", r.skipped},
+          {"step_ms", r.step_ms},
+          {"compute_ms", r.compute_ms},
+          {"select_ms", r.select_ms},
+          {"exchange_ms", r.exchange_ms},
+          {"apply_ms", r.apply_ms},
+          {"exposed_ms", r.exposed_ms},
+          {"optimizer_ms", r.optimizer_ms}};
+}
+
+nlohmann::json to_json(const std::string& run, const train::Evaluation& e, bool text) {
+  nlohmann::json j{{"run", run},
+                   {"evaluation", true},
+                   {"step", e.step},
+                   {"epoch", e.epoch},
+                   {"train_loss", finite(e.train_loss)},
+                   {"test_loss", finite(e.test_loss)}};
+  if (!text) j["test_accuracy"] = e.test_accuracy;
+  return j;
+}
+
+Progress::Progress(std::FILE* out, int columns, std::string run, bool text)
+    : out_(out),
+      columns_(columns),
+      run_(std::move(run)),
+      text_(text),
+      started_(std::chrono::steady_clock::now()) {}
+
+std::string Progress::line(const train::StepRecord& r) const {
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - started_).count();
+  const auto steps = static_cast<double>(r.step - first_step_);
+  const double left =
+      steps > 0 ? seconds / steps * static_cast<double>(r.total_steps - r.step) : NAN;
+  return fmt::format(
+      "{}  step {}/{}  epoch {:.2f}  loss {:.4f}{}  density {:.4g}  saved {}  left {}", run_,
+      r.step, r.total_steps, r.epoch, r.loss, quality_, r.density,
+      human_bytes(static_cast<double>(saved_bytes_)), human_seconds(left));
+}
+
+void Progress::step(const train::StepRecord& r) {
+  const auto now = std::chrono::steady_clock::now();
+  if (first_step_ < 0) first_step_ = r.step - 1;
+  saved_bytes_ += r.dense_bytes > r.sent_bytes ? r.dense_bytes - r.sent_bytes : 0;
+  if (now - shown_ < (columns_ > 0 ? kLiveEvery : kPlainEvery) && r.step < r.total_steps) return;
+  shown_ = now;
+  if (columns_ > 0) {
+    // Cut to the terminal: a line that wraps cannot be overwritten.
+    fmt::print(out_, "\r\x1b[K{:.{}}", line(r), columns_ - 1);
+  } else {
+    fmt::print(out_, "{}\n", line(r));
+  }
+  std::fflush(out_);
+}
+
+void Progress::evaluated(const train::Evaluation& e) {
+  quality_ = text_ ? fmt::format("  test loss {:.4f}", e.test_loss)
+                   : fmt::format("  accuracy {}", percent(e.test_accuracy));
+  if (columns_ > 0) fmt::print(out_, "\r\x1b[K");
+  fmt::print(out_, "{}  epoch {:.2f}  train loss {:.4f}  test loss {:.4f}{}\n", run_, e.epoch,
+             e.train_loss, e.test_loss,
+             text_ ? std::string() : fmt::format("  accuracy {}", percent(e.test_accuracy)));
+  std::fflush(out_);
+}
+
+void Progress::end() {
+  if (columns_ > 0) fmt::print(out_, "\r\x1b[K");
+  std::fflush(out_);
+}
+
+nlohmann::json to_json(const Row& row, int ranks) {
+  const train::TrainOptions& o = row.options;
+  const train::Summary& s = row.summary;
+  const bool text = o.data.name == "text";
+  nlohmann::json j{{"run", row.name},
+                   {"exchange", o.exchange},
+                   {"select", o.select},
+                   {"drop", o.drop},
+                   {"feedback", o.feedback},
+                   {"density", o.exchange == "dense" ? 1.0 : o.density},
+                   {"density_warmup", o.density_warmup},
+                   {"ranks", ranks},
+                   {"threads", o.threads},
+                   {"model", o.model},
+                   {"parameters", s.parameters},
+                   {"data", o.data.name},
+                   {"batch", o.batch},
+                   {"seed", o.seed},
+                   {"steps", s.steps},
+                   {"stopped", s.stopped},
+                   {"skipped_steps", s.skipped_steps},
+                   {"train_loss", finite(s.last.train_loss)},
+                   {"test_loss", finite(s.last.test_loss)},
+                   {"sent_bytes_per_step", s.sent_bytes_per_step},
+                   {"received_bytes_per_step", s.received_bytes_per_step},
+                   {"max_sent_bytes_per_step", s.max_sent_bytes_per_step},
+                   {"max_received_bytes_per_step", s.max_received_bytes_per_step},
+                   {"dense_bytes_per_step", s.dense_bytes_per_step},
+                   {"step_ms", s.median.step_ms},
+                   {"compute_ms", s.median.compute_ms},
+                   {"select_ms", s.median.select_ms},
+                   {"exchange_ms", s.median.exchange_ms},
+                   {"apply_ms", s.median.apply_ms},
+                   {"exposed_ms", s.median.exposed_ms},
+                   {"optimizer_ms", s.median.optimizer_ms},
+                   {"peak_rss_bytes", s.peak_rss_bytes}};
+  if (!text) j["test_accuracy"] = s.last.test_accuracy;
+  return j;
+}
+
+void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool text) {
+  if (rows.empty()) return;
+  const train::TrainOptions& o = rows.front().options;
+  fmt::print(out, "\n{} on {}: {} parameters, {} rank{}, batch {} a rank, {} steps\n", o.model,
+             o.data.name, rows.front().summary.parameters, ranks, ranks == 1 ? "" : "s", o.batch,
+             rows.front().summary.steps);
+  std::vector<std::array<std::string, 11>> cells;
+  cells.push_back({"run", "train loss", text ? "test loss" : "accuracy", "sent/step", "of dense",
+                   "step ms", "compute", "select", "exchange", "apply", "exposed"});
+  for (const Row& row : rows) {
+    const train::Summary& s = row.summary;
+    const auto ms = [](double x) { return fmt::format("{:.2f}", x); };
+    cells.push_back(
+        {row.name, fmt::format("{:.4f}", s.last.train_loss),
+         text ? fmt::format("{:.4f}", s.last.test_loss) : percent(s.last.test_accuracy),
+         human_bytes(s.sent_bytes_per_step),
+         s.dense_bytes_per_step > 0.0
+             ? fmt::format("{:.3g} %", 100.0 * s.sent_bytes_per_step / s.dense_bytes_per_step)
+             : "-",
+         ms(s.median.step_ms), ms(s.median.compute_ms), ms(s.median.select_ms),
+         ms(s.median.exchange_ms), ms(s.median.apply_ms), ms(s.median.exposed_ms)});
+  }
+  std::array<std::size_t, 11> width{};
+  for (const auto& line : cells) {
+    for (std::size_t c = 0; c < line.size(); ++c) width[c] = std::max(width[c], line[c].size());
+  }
+  for (const auto& line : cells) {
+    std::string joined;
+    for (std::size_t c = 0; c < line.size(); ++c) {
+      joined += c == 0 ? fmt::format("{:<{}}", line[c], width[c])
+                       : fmt::format("  {:>{}}", line[c], width[c]);
+    }
+    fmt::print(out, "{}\n", joined);
+  }
+  fmt::print(
+      out,
+      "sent/step: bytes per rank and step, mean over ranks. Times: medians on rank 0, in ms; "
+      "select, exchange\nand apply run beside compute, exposed is what backward did not hide "
+      "of them.\n");
+  std::fflush(out);
+}
+
+}  // namespace skim::tool

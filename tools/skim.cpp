@@ -1,0 +1,39 @@
+// The tool's entry: skim COMMAND ...
+#include <cstdio>
+#include <string_view>
+
+#include "skim/version.hpp"
+#include "tools/commands.hpp"
+
+namespace {
+
+constexpr const char* kHelp =
+    R"(skim - data-parallel training over slow links by top-k sparsified gradients
+
+usage: skim COMMAND [OPTIONS]
+
+commands:
+  train     train a model on several ranks and report accuracy, bytes and times
+  version   print the version
+
+skim COMMAND --help describes a command and all its options.
+
+exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N stopped by signal N
+)";
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string_view command = argc > 1 ? argv[1] : "--help";
+  if (command == "train") return skim::tool::train_command(argc - 1, argv + 1);
+  if (command == "version" || command == "--version") {
+    std::puts("skim " SKIM_VERSION);
+    return 0;
+  }
+  if (command == "--help" || command == "-h" || command == "help") {
+    std::fputs(kHelp, stdout);
+    return argc > 1 ? 0 : 2;
+  }
+  std::fprintf(stderr, "skim: unknown command '%s', expected one of train, version\n", argv[1]);
+  return 2;
+}

@@ -1,0 +1,110 @@
+// Buckets over autograd's post hooks of gradient accumulation.
+#include "train/buckets.hpp"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <algorithm>
+
+namespace skim::train {
+
+// Runs after autograd has added a gradient to the parameter's grad, which is a view of the buffer.
+struct GradientBuckets::Hook : torch::autograd::FunctionPostHook {
+  Hook(GradientBuckets& o, std::size_t b) : owner(o), bucket(b) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    owner.gradient_is_there(bucket);
+    return outputs;
+  }
+  GradientBuckets& owner;
+  std::size_t bucket;
+};
+
+GradientBuckets::GradientBuckets(Model& model, std::size_t bucket_bytes, Reducer& reducer)
+    : reducer_(reducer) {
+  const auto named = model.named_parameters();
+  std::vector<Bucket> layout;
+  std::vector<std::vector<torch::Tensor>> members;
+  std::size_t filled = 0;
+  // Backward reaches the last layers first.
+  for (auto it = named.end(); it != named.begin();) {
+    --it;
+    const torch::Tensor& parameter = it->value();
+    if (!parameter.requires_grad()) continue;
+    const auto length = static_cast<std::size_t>(parameter.numel());
+    if (layout.empty() || (bucket_bytes > 0 && filled * sizeof(float) >= bucket_bytes)) {
+      layout.push_back({.slot = static_cast<Slot>(layout.size()), .parameters = {}});
+      members.emplace_back();
+      filled = 0;
+    }
+    layout.back().parameters.push_back({.name = it->key(), .offset = filled, .length = length});
+    members.back().push_back(parameter);
+    filled += length;
+    parameters_ += length;
+  }
+  for (std::size_t b = 0; b < layout.size(); ++b) {
+    const Segment& last = layout[b].parameters.back();
+    const auto n = static_cast<std::int64_t>(last.offset + last.length);
+    buffers_.push_back(torch::zeros({n}, torch::kFloat32));
+    sizes_.push_back(members[b].size());
+    for (std::size_t m = 0; m < members[b].size(); ++m) {
+      torch::Tensor& parameter = members[b][m];
+      const auto offset = static_cast<std::int64_t>(layout[b].parameters[m].offset);
+      parameter.mutable_grad() =
+          buffers_[b].narrow(0, offset, parameter.numel()).view(parameter.sizes());
+      auto node = torch::autograd::impl::grad_accumulator(parameter);
+      node->add_post_hook(std::make_unique<Hook>(*this, b));
+      accumulators_.push_back(std::move(node));
+    }
+  }
+  missing_ = sizes_;
+  reducer_.set_layout(layout);
+}
+
+GradientBuckets::~GradientBuckets() { drain(); }
+
+void GradientBuckets::begin_step() {
+  for (torch::Tensor& b : buffers_) b.zero_();
+  missing_ = sizes_;
+  next_ = 0;
+  tickets_.clear();
+}
+
+void GradientBuckets::gradient_is_there(std::size_t bucket) {
+  if (missing_[bucket] > 0) --missing_[bucket];
+  start_ready();
+}
+
+void GradientBuckets::start_ready() {
+  // In order, also where a later bucket is complete first: all ranks must start alike.
+  while (next_ < buffers_.size() && missing_[next_] == 0) {
+    const torch::Tensor& b = buffers_[next_];
+    const std::span<float> data(b.data_ptr<float>(), static_cast<std::size_t>(b.numel()));
+    tickets_.push_back(reducer_.start(static_cast<Slot>(next_), data));
+    ++next_;
+  }
+}
+
+void GradientBuckets::finish(std::vector<StepReport>& reports) {
+  std::ranges::fill(missing_, 0U);
+  start_ready();
+  reports.clear();
+  // Each is taken off before it is waited for: whatever throws, drain() knows what is left.
+  while (reports.size() < buffers_.size()) {
+    const Ticket ticket = tickets_.front();
+    tickets_.erase(tickets_.begin());
+    reports.push_back(reducer_.wait(ticket));
+  }
+}
+
+void GradientBuckets::drain() noexcept {
+  for (const Ticket t : tickets_) {
+    try {
+      reducer_.wait(t);
+    } catch (const std::exception&) {  // the first failure is already on its way to the caller
+    }
+  }
+  tickets_.clear();
+}
+
+}  // namespace skim::train

@@ -1,0 +1,55 @@
+// Gradients fused into buckets, in the order in which backward produces them, each reduced as soon
+// as its last gradient is there.
+#pragma once
+
+#include <torch/csrc/autograd/variable.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <vector>
+
+#include "skim/reducer.hpp"
+#include "train/models.hpp"
+
+namespace skim::train {
+
+// Makes every parameter's grad a view into a flat buffer, one buffer a bucket, and keeps it so.
+// Not thread-safe. model and reducer must outlive it.
+class GradientBuckets {
+ public:
+  // bucket_bytes: a bucket is closed once it holds as many; 0: one bucket. Declares the layout to
+  // the reducer: slot b is bucket b, parameters by their name in the model.
+  GradientBuckets(Model& model, std::size_t bucket_bytes, Reducer& reducer);
+  ~GradientBuckets();
+  GradientBuckets(const GradientBuckets&) = delete;
+  GradientBuckets& operator=(const GradientBuckets&) = delete;
+
+  std::size_t parameters() const noexcept { return parameters_; }  // n, over all buckets
+  const std::vector<torch::Tensor>& buffers() const noexcept { return buffers_; }
+
+  // Before backward: gradients to zero, nothing started.
+  void begin_step();
+  // After backward: starts what still waits for gradients that did not come (they are zero), and
+  // waits for all. Afterwards every grad is the group's mean. reports: one a bucket.
+  void finish(std::vector<StepReport>& reports);
+  // After a failure between begin_step and finish: waits for what was started, whatever it throws.
+  void drain() noexcept;
+
+ private:
+  struct Hook;
+  // An owning pointer to autograd's node: which kind depends on the version of torch.
+  using Accumulator = decltype(torch::autograd::impl::grad_accumulator(torch::Tensor()));
+  void gradient_is_there(std::size_t bucket);
+  void start_ready();
+
+  Reducer& reducer_;
+  std::size_t parameters_ = 0;
+  std::vector<torch::Tensor> buffers_;  // [buckets]
+  std::vector<std::size_t> sizes_;      // parameters of a bucket
+  std::vector<std::size_t> missing_;    // of them, still without gradient in this step
+  std::size_t next_ = 0;                // the first bucket not started: buckets start in order
+  std::vector<Ticket> tickets_;
+  std::vector<Accumulator> accumulators_;  // keeps the hooks alive
+};
+
+}  // namespace skim::train

@@ -1,0 +1,139 @@
+// Options as JSON, as parts of the reducer, as schedules.
+#include "train/options.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <numbers>
+
+#include "skim/error.hpp"
+#include "skim/version.hpp"
+
+namespace skim::train {
+namespace {
+
+std::string join(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& n : names) text += (text.empty() ? "" : ", ") + n;
+  return text;
+}
+
+template <class Names>
+std::size_t index_of(const std::string& name, const Names& names, const char* option) {
+  const auto found = std::ranges::find(names, name);
+  if (found == std::ranges::end(names)) {
+    throw InvalidArgument(std::string(option) + ": unknown name '" + name + "', expected one of " +
+                          join({std::ranges::begin(names), std::ranges::end(names)}));
+  }
+  return static_cast<std::size_t>(found - std::ranges::begin(names));
+}
+
+double number(std::string_view text, const std::string& whole) {
+  double value = 0.0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    throw InvalidArgument("--density-warmup: '" + std::string(text) + "' in '" + whole +
+                          "' is no number; expected none, dgc, gaussiank, gtopk, geometric:EPOCHS "
+                          "or a list of densities such as 0.25,0.0625");
+  }
+  return value;
+}
+
+}  // namespace
+
+double LearningRate::at(double epoch, double epochs, std::int64_t steps_per_epoch) const {
+  double factor = 1.0;
+  if (kind == LearningRateKind::steps) {
+    for (const double drop : drop_epochs) factor *= epoch >= drop ? gamma : 1.0;
+  } else if (kind == LearningRateKind::cosine && epochs > 0.0) {
+    factor = 0.5 * (1.0 + std::cos(std::numbers::pi * std::min(1.0, epoch / epochs)));
+  }
+  if (epoch < warmup_epochs) {
+    const double step = 1.0 / static_cast<double>(steps_per_epoch);
+    factor *= std::min(1.0, (epoch + step) / warmup_epochs);
+  }
+  return base * factor;
+}
+
+std::vector<std::string> feedback_names() { return {"residual", "none"}; }
+std::vector<std::string> dense_sum_names() { return {"ring", "mpi"}; }
+std::vector<std::string> non_finite_names() { return {"skip", "raise", "pass"}; }
+
+nlohmann::json identity(const TrainOptions& o) {
+  return {
+      {"version", SKIM_VERSION},
+      {"model", o.model},
+      {"data", o.data.name},
+      {"sequence_length", o.data.sequence_length},
+      {"augment", o.data.augment},
+      {"generated_train", o.data.generated_train},
+      {"layers", o.layers},
+      {"hidden", o.hidden},
+      {"embedding", o.embedding},
+      {"heads", o.heads},
+      {"batch", o.batch},
+      {"seed", o.seed},
+      {"optimizer", static_cast<int>(o.optimizer)},
+      {"lr", o.learning_rate.base},
+      {"lr_schedule", static_cast<int>(o.learning_rate.kind)},
+      {"lr_warmup", o.learning_rate.warmup_epochs},
+      {"lr_drops", o.learning_rate.drop_epochs},
+      {"lr_gamma", o.learning_rate.gamma},
+      {"momentum", o.momentum},
+      {"weight_decay", o.weight_decay},
+      {"nesterov", o.nesterov},
+      {"decay_biases", o.decay_biases},
+      {"clip_norm", o.clip_norm},
+      {"exchange", o.exchange},
+      {"select", o.select},
+      {"drop", o.drop},
+      {"feedback", o.feedback},
+      {"density", o.density},
+      {"density_warmup", o.density_warmup},
+      {"dense_sum", o.dense_sum},
+      {"non_finite", o.non_finite},
+      {"dense_below", o.dense_below},
+      {"bucket_mb", o.bucket_mb},
+  };
+}
+
+ReducerOptions reducer_options(const TrainOptions& o) {
+  ReducerOptions r;
+  r.select.algo = static_cast<SelectAlgo>(index_of(o.select, select_algo_names(), "--select"));
+  r.exchange.kind =
+      static_cast<ExchangeKind>(index_of(o.exchange, exchange_kind_names(), "--exchange"));
+  r.exchange.drop = static_cast<DropPolicy>(index_of(o.drop, drop_policy_names(), "--drop"));
+  // A dense sum leaves nothing behind: without feedback it needs no second copy of the gradient.
+  r.feedback.enabled = index_of(o.feedback, feedback_names(), "--feedback") == 0 &&
+                       r.exchange.kind != ExchangeKind::dense;
+  r.dense_sum = static_cast<DenseSum>(index_of(o.dense_sum, dense_sum_names(), "--dense-sum"));
+  r.non_finite = static_cast<NonFinite>(index_of(o.non_finite, non_finite_names(), "--non-finite"));
+  r.dense_below = o.dense_below;
+  return r;
+}
+
+std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& o) {
+  const std::string& spec = o.density_warmup;
+  if (o.exchange == "dense") return constant_density(1.0);
+  if (spec == "none") return constant_density(o.density);
+  if (spec == "dgc") return listed_density(dgc_warm_up(), o.density);
+  if (spec == "gaussiank") return listed_density(gaussiank_warm_up(), o.density);
+  if (spec == "gtopk") return listed_density(gtopk_warm_up(), o.density);
+  constexpr std::string_view kGeometric = "geometric:";
+  if (spec.starts_with(kGeometric)) {
+    const double epochs = number(std::string_view(spec).substr(kGeometric.size()), spec);
+    return geometric_density(std::max(0.25, o.density), o.density, epochs);
+  }
+  std::vector<double> list;
+  std::string_view rest = spec;
+  while (true) {
+    const std::size_t comma = rest.find(',');
+    list.push_back(number(rest.substr(0, comma), spec));
+    if (comma == std::string_view::npos) break;
+    rest.remove_prefix(comma + 1);
+  }
+  return listed_density(std::move(list), o.density);
+}
+
+}  // namespace skim::train

@@ -1,0 +1,87 @@
+// What a training run is told: one struct, filled by the command line.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "skim/reducer.hpp"
+#include "train/data.hpp"
+
+namespace skim::train {
+
+enum class OptimizerKind : std::uint8_t { sgd, adam, adamw };
+enum class LearningRateKind : std::uint8_t { constant, steps, cosine };
+
+// The learning rate over a run: linear warm-up, then constant, steps or cosine.
+struct LearningRate {
+  double base = 0.1;
+  LearningRateKind kind = LearningRateKind::constant;
+  double warmup_epochs = 0.0;         // rises linearly from base / steps of the warm-up
+  std::vector<double> drop_epochs{};  // steps: times `gamma` at each of these
+  double gamma = 0.1;
+
+  // At the step that starts at `epoch` (fractional) of `epochs`; cosine falls to 0 at the end.
+  double at(double epoch, double epochs, std::int64_t steps_per_epoch) const;
+};
+
+struct TrainOptions {
+  // What is trained
+  std::string model = "lenet5";
+  DataOptions data;
+  std::int64_t layers = 0, hidden = 0, embedding = 0, heads = 0;  // text models; 0: their default
+  std::int64_t batch = 32;                                        // per rank
+  double epochs = 1.0;
+  std::int64_t steps = 0;  // if > 0: instead of epochs
+  std::uint64_t seed = 1;  // of parameters, order of examples, augmentation, dropout
+
+  // How
+  OptimizerKind optimizer = OptimizerKind::sgd;
+  LearningRate learning_rate;
+  double momentum = 0.0, weight_decay = 0.0;
+  bool nesterov = false;
+  bool decay_biases = true;  // false: no weight decay on biases and normalisation
+  double clip_norm = 0.0;    // of the mean gradient; 0: none
+
+  // Exchange
+  std::string exchange = "gtopk";
+  std::string select = "exact";
+  std::string drop = "survivors";
+  std::string feedback = "residual";  // or "none"
+  double density = 0.001;
+  std::string density_warmup = "none";
+  std::string dense_sum = "ring";  // or "mpi"
+  std::string non_finite = "skip";
+  std::size_t dense_below = 4096;
+  double bucket_mb = 25.0;  // 0: one bucket for the whole model
+
+  // Where it goes
+  int threads = 0;                    // per rank; 0: cores of the host / ranks on it
+  double eval_epochs = 1.0;           // evaluate every so many epochs, and at the end
+  std::int64_t eval_examples = 0;     // of the test set; 0: all
+  std::filesystem::path metrics;      // JSON lines; empty: none; "-": standard output
+  std::filesystem::path checkpoint;   // folder; empty: none
+  std::int64_t checkpoint_steps = 0;  // every so many steps; 0: only at the end and when stopped
+  bool resume = false;
+};
+
+// What must be equal on all ranks, and between a checkpoint and the run that resumes it.
+nlohmann::json identity(const TrainOptions& options);
+
+// Valid names of the options that are names, for messages and help.
+std::vector<std::string> feedback_names();
+std::vector<std::string> dense_sum_names();
+std::vector<std::string> non_finite_names();
+
+// The parts of the library's reducer that the options describe.
+// Throws: InvalidArgument that lists the valid names.
+ReducerOptions reducer_options(const TrainOptions& options);
+
+// `none`; `dgc`, `gaussiank`, `gtopk` (their papers' lists); `geometric:EPOCHS` (from 0.25); or a
+// list of densities, one an epoch: "0.25,0.0625". The run's density follows.
+// Throws: InvalidArgument.
+std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& options);
+
+}  // namespace skim::train

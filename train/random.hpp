@@ -1,0 +1,48 @@
+// Random numbers that are a pure function of a key, the same on every machine, rank and thread.
+// The distributions of <random> differ between standard libraries, torch's between CPUs.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+namespace skim::train {
+
+// The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection that spreads every bit.
+constexpr std::uint64_t mix(std::uint64_t x) noexcept {
+  x = (x ^ (x >> 30U)) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ (x >> 27U)) * 0x94d049bb133111ebU;
+  return x ^ (x >> 31U);
+}
+
+// SplitMix64 started from a key, for example {seed, purpose, epoch, example}: distinct keys give
+// unrelated streams, so any example can be made without those before it.
+class Random {
+ public:
+  constexpr Random(std::initializer_list<std::uint64_t> key) noexcept {
+    for (const std::uint64_t part : key) state_ = mix(state_ + part + kStride);
+  }
+
+  constexpr std::uint64_t next() noexcept { return mix(state_ += kStride); }
+
+  // In [0, n). Requires: 0 < n < 2^32. The bias is below n / 2^32: of no account here.
+  constexpr std::uint64_t below(std::uint64_t n) noexcept { return ((next() >> 32U) * n) >> 32U; }
+
+  // In [0, 1), multiples of 2^-24, so exact in float.
+  constexpr float uniform() noexcept { return static_cast<float>(next() >> 40U) * 0x1p-24F; }
+  constexpr float uniform(float first, float last) noexcept {
+    return first + (last - first) * uniform();
+  }
+
+  // Mean 0, variance 1, bounded by 3.5: the sum of four uniforms. Without a logarithm, whose last
+  // bit depends on the machine.
+  constexpr float bell() noexcept {
+    const float sum = (uniform() + uniform()) + (uniform() + uniform());
+    return (sum - 2.0F) * 1.7320508F;
+  }
+
+ private:
+  static constexpr std::uint64_t kStride = 0x9e3779b97f4a7c15U;  // 2^64 / golden ratio
+  std::uint64_t state_ = 0;
+};
+
+}  // namespace skim::train

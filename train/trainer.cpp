@@ -1,0 +1,515 @@
+// The loop. One step: begin (gradients to zero), forward, backward (buckets start their exchange as
+// they fill), finish (wait for them), end_step (apply or skip), optimizer.
+#include "train/trainer.hpp"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <sstream>
+
+#include "skim/error.hpp"
+#include "train/buckets.hpp"
+#include "train/checkpoint.hpp"
+#include "train/models.hpp"
+#include "train/random.hpp"
+
+namespace fs = std::filesystem;
+
+namespace skim::train {
+namespace {
+
+constexpr std::uint32_t kStopSignal = 1;
+constexpr std::int64_t kEvaluationBatch = 250;
+
+using Clock = std::chrono::steady_clock;
+double milliseconds(Clock::duration d) {
+  return std::chrono::duration<double, std::milli>(d).count();
+}
+
+// Each rank's numbers, by rank. Collective.
+std::vector<std::vector<double>> gather(std::span<const double> mine, Communicator& comm) {
+  if (comm.size() == 1) return {{mine.begin(), mine.end()}};
+  MessageList all;
+  comm.allgather(std::as_bytes(mine), all);
+  std::vector<std::vector<double>> numbers(all.size(), std::vector<double>(mine.size()));
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].size() != mine.size_bytes()) {
+      throw CommError("rank " + std::to_string(r) + " sent another number of values",
+                      static_cast<int>(r), comm.phase().text());
+    }
+    std::memcpy(numbers[r].data(), all[r].data(), all[r].size());
+  }
+  return numbers;
+}
+
+// Floating-point buffers of a model (batch norm's running statistics), flat.
+std::vector<torch::Tensor> float_buffers(Model& model) {
+  std::vector<torch::Tensor> buffers;
+  for (const torch::Tensor& b : model.buffers()) {
+    if (b.is_floating_point()) buffers.push_back(b);
+  }
+  return buffers;
+}
+
+// While it lives, the model's buffers hold their means over the ranks; afterwards this rank's own
+// again. They are no gradients: averaged at evaluation and in checkpoints, never compressed.
+class AveragedBuffers {
+ public:
+  AveragedBuffers(Model& model, Communicator& comm) : buffers_(float_buffers(model)) {
+    if (buffers_.empty() || comm.size() == 1) return;
+    comm.set_phase({"average of buffers"});
+    const torch::NoGradGuard no_grad;
+    MessageList notes;
+    for (torch::Tensor& b : buffers_) {
+      own_.push_back(b.clone());
+      torch::Tensor sum = b.contiguous().clone();
+      comm.allreduce_sum({sum.data_ptr<float>(), static_cast<std::size_t>(sum.numel())},
+                         DenseSum::ring, {}, notes);
+      b.copy_(sum / comm.size());
+    }
+  }
+  ~AveragedBuffers() {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < own_.size(); ++i) buffers_[i].copy_(own_[i]);
+  }
+  AveragedBuffers(const AveragedBuffers&) = delete;
+  AveragedBuffers& operator=(const AveragedBuffers&) = delete;
+
+ private:
+  std::vector<torch::Tensor> buffers_, own_;
+};
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o, Model& model) {
+  std::vector<torch::Tensor> decayed, plain;
+  for (const torch::Tensor& p : model.parameters()) {
+    (o.decay_biases || takes_weight_decay(p) ? decayed : plain).push_back(p);
+  }
+  const auto groups = [&](auto options) {
+    options.weight_decay(o.weight_decay);
+    auto without = options;
+    without.weight_decay(0.0);
+    std::vector<torch::optim::OptimizerParamGroup> list;
+    list.emplace_back(decayed, std::make_unique<decltype(options)>(options));
+    if (!plain.empty()) list.emplace_back(plain, std::make_unique<decltype(options)>(without));
+    return list;
+  };
+  const double lr = o.learning_rate.base;
+  switch (o.optimizer) {
+    case OptimizerKind::sgd: {
+      const auto s = torch::optim::SGDOptions(lr).momentum(o.momentum).nesterov(o.nesterov);
+      return std::make_unique<torch::optim::SGD>(groups(s), s);
+    }
+    case OptimizerKind::adam: {
+      const torch::optim::AdamOptions s(lr);
+      return std::make_unique<torch::optim::Adam>(groups(s), s);
+    }
+    case OptimizerKind::adamw: {
+      const torch::optim::AdamWOptions s(lr);
+      return std::make_unique<torch::optim::AdamW>(groups(s), s);
+    }
+  }
+  throw InvalidArgument("unknown optimizer");
+}
+
+// Scales the mean gradient to at most `limit` in norm. Equal on all ranks, as the gradient is.
+void clip(const std::vector<torch::Tensor>& buffers, double limit) {
+  double norm2 = 0.0;
+  for (const torch::Tensor& b : buffers) norm2 += b.dot(b).item<double>();
+  const double norm = std::sqrt(norm2);
+  if (!(norm > limit)) return;
+  for (torch::Tensor b : buffers) b.mul_(limit / norm);
+}
+
+double median(std::vector<double>& values) {
+  if (values.empty()) return 0.0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+std::uint64_t peak_rss_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
+}
+
+double ring_bytes(std::size_t n, int ranks) {
+  const double P = ranks;
+  return 2.0 * (P - 1.0) / P * static_cast<double>(n) * sizeof(float);
+}
+
+// One run of one rank.
+class Run {
+ public:
+  Run(const TrainOptions& options, const Dataset& data, Communicator& comm,
+      const std::atomic<bool>& stop, const Observer& observer)
+      : options_(options),
+        data_(data),
+        comm_(comm),
+        stop_(stop),
+        observer_(observer),
+        model_(make_model(with_sizes(options, data.info()))),
+        optimizer_(make_optimizer(options, *model_)),
+        sampler_(data.info().train_size, comm.size(), options.batch, options.seed),
+        reducer_(reducer_options(options),
+                 {.schedule = density_schedule(options), .selector = nullptr, .exchange = nullptr},
+                 comm),
+        buckets_(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6), reducer_) {
+    const auto per_epoch = static_cast<double>(sampler_.steps_per_epoch());
+    total_steps_ = options.steps > 0
+                       ? options.steps
+                       : std::max<std::int64_t>(1, std::llround(options.epochs * per_epoch));
+    eval_steps_ = options.eval_epochs > 0.0
+                      ? std::max<std::int64_t>(1, std::llround(options.eval_epochs * per_epoch))
+                      : total_steps_;
+    reducer_.set_total_steps(static_cast<std::uint64_t>(total_steps_));
+  }
+
+  Summary operator()() {
+    if (options_.resume) resume();
+    while (done_ < total_steps_ && !stopped_) {
+      step();
+      const bool last = done_ == total_steps_;
+      if (!stopped_ && (done_ % eval_steps_ == 0 || last)) evaluate();
+      const bool due = options_.checkpoint_steps > 0 && done_ % options_.checkpoint_steps == 0;
+      if (!options_.checkpoint.empty() && (due || last || stopped_)) checkpoint();
+    }
+    return summary();
+  }
+
+ private:
+  static ModelOptions with_sizes(const TrainOptions& o, const DataInfo& info) {
+    ModelOptions m = model_options(o.model, info, o.seed);
+    if (o.layers > 0) m.layers = o.layers;
+    if (o.hidden > 0) m.hidden = o.hidden;
+    if (o.embedding > 0) m.embedding = o.embedding;
+    if (o.heads > 0) m.heads = o.heads;
+    return m;
+  }
+
+  double epoch_at(std::int64_t step) const {
+    return static_cast<double>(step) / static_cast<double>(sampler_.steps_per_epoch());
+  }
+
+  void step() {
+    const auto t0 = Clock::now();
+    const std::int64_t epoch = done_ / sampler_.steps_per_epoch();
+    const std::int64_t in_epoch = done_ % sampler_.steps_per_epoch();
+    const Batch batch = data_.train_batch(sampler_.examples(epoch, in_epoch, comm_.rank()), epoch);
+    model_->train();
+    model_->seed_dropout(mix(mix(options_.seed) + mix(static_cast<std::uint64_t>(done_)) +
+                             static_cast<std::uint64_t>(comm_.rank())));
+    const double rate = options_.learning_rate.at(epoch_at(done_), epoch_at(total_steps_),
+                                                  sampler_.steps_per_epoch());
+    for (auto& group : optimizer_->param_groups()) group.options().set_lr(rate);
+    if (stop_.load()) reducer_.raise_signal(kStopSignal);
+
+    StepRecord r;
+    r.density = options_.exchange == "dense" ? 1.0 : reducer_.density().up;
+    r.learning_rate = rate;
+    const auto t1 = Clock::now();
+    buckets_.begin_step();
+    const torch::Tensor loss = cross_entropy(model_->forward(batch.input), batch.target);
+    loss.backward();
+    const auto t2 = Clock::now();
+    buckets_.finish(reports_);
+    const auto t3 = Clock::now();
+    r.skipped = !reducer_.end_step(epoch_at(done_ + 1));
+    if (!r.skipped) {
+      if (options_.clip_norm > 0.0) clip(buckets_.buffers(), options_.clip_norm);
+      optimizer_->step();
+    }
+    const auto t4 = Clock::now();
+
+    ++done_;
+    skipped_ += r.skipped ? 1 : 0;
+    stopped_ = (reducer_.signals() & kStopSignal) != 0;
+    r.loss = loss.item<double>();
+    loss_sum_ += r.loss;
+    ++loss_count_;
+    r.step = done_;
+    r.total_steps = total_steps_;
+    r.epoch = epoch_at(done_);
+    r.n = buckets_.parameters();
+    r.dense_bytes = static_cast<std::uint64_t>(std::llround(ring_bytes(r.n, comm_.size())));
+    double kept = 0.0, total = 0.0, residual2 = 0.0;
+    for (const StepReport& b : reports_) {
+      r.k += b.k;
+      r.sent_entries += b.sent_nnz;
+      r.received_entries += b.sum_nnz;
+      r.sent_bytes += b.sent_bytes;
+      r.received_bytes += b.received_bytes;
+      r.threshold = std::max(r.threshold, double{b.threshold});
+      r.select_ms += static_cast<double>(b.select_ns) * 1e-6;
+      r.exchange_ms += static_cast<double>(b.exchange_ns) * 1e-6;
+      r.apply_ms += static_cast<double>(b.apply_ns) * 1e-6;
+      kept += b.group.sent_norm2;
+      total += b.group.accumulated_norm2;
+      residual2 += b.residual_norm * b.residual_norm;
+    }
+    r.capture = total > 0.0 ? kept / total : 1.0;
+    r.residual_norm = std::sqrt(residual2);
+    sent_bytes_ += r.sent_bytes;
+    received_bytes_ += r.received_bytes;
+    r.compute_ms = milliseconds(t2 - t1);
+    r.exposed_ms = milliseconds(t3 - t2);
+    r.optimizer_ms = milliseconds(t4 - t3);
+    r.step_ms = milliseconds(t4 - t0);
+    if (comm_.rank() == 0) {
+      const std::array now{r.compute_ms, r.select_ms,    r.exchange_ms, r.apply_ms,
+                           r.exposed_ms, r.optimizer_ms, r.step_ms};
+      for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
+      if (observer_.on_step) observer_.on_step(r);
+    }
+  }
+
+  // Each rank takes a part of the test set. Also the place where ranks prove that their models are
+  // still the same, bit by bit.
+  void evaluate() {
+    const AveragedBuffers averaged(*model_, comm_);
+    const torch::NoGradGuard no_grad;
+    model_->eval();
+    std::int64_t size = data_.info().test_size;
+    if (options_.eval_examples > 0) size = std::min(size, options_.eval_examples);
+    const std::int64_t first = size * comm_.rank() / comm_.size();
+    const std::int64_t last = size * (comm_.rank() + 1) / comm_.size();
+    double loss = 0.0, correct = 0.0, predictions = 0.0;
+    for (std::int64_t at = first; at < last && !stop_.load(); at += kEvaluationBatch) {
+      const Batch batch = data_.test_batch(at, std::min(last, at + kEvaluationBatch));
+      const torch::Tensor logits = model_->forward(batch.input);
+      const auto count = static_cast<double>(batch.target.numel());
+      loss += cross_entropy(logits, batch.target).item<double>() * count;
+      correct += static_cast<double>(count_correct(logits, batch.target));
+      predictions += count;
+    }
+    std::size_t hash = 0;
+    for (const torch::Tensor& p : model_->parameters()) {
+      const torch::Tensor c = p.contiguous();
+      hash = hash * 31 +
+             std::hash<std::string_view>{}({static_cast<const char*>(c.data_ptr()), c.nbytes()});
+    }
+    comm_.set_phase({"evaluation"});
+    const auto all =
+        gather(std::array{loss, correct, predictions, loss_sum_, static_cast<double>(loss_count_),
+                          stop_.load() ? 1.0 : 0.0, std::bit_cast<double>(hash)},
+               comm_);
+    std::array<double, 6> total{};
+    for (std::size_t r = 0; r < all.size(); ++r) {
+      for (std::size_t i = 0; i < total.size(); ++i) total[i] += all[r][i];
+      if (std::bit_cast<std::size_t>(all[r][6]) != std::bit_cast<std::size_t>(all[0][6])) {
+        throw Error("step " + std::to_string(done_) + ": the model of rank " + std::to_string(r) +
+                    " is no longer that of rank 0: different hardware or libraries on the ranks?");
+      }
+    }
+    if (total[5] > 0.0) {  // interrupted: figures of a part of the test set are none
+      stopped_ = true;
+      return;
+    }
+    evaluation_ = {.step = done_,
+                   .epoch = epoch_at(done_),
+                   .train_loss = total[3] / total[4],
+                   .test_loss = total[0] / total[2],
+                   .test_accuracy = total[1] / total[2]};
+    loss_sum_ = 0.0;
+    loss_count_ = 0;
+    if (comm_.rank() == 0 && observer_.on_evaluation) observer_.on_evaluation(evaluation_);
+  }
+
+  // ---- checkpoints ----------------------------------------------------------------------------
+
+  static std::string file_of(int rank, const char* kind) {
+    return "rank-" + std::to_string(rank) + "." + kind;
+  }
+
+  void checkpoint() {
+    const std::vector<torch::Tensor> own_buffers = [&] {
+      std::vector<torch::Tensor> copies;
+      for (const torch::Tensor& b : model_->buffers()) copies.push_back(b.clone());
+      return copies;
+    }();
+    const AveragedBuffers averaged(*model_, comm_);
+    const auto shared = [&](const fs::path& dir) {
+      write_file(dir / "model.pt", [&](std::ostream& out) { torch::save(model_, out); });
+      write_file(dir / "optimizer.pt", [&](std::ostream& out) { torch::save(*optimizer_, out); });
+      const nlohmann::json meta{{"format", 1},
+                                {"identity", identity(options_)},
+                                {"ranks", comm_.size()},
+                                {"step", done_},
+                                {"examples", done_ * comm_.size() * options_.batch},
+                                {"train_loss", evaluation_.train_loss},
+                                {"test_loss", evaluation_.test_loss},
+                                {"test_accuracy", evaluation_.test_accuracy},
+                                {"skipped", skipped_}};
+      write_file(dir / "meta.json", [&](std::ostream& out) { out << meta.dump(2) << '\n'; });
+    };
+    const auto own = [&](const fs::path& dir) {
+      const std::vector<double> sums{loss_sum_, static_cast<double>(loss_count_),
+                                     static_cast<double>(sent_bytes_),
+                                     static_cast<double>(received_bytes_)};
+      std::vector<torch::Tensor> tensors{torch::tensor(sums, torch::kFloat64)};
+      tensors.insert(tensors.end(), own_buffers.begin(), own_buffers.end());
+      write_file(dir / file_of(comm_.rank(), "pt"),
+                 [&](std::ostream& out) { torch::save(tensors, out); });
+      write_file(dir / file_of(comm_.rank(), "residual"),
+                 [&](std::ostream& out) { reducer_.save(out); });
+    };
+    checkpoint_ = write_checkpoint(options_.checkpoint, done_, comm_, shared, own).string();
+  }
+
+  void resume() {
+    const fs::path dir = latest_checkpoint(options_.checkpoint);
+    const nlohmann::json meta = read_json(dir / "meta.json");
+    const nlohmann::json now = identity(options_);
+    for (const auto& [key, value] : now.items()) {
+      if (!meta.contains("identity") || !meta["identity"].contains(key)) {
+        throw StateError(dir.string() + ": not a checkpoint of this version (no '" + key + "')");
+      }
+      if (meta["identity"][key] != value) {
+        throw StateError(dir.string() + ": the checkpoint was made with " + key + " = " +
+                         meta["identity"][key].dump() + ", this run has " + value.dump());
+      }
+    }
+    const int old_ranks = meta.at("ranks").get<int>();
+    try {
+      torch::load(model_, (dir / "model.pt").string());
+      torch::load(*optimizer_, (dir / "optimizer.pt").string());
+      if (old_ranks == comm_.size()) {
+        std::vector<torch::Tensor> tensors;
+        torch::load(tensors, (dir / file_of(comm_.rank(), "pt")).string());
+        const auto sums = tensors.at(0).accessor<double, 1>();
+        loss_sum_ = sums[0];
+        loss_count_ = static_cast<std::int64_t>(sums[1]);
+        sent_bytes_ = static_cast<std::uint64_t>(sums[2]);
+        received_bytes_ = static_cast<std::uint64_t>(sums[3]);
+        const torch::NoGradGuard no_grad;
+        std::size_t next = 1;
+        for (torch::Tensor b : model_->buffers()) b.copy_(tensors.at(next++));
+      }
+    } catch (const c10::Error& e) {
+      throw StateError(dir.string() + ": a file is missing or damaged: " +
+                       std::string(e.what_without_backtrace()));
+    } catch (const std::out_of_range&) {
+      throw StateError(dir.string() + ": a file does not fit the model");
+    }
+    std::vector<std::ifstream> files;
+    std::vector<std::istream*> streams;
+    for (int r = 0; r < old_ranks; ++r) {
+      files.emplace_back(dir / file_of(r, "residual"), std::ios::binary);
+      if (!files.back()) throw StateError("cannot read " + (dir / file_of(r, "residual")).string());
+    }
+    for (std::ifstream& f : files) streams.push_back(&f);
+    reducer_.load(streams);
+    // With another number of ranks a step has another size: go on behind the examples seen.
+    done_ = meta.at("examples").get<std::int64_t>() / (comm_.size() * options_.batch);
+    first_ = old_ranks == comm_.size() ? 0 : done_;
+    evaluation_ = {.step = done_,
+                   .epoch = epoch_at(done_),
+                   .train_loss = meta.at("train_loss").get<double>(),
+                   .test_loss = meta.at("test_loss").get<double>(),
+                   .test_accuracy = meta.at("test_accuracy").get<double>()};
+    skipped_ = meta.at("skipped").get<std::uint64_t>();
+    checkpoint_ = dir.string();
+    if (comm_.rank() == 0 && observer_.on_resume) observer_.on_resume(done_);
+  }
+
+  Summary summary() {
+    const auto counted = static_cast<double>(std::max<std::int64_t>(1, done_ - first_));
+    comm_.set_phase({"summary"});
+    const auto all = gather(std::array{static_cast<double>(sent_bytes_) / counted,
+                                       static_cast<double>(received_bytes_) / counted,
+                                       static_cast<double>(peak_rss_bytes())},
+                            comm_);
+    Summary s;
+    double rss = 0.0;
+    for (const auto& of_rank : all) {
+      s.sent_bytes_per_step += of_rank[0] / comm_.size();
+      s.received_bytes_per_step += of_rank[1] / comm_.size();
+      s.max_sent_bytes_per_step = std::max(s.max_sent_bytes_per_step, of_rank[0]);
+      s.max_received_bytes_per_step = std::max(s.max_received_bytes_per_step, of_rank[1]);
+      rss = std::max(rss, of_rank[2]);
+    }
+    s.peak_rss_bytes = static_cast<std::uint64_t>(rss);
+    s.steps = done_;
+    s.parameters = buckets_.parameters();
+    s.last = evaluation_;
+    s.dense_bytes_per_step = ring_bytes(buckets_.parameters(), comm_.size());
+    s.median.compute_ms = median(times_[0]);
+    s.median.select_ms = median(times_[1]);
+    s.median.exchange_ms = median(times_[2]);
+    s.median.apply_ms = median(times_[3]);
+    s.median.exposed_ms = median(times_[4]);
+    s.median.optimizer_ms = median(times_[5]);
+    s.median.step_ms = median(times_[6]);
+    s.skipped_steps = skipped_;
+    s.stopped = stopped_ && done_ < total_steps_;
+    s.checkpoint = checkpoint_;
+    return s;
+  }
+
+  const TrainOptions& options_;
+  const Dataset& data_;
+  Communicator& comm_;
+  const std::atomic<bool>& stop_;
+  const Observer& observer_;
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  Sampler sampler_;
+  Reducer reducer_;
+  GradientBuckets buckets_;  // after reducer_: it waits for what it started there
+
+  std::int64_t total_steps_ = 0, eval_steps_ = 0;
+  std::int64_t done_ = 0;   // steps
+  std::int64_t first_ = 0;  // the step from which bytes are counted
+  bool stopped_ = false;
+  std::uint64_t skipped_ = 0;
+  double loss_sum_ = 0.0;  // since the last evaluation
+  std::int64_t loss_count_ = 0;
+  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;
+  Evaluation evaluation_;
+  std::string checkpoint_;
+  std::vector<StepReport> reports_;
+  std::array<std::vector<double>, 7> times_;  // of the steps of this process
+};
+
+}  // namespace
+
+void expect_equal_on_all_ranks(const nlohmann::json& mine, const std::string& what,
+                               Communicator& comm) {
+  if (comm.size() == 1) return;
+  const std::string text = mine.dump();
+  MessageList all;
+  comm.set_phase({"comparison of options"});
+  comm.allgather(std::as_bytes(std::span(text)), all);
+  const auto of = [&](std::size_t r) {
+    return nlohmann::json::parse(reinterpret_cast<const char*>(all[r].data()),
+                                 reinterpret_cast<const char*>(all[r].data()) + all[r].size());
+  };
+  const nlohmann::json first = of(0);
+  for (std::size_t r = 1; r < all.size(); ++r) {
+    const nlohmann::json other = of(r);
+    if (other == first) continue;
+    std::string difference;
+    for (const auto& change : nlohmann::json::diff(first, other)) {
+      const nlohmann::json::json_pointer at(change.at("path").get<std::string>());
+      difference += (difference.empty() ? "" : ", ") + at.to_string().substr(1) + " is " +
+                    (other.contains(at) ? other.at(at).dump() : "missing") + " there and " +
+                    (first.contains(at) ? first.at(at).dump() : "missing") + " on rank 0";
+    }
+    throw Error("rank " + std::to_string(r) + " runs with another " + what + ": " + difference);
+  }
+}
+
+Summary train(const TrainOptions& options, const Dataset& data, Communicator& comm,
+              const std::atomic<bool>& stop, const Observer& observer) {
+  expect_equal_on_all_ranks(identity(options), "set of options", comm);
+  return Run(options, data, comm, stop, observer)();
+}
+
+}  // namespace skim::train
