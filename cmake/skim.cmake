@@ -21,10 +21,11 @@ function(skim_sanitize target)
   endif()
 endfunction()
 
-# skim_add_test(NAME LABEL label... [TIMEOUT seconds] [SOURCES file...] [LIBRARIES lib...]):
+# skim_add_test(NAME LABEL label [TIMEOUT seconds] [SOURCES file...] [LIBRARIES lib...]
+#               [FILTER of gtest]):
 # one gtest program, tests/NAME.cpp unless SOURCES says otherwise; each of its tests is a ctest.
 function(skim_add_test name)
-  cmake_parse_arguments(arg "" "TIMEOUT" "LABEL;SOURCES;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(arg "" "TIMEOUT;FILTER" "LABEL;SOURCES;LIBRARIES" ${ARGN})
   if(NOT arg_SOURCES)
     set(arg_SOURCES ${name}.cpp)
   endif()
@@ -35,7 +36,7 @@ function(skim_add_test name)
   skim_compile_options(${name})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_link_libraries(${name} PRIVATE skim::skim GTest::gtest_main ${arg_LIBRARIES})
-  gtest_discover_tests(${name} TEST_PREFIX ${name}. DISCOVERY_TIMEOUT 120
+  gtest_discover_tests(${name} TEST_PREFIX ${name}. DISCOVERY_TIMEOUT 120 TEST_FILTER "${arg_FILTER}"
     PROPERTIES TIMEOUT ${arg_TIMEOUT} LABELS "${arg_LABEL}")
 endfunction()
 

@@ -174,10 +174,11 @@ class Run {
 
   Summary operator()() {
     if (options_.resume) resume();
+    evaluate_if_due();  // a run that was stopped right after a step left it to this one
     while (done_ < total_steps_ && !stopped_) {
       step();
+      evaluate_if_due();
       const bool last = done_ == total_steps_;
-      if (!stopped_ && (done_ % eval_steps_ == 0 || last)) evaluate();
       const bool due = options_.checkpoint_steps > 0 && done_ % options_.checkpoint_steps == 0;
       if (!options_.checkpoint.empty() && (due || last || stopped_)) checkpoint();
     }
@@ -270,6 +271,11 @@ class Run {
     }
   }
 
+  void evaluate_if_due() {
+    const bool due = done_ > 0 && (done_ % eval_steps_ == 0 || done_ == total_steps_);
+    if (due && !stopped_ && evaluation_.step != done_) evaluate();
+  }
+
   // Each rank takes a part of the test set. Also the place where ranks prove that their models are
   // still the same, bit by bit.
   void evaluate() {
@@ -343,6 +349,7 @@ class Run {
                                 {"ranks", comm_.size()},
                                 {"step", done_},
                                 {"examples", done_ * comm_.size() * options_.batch},
+                                {"evaluated_step", evaluation_.step},
                                 {"train_loss", evaluation_.train_loss},
                                 {"test_loss", evaluation_.test_loss},
                                 {"test_accuracy", evaluation_.test_accuracy},
@@ -409,8 +416,9 @@ class Run {
     // With another number of ranks a step has another size: go on behind the examples seen.
     done_ = meta.at("examples").get<std::int64_t>() / (comm_.size() * options_.batch);
     first_ = old_ranks == comm_.size() ? 0 : done_;
-    evaluation_ = {.step = done_,
-                   .epoch = epoch_at(done_),
+    const auto evaluated = meta.at("evaluated_step").get<std::int64_t>();
+    evaluation_ = {.step = evaluated,
+                   .epoch = epoch_at(evaluated),
                    .train_loss = meta.at("train_loss").get<double>(),
                    .test_loss = meta.at("test_loss").get<double>(),
                    .test_accuracy = meta.at("test_accuracy").get<double>()};
@@ -448,7 +456,7 @@ class Run {
     s.median.optimizer_ms = median(times_[5]);
     s.median.step_ms = median(times_[6]);
     s.skipped_steps = skipped_;
-    s.stopped = stopped_ && done_ < total_steps_;
+    s.stopped = stopped_ && (done_ < total_steps_ || evaluation_.step != done_);
     s.checkpoint = checkpoint_;
     return s;
   }

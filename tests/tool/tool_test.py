@@ -249,9 +249,10 @@ class Checkpoints(Case):
         self.assertEqual(len(files), 2)
         return files
 
-    def straight(self):
+    def straight(self, *arguments):
         metrics = self.dir / "straight.jsonl"
-        self.assert_ok(train(*self.RUN, "--metrics", metrics, "--checkpoint", self.dir / "straight"))
+        self.assert_ok(train(*self.RUN, "--metrics", metrics, "--checkpoint", self.dir / "straight",
+                             *arguments))
         return self.timeless(metrics), self.state(self.dir / "straight")
 
     def timeless(self, metrics):
@@ -272,18 +273,22 @@ class Checkpoints(Case):
         self.assertTrue(self.state(folder) == residuals, "the residuals differ")
 
     def test_terminated_writes_a_checkpoint_and_resumes_bit_identically(self):
-        expected, residuals = self.straight()
-        metrics, folder = self.dir / "m.jsonl", self.dir / "stopped"
-        arguments = [*self.RUN, "--metrics", metrics, "--checkpoint", folder]
-        run = self.start(*arguments)
-        self.wait_for_step(run, metrics, 3)
-        run.send_signal(signal.SIGTERM)
-        out, err = run.communicate(timeout=LIMIT)
-        self.assertEqual(run.returncode, 128 + signal.SIGTERM, out + err)
-        self.assertIn("--resume continues", err)
-        self.assert_ok(train(*arguments, "--resume"))
-        self.assertEqual(self.timeless(metrics), expected)
-        self.assertTrue(self.state(folder) == residuals, "the residuals differ")
+        # Evaluation after every step too: the run then stops where one is due.
+        for evaluate in [0.25, 1 / 32]:
+            with self.subTest(evaluate=evaluate):
+                expected, residuals = self.straight("--eval-epochs", evaluate)
+                metrics, folder = self.dir / f"m{evaluate}.jsonl", self.dir / f"stopped{evaluate}"
+                arguments = [*self.RUN, "--metrics", metrics, "--checkpoint", folder,
+                             "--eval-epochs", evaluate]
+                run = self.start(*arguments)
+                self.wait_for_step(run, metrics, 3)
+                run.send_signal(signal.SIGTERM)
+                out, err = run.communicate(timeout=LIMIT)
+                self.assertEqual(run.returncode, 128 + signal.SIGTERM, out + err)
+                self.assertIn("--resume continues", err)
+                self.assert_ok(train(*arguments, "--resume"))
+                self.assertEqual(self.timeless(metrics), expected)
+                self.assertTrue(self.state(folder) == residuals, "the residuals differ")
 
     def test_another_number_of_ranks_goes_on(self):
         self.straight()
