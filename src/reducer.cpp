@@ -10,7 +10,6 @@
 #include <exception>
 #include <limits>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -174,9 +173,10 @@ struct Reducer::Impl {
 
     feedback.commit_all(slot);
     const float factor = grad.scale / static_cast<float>(comm.size());
-    bool finite = true;
+    // Without a branch, so that it is vectorised.
+    std::uint32_t bad = 0;
     for (float& v : data) {
-      finite = finite && std::isfinite(v);
+      bad |= std::abs(v) <= std::numeric_limits<float>::max() ? 0U : 1U;
       v *= factor;
     }
     report.apply_ns = comm.now_ns() - t2;
@@ -184,7 +184,7 @@ struct Reducer::Impl {
     report.capture = 1.0;
     report.select_ns = t1 - t0;
     report.exchange_ns = t2 - t1;
-    return finite;
+    return bad == 0;
   }
 
   static void fill(StepReport& report, const SelectReport& chosen) {

@@ -2,7 +2,8 @@
 //
 // Launcher and ranks meet in a folder, named by SKIM_RUN_DIR. A rank writes `rank-R.pid` when it
 // starts; when it ends it removes that and, if it failed, leaves `rank-R.cause` or `rank-R.effect`
-// with one line. A `rank-R.pid` that is left when all is over is a rank that died without a word.
+// with one line: its exit status and what happened. A `rank-R.pid` that is left when all is over is
+// a rank that died without a word.
 #include "tools/launcher.hpp"
 
 #include <fcntl.h>
@@ -166,21 +167,33 @@ void signal_ranks(const RunDir& dir, int ranks, int signal) {
   }
 }
 
+struct Failure {
+  int code = 1;
+  std::string message;
+};
+
 // One line for all ranks: a rank's own failure before what others saw of it, and a rank that died
-// without a word before everything.
-std::string explain(const RunDir& dir, int ranks, const std::string& of_mpirun) {
-  std::string dead, cause, effect;
+// without a word before that.
+Failure explain(const RunDir& dir, int ranks, int code, const std::string& of_mpirun) {
+  std::string dead;
+  std::optional<Failure> cause, effect;
+  const auto read = [&](int rank, const char* kind, std::optional<Failure>& into) {
+    const auto line = dir.read(rank, kind);
+    if (!line || into) return;
+    const std::size_t space = line->find(' ');
+    into = {.code = std::atoi(line->c_str()), .message = line->substr(space + 1)};
+  };
   for (int r = 0; r < ranks; ++r) {
     if (const auto pid = dir.read(r, "pid")) {
       dead += (dead.empty() ? "rank " : ", rank ") + std::to_string(r) + " (pid " + *pid + ")";
     }
-    if (cause.empty()) cause = dir.read(r, "cause").value_or("");
-    if (effect.empty()) effect = dir.read(r, "effect").value_or("");
+    read(r, "cause", cause);
+    read(r, "effect", effect);
   }
-  if (!cause.empty()) return cause;
-  if (!dead.empty()) return dead + " died" + (effect.empty() ? "" : "; " + effect);
-  if (!effect.empty()) return effect;
-  return of_mpirun.empty() ? "mpirun failed without a word" : of_mpirun;
+  if (cause) return *cause;
+  if (!dead.empty()) return {code, dead + " died" + (effect ? "; " + effect->message : "")};
+  if (effect) return *effect;
+  return {code, of_mpirun.empty() ? "mpirun failed without a word" : of_mpirun};
 }
 
 }  // namespace
@@ -278,10 +291,10 @@ int launch(int ranks, const std::vector<std::string>& arguments) {
   }
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   if (seen_signals > 0) return 128 + g_last_signal.load();
-  if (code != 0) {
-    std::fprintf(stderr, "skim: %s\n", explain(dir, ranks, filter.explanation()).c_str());
-  }
-  return code;
+  if (code == 0) return 0;
+  const Failure failure = explain(dir, ranks, code, filter.explanation());
+  std::fprintf(stderr, "skim: %s\n", failure.message.c_str());
+  return failure.code;
 }
 
 RankStatus::RankStatus(int rank) {
@@ -295,9 +308,9 @@ void RankStatus::finished() {
   if (!path_.empty()) std::remove((path_ + ".pid").c_str());
 }
 
-bool RankStatus::failed(const std::string& message, bool cause) {
+bool RankStatus::failed(const std::string& message, bool cause, int code) {
   if (path_.empty()) return false;
-  std::ofstream(path_ + (cause ? ".cause" : ".effect")) << message << '\n';
+  std::ofstream(path_ + (cause ? ".cause" : ".effect")) << code << ' ' << message << '\n';
   finished();
   return true;
 }

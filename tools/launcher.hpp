@@ -22,8 +22,8 @@ class RankStatus {
   explicit RankStatus(int rank);
   void finished();  // orderly
   // cause: this rank's own failure; otherwise it only saw that of another. True if the launcher
-  // will print it.
-  bool failed(const std::string& message, bool cause);
+  // will print it. code: the exit status that the run should have.
+  bool failed(const std::string& message, bool cause, int code);
 
  private:
   std::string path_;

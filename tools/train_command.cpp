@@ -440,7 +440,7 @@ int guarded_rank(Arguments& a, std::vector<Row>& rows) {
   const std::string who = comm && comm->size() > 1 && !line.starts_with("rank ")
                               ? "rank " + std::to_string(comm->rank()) + ": " + line
                               : line;
-  if (!status || !status->failed(who, cause)) std::fprintf(stderr, "skim: %s\n", who.c_str());
+  if (!status || !status->failed(who, cause, code)) std::fprintf(stderr, "skim: %s\n", who.c_str());
   std::fflush(nullptr);
   if (comm) comm->abort(comm->rank());
   if (with_mpi) {

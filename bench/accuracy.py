@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Does top-k training reach the accuracy of dense training? One table per task, for docs/results.md.
+
+  bench/accuracy.py TASK [--seeds 1,2,3] [--tune 0.02,0.05,0.1] [--epochs E] [--ranks P]
+
+Trains dense, allgather and gtopk at 1 % and 0.1 % (density warm-up of deep gradient compression) from
+the same seeds, and prints the mean and the standard deviation over seeds. --tune first trains dense at
+each of these learning rates with seed 100 and takes the best; the runs at other densities take it, too.
+Needs SKIM_DATA and build/release/skim. Lines on standard error say what is run.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+COMMON = ["--batch", "32", "--momentum", "0.9", "--lr-schedule", "cosine", "--eval-epochs", "0"]
+TASKS = {
+    "mnist-mlp": (10, 0.05, ["--model", "mlp", "--data", "mnist", *COMMON]),
+    "mnist-lenet5": (10, 0.05, ["--model", "lenet5", "--data", "mnist", *COMMON]),
+    "fashion-mlp": (10, 0.05, ["--model", "mlp", "--data", "fashion-mnist", *COMMON]),
+    "cifar-resnet20": (20, 0.1, [
+        "--model", "resnet20", "--data", "cifar10", "--augment", "--batch", "32", "--momentum", "0.9",
+        "--weight-decay", "1e-4", "--no-bias-decay", "--lr-warmup", "1", "--lr-schedule", "steps",
+        "--lr-drops", "11.6,17.4", "--eval-epochs", "0"]),
+    "text-lstm": (8, 0.003, [
+        "--model", "lstm", "--data", "text", "--optimizer", "adam", "--batch", "16", "--clip-norm", "1",
+        "--lr-schedule", "cosine", "--eval-epochs", "0"]),
+}
+RUNS = "dense,allgather:0.01,allgather:0.001,gtopk:0.01,gtopk:0.001"
+
+
+def skim(arguments):
+    command = [str(ROOT / "build/release/skim"), "train", *arguments, "--summary", "-"]
+    print("+", " ".join(command[1:]), file=sys.stderr, flush=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(done.stderr.strip().splitlines()[-1])
+    return json.loads(done.stdout)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--tune", default="")
+    parser.add_argument("--epochs", type=float)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--runs", default=RUNS)
+    options = parser.parse_args()
+    if not os.environ.get("SKIM_DATA"):
+        sys.exit("SKIM_DATA must name the folder with the data sets")
+    epochs, rate, arguments = TASKS[options.task]
+    epochs = options.epochs or epochs
+    arguments = [*arguments, "--epochs", str(epochs), "--ranks", str(options.ranks),
+                 "--density-warmup", "dgc"]
+    text = options.task.startswith("text")
+    figure = "test_loss" if text else "test_accuracy"
+
+    def good(run):
+        value = run[figure]
+        return -math.inf if value is None else (-value if text else value)
+
+    if options.tune:
+        tried = {}
+        for candidate in options.tune.split(","):
+            [run] = skim([*arguments, "--lr", candidate, "--exchange", "dense", "--seed", "100"])
+            tried[float(candidate)] = good(run)
+        rate = max(tried, key=tried.get)
+        print(f"learning rate, dense, seed 100: {tried}; taken: {rate}", file=sys.stderr)
+
+    runs = {}
+    for seed in options.seeds.split(","):
+        for run in skim([*arguments, "--lr", str(rate), "--seed", seed, "--compare", options.runs]):
+            runs.setdefault(run["run"], []).append(run)
+
+    unit = 1 if text else 100
+    dense = [unit * r[figure] for r in runs["dense"]]
+    print(f"{options.task}: {runs['dense'][0]['parameters']} parameters, {options.ranks} ranks, "
+          f"{epochs:g} epochs, lr {rate}, seeds {options.seeds}\n")
+    print(f"| run | train loss | {'test loss' if text else 'accuracy %'} | difference to dense | allowed "
+          "| within | bytes sent per step and rank | of dense |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, of_seed in runs.items():
+        values = [unit * r[figure] for r in of_seed]
+        mean = statistics.mean(values)
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        spread = statistics.stdev(dense) if len(dense) > 1 else 0.0
+        pooled = math.sqrt((deviation**2 + spread**2) / 2)
+        difference = mean - statistics.mean(dense)
+        allowed = max(0.03 if text else 0.3, 2 * pooled)
+        worse = difference if text else -difference
+        sent = statistics.mean(r["sent_bytes_per_step"] for r in of_seed)
+        print(f"| {name} | {statistics.mean(r['train_loss'] for r in of_seed):.4f} "
+              f"| {mean:.2f} ± {deviation:.2f} | {difference:+.2f} | {allowed:.2f} "
+              f"| {'-' if name == 'dense' else 'yes' if worse <= allowed else 'no'} "
+              f"| {sent:,.0f} | {100 * sent / of_seed[0]['dense_bytes_per_step']:.2f} % |")
+
+
+if __name__ == "__main__":
+    main()
