@@ -4,10 +4,12 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
-#include <map>
+#include <sstream>
 #include <thread>
 
 #include "skim/error.hpp"
@@ -25,6 +27,14 @@ using train::TrainOptions;
 
 constexpr int kUsageError = 2, kRunError = 1;
 constexpr int kMostLocalRanks = 256;
+
+// In the order of their enumerators.
+constexpr std::array<std::string_view, 3> kOptimizers{"sgd", "adam", "adamw"};
+constexpr std::array<std::string_view, 3> kLrSchedules{"constant", "steps", "cosine"};
+template <class Enum, class Names>
+Enum enumerator(const std::string& name, const Names& names) {
+  return static_cast<Enum>(std::ranges::find(names, name) - std::begin(names));
+}
 
 std::atomic<bool> g_stop{false};
 std::atomic<std::int64_t> g_deadline_ns{std::numeric_limits<std::int64_t>::max()};
@@ -51,6 +61,40 @@ struct Arguments {
   double timeout = 300.0;
   std::vector<std::string> compare;
   std::string summary;
+  std::string optimizer = "sgd", lr_schedule = "constant";
+};
+
+// --help as a manual page has it: option, what it does with its valid names, default; 79 columns.
+class HelpFormatter final : public CLI::Formatter {
+ public:
+  std::string make_option(const CLI::Option* option, bool) const override {
+    constexpr std::size_t kColumn = 26, kWidth = 79;
+    std::string text = "  " + option->get_name(false, true);
+    if (const std::size_t brace = text.find('{'); brace != std::string::npos) text.resize(brace);
+    const std::string type = option->get_option_text();
+    if (!type.empty()) text += " " + type;
+    text += text.size() + 2 > kColumn ? "\n" : "";
+    std::size_t column = text.back() == '\n' ? 0 : text.size();
+    std::string words = option->get_description();
+    if (!option->get_default_str().empty()) words += " [" + option->get_default_str() + "]";
+    std::istringstream in(words);
+    for (std::string word; in >> word;) {
+      if (column > kColumn && column + 1 + word.size() > kWidth) {
+        text += '\n';
+        column = 0;
+      }
+      if (column < kColumn) {
+        text.append(kColumn - column, ' ');
+        column = kColumn;
+      } else {
+        text += ' ';
+        ++column;
+      }
+      text += word;
+      column += word.size();
+    }
+    return text + "\n";
+  }
 };
 
 template <class Names>
@@ -58,8 +102,16 @@ std::vector<std::string> strings(const Names& names) {
   return {std::begin(names), std::end(names)};
 }
 
+template <class Names>
+std::string listed(const std::string& what, const Names& names) {
+  std::string text = what + ": ";
+  for (const auto& n : names) text += std::string(n) + ", ";
+  text.resize(text.size() - 2);
+  return text;
+}
+
 // CLI11's own messages for ranges print the largest double.
-CLI::Validator at_least(double least, bool itself, const std::string& words) {
+CLI::Validator number(double least, bool itself, const std::string& words) {
   return CLI::Validator(
       [=](std::string& text) {
         char* end = nullptr;
@@ -67,181 +119,128 @@ CLI::Validator at_least(double least, bool itself, const std::string& words) {
         const bool good = !text.empty() && *end == '\0' && (itself ? x >= least : x > least);
         return good ? std::string() : "expected a number " + words + ", got '" + text + "'";
       },
-      words);
+      "");
 }
-const CLI::Validator kPositive = at_least(0.0, false, "> 0");
-const CLI::Validator kNotNegative = at_least(0.0, true, ">= 0");
 
 // The command line. Names are checked here, with the valid ones listed.
 void declare(CLI::App& app, Arguments& a) {
   TrainOptions& t = a.train;
-  app.get_formatter()->column_width(34);
-  app.set_version_flag("--version", "skim " SKIM_VERSION);
-  app.set_config("--config", "", "read options from a TOML file: long names without dashes");
+  app.formatter(std::make_shared<HelpFormatter>());
+  app.set_help_flag("--help,-h", "print this help and exit");
+  app.set_version_flag("--version", "skim " SKIM_VERSION, "print the version and exit");
+  app.set_config("--config", "", "read options from a TOML file: long names without dashes")
+      ->option_text("FILE");
   app.allow_config_extras(CLI::config_extras_mode::error);
-  app.option_defaults()->always_capture_default();
 
-  const char* group = "What is trained";
-  app.add_option("--model", t.model, "model")
-      ->check(CLI::IsMember(strings(train::model_names())))
-      ->group(group);
-  app.add_option("--data", t.data.name, "data set")
-      ->check(CLI::IsMember(strings(train::data_names())))
-      ->group(group);
-  app.add_option("--data-dir", t.data.dir,
-                 "folder with <name>/ in it, or the text file; default: $SKIM_DATA")
-      ->always_capture_default(false)
-      ->group(group);
-  app.add_option("--batch", t.batch, "examples per rank and step")->check(kPositive)->group(group);
-  app.add_option("--epochs", t.epochs, "passes over the training set")
-      ->check(kPositive)
-      ->group(group);
-  app.add_option("--steps", t.steps, "steps, instead of epochs")
-      ->check(kPositive)
-      ->always_capture_default(false)
-      ->group(group);
-  app.add_option("--seed", t.seed, "of parameters, order of examples, augmentation, dropout")
-      ->group(group);
-  app.add_flag("--augment", t.data.augment, "cifar10: random crops and flips")->group(group);
-  app.add_option("--sequence", t.data.sequence_length, "text: characters in a window")
-      ->check(kPositive)
-      ->group(group);
-  app.add_option("--generated-train", t.data.generated_train, "generated: training images")
-      ->check(kPositive)
-      ->group(group);
-  app.add_option("--generated-test", t.data.generated_test, "generated: test images")
-      ->check(kPositive)
-      ->group(group);
-  for (const auto& [name, value, what] :
-       {std::tuple{"--layers", &t.layers, "lstm, gpt: layers; 0: the model's default"},
-        std::tuple{"--hidden", &t.hidden, "lstm: size of the state; 0: default"},
-        std::tuple{"--embedding", &t.embedding, "lstm, gpt: size of the embedding; 0: default"},
-        std::tuple{"--heads", &t.heads, "gpt: attention heads; 0: default"}}) {
-    app.add_option(name, *value, what)->check(kNotNegative)->group(group);
-  }
+  const CLI::Validator positive = number(0.0, false, "> 0");
+  const CLI::Validator not_negative = number(0.0, true, ">= 0");
+  const char* group = "";
+  // Without a default in the help: paths, lists, and numbers whose 0 means "not given".
+  const auto plain = [&](const char* name, auto& value, const char* type, const std::string& what) {
+    return app.add_option(name, value, what)->option_text(type)->group(group);
+  };
+  const auto option = [&](const char* name, auto& value, const char* type,
+                          const std::string& what) {
+    return plain(name, value, type, what)->capture_default_str();
+  };
+  const auto choice = [&](const char* name, std::string& value, const std::string& what,
+                          const auto& names) {
+    return option(name, value, "NAME", listed(what, names))->check(CLI::IsMember(strings(names)));
+  };
+  const auto flag = [&](const char* name, bool& value, const std::string& what) {
+    app.add_flag(name, value, what)->group(group);
+  };
+
+  group = "What is trained";
+  choice("--model", t.model, "model", train::model_names());
+  choice("--data", t.data.name, "data set", train::data_names());
+  plain("--data-dir", t.data.dir, "DIR",
+        "folder with NAME/ of the data set in it, or the text file [$SKIM_DATA]");
+  option("--batch", t.batch, "N", "examples per rank and step")->check(positive);
+  option("--epochs", t.epochs, "X", "passes over the training set")->check(positive);
+  plain("--steps", t.steps, "N", "steps, instead of epochs")->check(positive);
+  option("--seed", t.seed, "N", "of parameters, order of examples, augmentation and dropout");
+  flag("--augment", t.data.augment, "cifar10: random crops and flips");
+  option("--sequence", t.data.sequence_length, "N", "text: characters in a window")
+      ->check(positive);
+  option("--generated-train", t.data.generated_train, "N", "generated: training images")
+      ->check(positive);
+  option("--generated-test", t.data.generated_test, "N", "generated: test images")->check(positive);
+  plain("--layers", t.layers, "N", "lstm, gpt: layers [lstm 1, gpt 4]")->check(positive);
+  plain("--hidden", t.hidden, "N", "lstm: size of the state [256]")->check(positive);
+  plain("--embedding", t.embedding, "N", "lstm, gpt: size of the embedding [lstm 64, gpt 128]")
+      ->check(positive);
+  plain("--heads", t.heads, "N", "gpt: attention heads [4]")->check(positive);
 
   group = "Optimizer";
-  app.add_option("--optimizer", t.optimizer, "sgd, adam or adamw; works on the mean gradient")
-      ->transform(CLI::CheckedTransformer(
-          std::map<std::string, train::OptimizerKind>{{"sgd", train::OptimizerKind::sgd},
-                                                      {"adam", train::OptimizerKind::adam},
-                                                      {"adamw", train::OptimizerKind::adamw}}))
-      ->default_str("sgd")
-      ->always_capture_default(false)
-      ->group(group);
-  app.add_option("--lr", t.learning_rate.base, "learning rate")->check(kPositive)->group(group);
-  app.add_option("--lr-schedule", t.learning_rate.kind, "constant, steps or cosine")
-      ->transform(CLI::CheckedTransformer(std::map<std::string, train::LearningRateKind>{
-          {"constant", train::LearningRateKind::constant},
-          {"steps", train::LearningRateKind::steps},
-          {"cosine", train::LearningRateKind::cosine}}))
-      ->default_str("constant")
-      ->always_capture_default(false)
-      ->group(group);
-  app.add_option("--lr-warmup", t.learning_rate.warmup_epochs, "epochs of linear rise")
-      ->check(kNotNegative)
-      ->group(group);
-  app.add_option("--lr-drops", t.learning_rate.drop_epochs, "steps: epochs at which it drops")
-      ->delimiter(',')
-      ->always_capture_default(false)
-      ->group(group);
-  app.add_option("--lr-gamma", t.learning_rate.gamma, "steps: factor of a drop")
-      ->check(CLI::Range(0.0, 1.0))
-      ->group(group);
-  app.add_option("--momentum", t.momentum, "of sgd, after aggregation")
-      ->check(CLI::Range(0.0, 1.0))
-      ->group(group);
-  app.add_flag("--nesterov", t.nesterov, "Nesterov momentum")->group(group);
-  app.add_option("--weight-decay", t.weight_decay, "weight decay")
-      ->check(kNotNegative)
-      ->group(group);
-  app.add_flag("!--no-bias-decay", t.decay_biases,
-               "no weight decay on biases and normalisation layers")
-      ->group(group);
-  app.add_option("--clip-norm", t.clip_norm, "limit of the mean gradient's norm; 0: none")
-      ->check(kNotNegative)
-      ->group(group);
+  choice("--optimizer", a.optimizer, "works on the mean gradient", kOptimizers);
+  option("--lr", t.learning_rate.base, "X", "learning rate")->check(positive);
+  choice("--lr-schedule", a.lr_schedule, "after the warm-up", kLrSchedules);
+  option("--lr-warmup", t.learning_rate.warmup_epochs, "X", "epochs of linear rise")
+      ->check(not_negative);
+  plain("--lr-drops", t.learning_rate.drop_epochs, "X,X,...", "steps: epochs at which it drops")
+      ->delimiter(',');
+  option("--lr-gamma", t.learning_rate.gamma, "X", "steps: factor of a drop")->check(positive);
+  option("--momentum", t.momentum, "X", "of sgd, after aggregation")->check(not_negative);
+  flag("--nesterov", t.nesterov, "Nesterov momentum");
+  option("--weight-decay", t.weight_decay, "X", "weight decay")->check(not_negative);
+  flag("!--no-bias-decay", t.decay_biases, "no weight decay on biases and normalisation layers");
+  option("--clip-norm", t.clip_norm, "X", "limit of the mean gradient's norm; 0: none")
+      ->check(not_negative);
 
   group = "Exchange";
-  app.add_option("--ranks", a.ranks, "ranks to start on this machine; under mpirun or srun: theirs")
-      ->check(kPositive)
-      ->group(group);
-  app.add_option("--exchange", t.exchange, "how gradients are summed")
-      ->check(CLI::IsMember(strings(exchange_kind_names())))
-      ->group(group);
-  app.add_option("--select", t.select, "how entries are chosen")
-      ->check(CLI::IsMember(strings(select_algo_names())))
-      ->group(group);
-  app.add_option("--density", t.density, "kept fraction k/n, in (0, 1]; 1 is dense")->group(group);
-  app.add_option(
-         "--density-warmup", t.density_warmup,
-         "none; dgc, gaussiank, gtopk (the papers' lists); geometric:EPOCHS; or a list, one "
-         "an epoch: 0.25,0.06")
-      ->group(group);
-  app.add_option("--drop", t.drop, "gtopk: who keeps what a merge drops")
-      ->check(CLI::IsMember(strings(drop_policy_names())))
-      ->group(group);
-  app.add_option("--feedback", t.feedback, "what is not sent: kept as residual, or lost (none)")
-      ->check(CLI::IsMember(train::feedback_names()))
-      ->group(group);
-  app.add_option("--dense-sum", t.dense_sum, "dense: Skim's ring, or MPI's all-reduce")
-      ->check(CLI::IsMember(train::dense_sum_names()))
-      ->group(group);
-  app.add_option("--dense-below", t.dense_below, "buckets of fewer entries go dense")->group(group);
-  app.add_option("--bucket-mb", t.bucket_mb, "size of a bucket, in 10^6 bytes; 0: one for all")
-      ->check(kNotNegative)
-      ->group(group);
-  app.add_option("--non-finite", t.non_finite,
-                 "a step with NaN or infinity: skip it, raise an error, or pass it on")
-      ->check(CLI::IsMember(train::non_finite_names()))
-      ->group(group);
-  app.add_option("--compare", a.compare,
-                 "run these exchanges one after another from the same seed, NAME or NAME:DENSITY, "
-                 "and print a table: dense,allgather,gtopk:0.01")
-      ->delimiter(',')
-      ->always_capture_default(false)
-      ->group(group);
+  option(
+      "--ranks", a.ranks, "P",
+      "ranks to start on this machine; under mpirun or srun their number, which then need not be "
+      "given")
+      ->check(positive);
+  choice("--exchange", t.exchange, "how gradients are summed", exchange_kind_names());
+  choice("--select", t.select, "how entries are chosen", select_algo_names());
+  option("--density", t.density, "D", "kept fraction k/n, in (0, 1]; 1 is dense");
+  option("--density-warmup", t.density_warmup, "SPEC",
+         "densities before that: none; dgc, gaussiank, gtopk (the lists of their papers); "
+         "geometric:EPOCHS; or a list, one an epoch: 0.25,0.06");
+  choice("--drop", t.drop, "gtopk: who keeps what a merge drops", drop_policy_names());
+  choice("--feedback", t.feedback, "what is not sent is kept, or lost", train::feedback_names());
+  choice("--dense-sum", t.dense_sum, "dense: Skim's ring, or MPI's own sum",
+         train::dense_sum_names());
+  option("--dense-below", t.dense_below, "N", "buckets of fewer entries go dense");
+  option("--bucket-mb", t.bucket_mb, "X",
+         "size of a bucket in 10^6 bytes; 0: one for the whole model")
+      ->check(not_negative);
+  choice("--non-finite", t.non_finite, "a step with NaN or infinity, on all ranks",
+         train::non_finite_names());
+  plain("--compare", a.compare, "RUN,RUN,...",
+        "run these one after another from the same seed and print a table; a RUN is an exchange or "
+        "EXCHANGE:DENSITY, as in dense,allgather,gtopk:0.01")
+      ->delimiter(',');
+  option("--timeout", a.timeout, "SECONDS", "how long a rank waits for another")->check(positive);
 
   group = "Run";
-  app.add_option("--threads", t.threads, "threads per rank; 0: cores of a host over its ranks")
-      ->check(kNotNegative)
-      ->group(group);
-  app.add_option("--eval-epochs", t.eval_epochs, "epochs between evaluations; 0: at the end only")
-      ->check(kNotNegative)
-      ->group(group);
-  app.add_option("--eval-examples", t.eval_examples, "test examples to take; 0: all")
-      ->check(kNotNegative)
-      ->group(group);
-  app.add_option("--metrics", t.metrics, "JSON lines, one a step; -: standard output")
-      ->always_capture_default(false)
-      ->group(group);
-  app.add_option("--summary", a.summary, "JSON array, one object a run; -: standard output")
-      ->always_capture_default(false)
-      ->group(group);
-  app.add_option("--checkpoint", t.checkpoint,
-                 "folder for checkpoints: at the end, when stopped, and as --checkpoint-steps says")
-      ->always_capture_default(false)
-      ->group(group);
-  app.add_option("--checkpoint-steps", t.checkpoint_steps, "steps between checkpoints; 0: none")
-      ->check(kNotNegative)
-      ->group(group);
-  app.add_flag("--resume", t.resume, "continue from the checkpoint in --checkpoint")->group(group);
-  app.add_option("--timeout", a.timeout, "seconds that a rank waits for another")
-      ->check(kPositive)
-      ->group(group);
+  plain("--threads", t.threads, "N", "threads per rank [cores of the host / ranks on it]")
+      ->check(positive);
+  option("--eval-epochs", t.eval_epochs, "X", "epochs between evaluations; 0: at the end only")
+      ->check(not_negative);
+  plain("--eval-examples", t.eval_examples, "N", "test examples to take [all]")->check(positive);
+  plain("--metrics", t.metrics, "FILE", "JSON lines, one a step; -: standard output");
+  plain("--summary", a.summary, "FILE", "JSON array, one object a run; -: standard output");
+  plain("--checkpoint", t.checkpoint, "DIR",
+        "checkpoints: at the end, when stopped, and as --checkpoint-steps says");
+  plain("--checkpoint-steps", t.checkpoint_steps, "N", "steps between checkpoints")
+      ->check(positive);
+  flag("--resume", t.resume, "continue from the checkpoint in --checkpoint");
+
   // Of an option that stands twice the last counts, so that scripts can be given more arguments.
-  for (CLI::Option* option : app.get_options()) {
-    if (option->get_items_expected_max() == 1) {
-      option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-    }
+  for (CLI::Option* o : app.get_options()) {
+    if (o->get_items_expected_max() == 1) o->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   }
   app.footer(
-      "Ctrl-C or SIGTERM end the run after the step, with a checkpoint if --checkpoint is given; "
-      "a second one ends it at once.\n"
-      "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N stopped by signal "
-      "N.\n"
-      "Example: skim train --ranks 4 --model lenet5 --data generated --epochs 2 --lr 0.05 "
-      "--compare dense,gtopk:0.01");
+      "Ctrl-C or SIGTERM end the run after the step, with a checkpoint if --checkpoint\n"
+      "is given; a second one ends it at once.\n\n"
+      "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N\n"
+      "stopped by signal N.\n\n"
+      "Example: 4 ranks, two exchanges from one seed, a table at the end:\n"
+      "  skim train --ranks 4 --model lenet5 --epochs 2 --compare dense,gtopk:0.01");
 }
 
 // The runs: the one that the options describe, or those to compare.
@@ -287,6 +286,7 @@ void check(const Arguments& a) {
   if (t.checkpoint_steps > 0 && t.checkpoint.empty()) {
     throw InvalidArgument("--checkpoint-steps needs --checkpoint DIR");
   }
+  if (t.momentum >= 1.0) throw InvalidArgument("--momentum: expected a number in [0, 1)");
   if (t.nesterov && t.momentum <= 0.0) throw InvalidArgument("--nesterov needs --momentum > 0");
   if (!a.summary.empty() && a.summary == t.metrics.string()) {
     throw InvalidArgument("--summary and --metrics are one file: '" + a.summary + "'");
@@ -468,6 +468,8 @@ int train_command(int argc, char** argv) {
     return kUsageError;
   }
   try {
+    a.train.optimizer = enumerator<train::OptimizerKind>(a.optimizer, kOptimizers);
+    a.train.learning_rate.kind = enumerator<train::LearningRateKind>(a.lr_schedule, kLrSchedules);
     check(a);
     std::vector<Row> rows = plan(a);
     if (a.ranks == 1 || is_launched()) return guarded_rank(a, rows);
