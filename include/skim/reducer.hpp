@@ -63,7 +63,8 @@ class Reducer {
  public:
   // comm must outlive the reducer, and only the reducer uses it between start() and wait().
   Reducer(ReducerOptions options, ReducerParts parts, Communicator& comm);
-  // Ends the communication thread, if there is one. If it still has work, the group is told (abort).
+  // Ends the communication thread, if there is one. If it still has work, the group is told
+  // (abort).
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -78,8 +79,8 @@ class Reducer {
   // together, through a dense all-reduce; the residual is then empty. Collective.
   // No allocation once warm.
   // Throws: InvalidArgument (nothing changed), also for a slot that this step has reduced already.
-  // Anything else, CommError above all: the group has been told (abort); the ranks may now disagree,
-  // so restart every rank from its last save().
+  // Anything else, CommError above all: the group has been told (abort); the ranks may now
+  // disagree, so restart every rank from its last save().
   StepReport reduce(Slot slot, GradView grad);
 
   // The same on one ordered communication thread, so that it overlaps with backward. grad belongs

@@ -80,11 +80,13 @@ class Case(unittest.TestCase):
         """Until the run has recorded this step: the state that a test needs, not an amount of time."""
         end = time.monotonic() + LIMIT
         while time.monotonic() < end:
-            if run.poll() is not None:
-                self.fail("the run ended early: " + "".join(run.communicate()))
             if metrics.exists() and metrics.read_text().count('"sent_bytes"') >= step:
                 return
-            time.sleep(0.02)  # poll; what counts is the file
+            try:
+                run.wait(timeout=0.02)
+            except subprocess.TimeoutExpired:
+                continue
+            self.fail("the run ended early: " + "".join(run.communicate()))
         self.fail(f"step {step} was not reached in {LIMIT} s")
 
 
