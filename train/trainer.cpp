@@ -145,6 +145,14 @@ double ring_bytes(std::size_t n, int ranks) {
   return 2.0 * (P - 1.0) / P * static_cast<double>(n) * sizeof(float);
 }
 
+// Writes a torch archive. Through memory: torch ends the process when a stream fails under it.
+template <class T>
+void write_archive(const fs::path& path, const T& what) {
+  std::ostringstream archive;
+  torch::save(what, archive);
+  write_file(path, [&](std::ostream& out) { out << archive.view(); });
+}
+
 // One run of one rank.
 class Run {
  public:
@@ -342,8 +350,8 @@ class Run {
     }();
     const AveragedBuffers averaged(*model_, comm_);
     const auto shared = [&](const fs::path& dir) {
-      write_file(dir / "model.pt", [&](std::ostream& out) { torch::save(model_, out); });
-      write_file(dir / "optimizer.pt", [&](std::ostream& out) { torch::save(*optimizer_, out); });
+      write_archive(dir / "model.pt", model_);
+      write_archive(dir / "optimizer.pt", *optimizer_);
       const nlohmann::json meta{{"format", 1},
                                 {"identity", identity(options_)},
                                 {"ranks", comm_.size()},
@@ -362,8 +370,7 @@ class Run {
                                      static_cast<double>(received_bytes_)};
       std::vector<torch::Tensor> tensors{torch::tensor(sums, torch::kFloat64)};
       tensors.insert(tensors.end(), own_buffers.begin(), own_buffers.end());
-      write_file(dir / file_of(comm_.rank(), "pt"),
-                 [&](std::ostream& out) { torch::save(tensors, out); });
+      write_archive(dir / file_of(comm_.rank(), "pt"), tensors);
       write_file(dir / file_of(comm_.rank(), "residual"),
                  [&](std::ostream& out) { reducer_.save(out); });
     };

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
 import struct
@@ -245,9 +246,12 @@ class Checkpoints(Case):
     RUN = ["--ranks", 2, "--model", "cnn-bn", "--steps", 24, "--momentum", 0.9, "--density", 0.01,
            "--density-warmup", "0.25", "--bucket-mb", 0.05, "--eval-epochs", 0.25]
 
-    def state(self, folder):
+    def checkpoint_of(self, folder):
         newest = folder / (folder / "latest").read_text().strip()
-        files = {f.name: f.read_bytes() for f in newest.iterdir() if f.suffix == ".residual"}
+        return {f.name: f.read_bytes() for f in newest.iterdir()}
+
+    def state(self, folder):
+        files = {k: v for k, v in self.checkpoint_of(folder).items() if k.endswith(".residual")}
         self.assertEqual(len(files), 2)
         return files
 
@@ -314,6 +318,23 @@ class Checkpoints(Case):
         damaged[len(damaged) // 2] ^= 1
         (newest / "rank-1.residual").write_bytes(damaged)
         self.assert_refused(train(*again), "damaged", status=1)
+
+    def test_a_full_disk_keeps_the_checkpoint_before(self):
+        folder = self.dir / "small"
+        arguments = ["--model", "mlp", "--checkpoint", folder]  # a checkpoint of 1.6 MB
+
+        def small_disk():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write fails as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200000, 200000))
+
+        self.assert_ok(train(*arguments, "--steps", 2))
+        before = self.checkpoint_of(folder)
+        done = train(*arguments, "--steps", 4, "--resume", preexec_fn=small_disk,
+                     restore_signals=False)
+        self.assert_refused(done, "checkpoint", "model.pt", "File too large", status=1)
+        self.assertTrue(self.checkpoint_of(folder) == before, "the checkpoint before has changed")
+        self.assertEqual(sorted(f.name for f in folder.iterdir()), ["latest", "step-00000002"])
+        self.assert_ok(train(*arguments, "--steps", 4, "--resume"))
 
     def test_a_folder_that_cannot_be_written(self):
         blocked = self.dir / "file"
