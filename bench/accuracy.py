@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Does top-k training reach the accuracy of dense training? One table per task, for docs/results.md.
 
-  bench/accuracy.py TASK [--seeds 1,2,3] [--tune 0.02,0.05,0.1] [--epochs E] [--ranks P]
+  bench/accuracy.py TASK [--seeds 1,2,3] [--tune 0.02,0.05,0.1] [--tune-epochs E] [--epochs E] [--ranks P]
 
 Trains dense, allgather and gtopk at 1 % and 0.1 % (density warm-up of deep gradient compression) from
 the same seeds, and prints the mean and the standard deviation over seeds. --tune first trains dense at
 each of these learning rates with seed 100 and takes the best; the runs at other densities take it, too.
+--tune-epochs shortens these runs, their learning-rate schedule with them.
 Needs SKIM_DATA and build/release/skim. Lines on standard error say what is run.
 """
 
@@ -27,11 +28,12 @@ TASKS = {
     "cifar-resnet20": (20, 0.1, [
         "--model", "resnet20", "--data", "cifar10", "--augment", "--batch", "32", "--momentum", "0.9",
         "--weight-decay", "1e-4", "--no-bias-decay", "--lr-warmup", "1", "--lr-schedule", "steps",
-        "--lr-drops", "11.6,17.4", "--eval-epochs", "0"]),
+        "--eval-epochs", "0"]),
     "text-lstm": (8, 0.003, [
         "--model", "lstm", "--data", "text", "--optimizer", "adam", "--batch", "16", "--clip-norm", "1",
         "--lr-schedule", "cosine", "--eval-epochs", "0"]),
 }
+DROPS = {"cifar-resnet20": (0.58, 0.87)}  # of the epochs: 81 and 122 of paper 2's 140
 RUNS = "dense,allgather:0.01,allgather:0.001,gtopk:0.01,gtopk:0.001"
 
 
@@ -49,6 +51,7 @@ def main():
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--tune", default="")
+    parser.add_argument("--tune-epochs", type=float)
     parser.add_argument("--epochs", type=float)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--runs", default=RUNS)
@@ -57,8 +60,12 @@ def main():
         sys.exit("SKIM_DATA must name the folder with the data sets")
     epochs, rate, arguments = TASKS[options.task]
     epochs = options.epochs or epochs
-    arguments = [*arguments, "--epochs", str(epochs), "--ranks", str(options.ranks),
-                 "--density-warmup", "dgc"]
+    arguments = [*arguments, "--ranks", str(options.ranks), "--density-warmup", "dgc"]
+
+    def length(epochs):
+        drops = ",".join(f"{part * epochs:g}" for part in DROPS.get(options.task, ()))
+        return ["--epochs", f"{epochs:g}", *(["--lr-drops", drops] if drops else [])]
+
     text = options.task.startswith("text")
     figure = "test_loss" if text else "test_accuracy"
 
@@ -69,14 +76,15 @@ def main():
     if options.tune:
         tried = {}
         for candidate in options.tune.split(","):
-            [run] = skim([*arguments, "--lr", candidate, "--exchange", "dense", "--seed", "100"])
+            [run] = skim([*arguments, *length(options.tune_epochs or epochs), "--lr", candidate,
+                          "--exchange", "dense", "--seed", "100"])
             tried[float(candidate)] = good(run)
         rate = max(tried, key=tried.get)
         print(f"learning rate, dense, seed 100: {tried}; taken: {rate}", file=sys.stderr)
 
     runs = {}
     for seed in options.seeds.split(","):
-        for run in skim([*arguments, "--lr", str(rate), "--seed", seed, "--compare", options.runs]):
+        for run in skim([*arguments, *length(epochs), "--lr", str(rate), "--seed", seed, "--compare", options.runs]):
             runs.setdefault(run["run"], []).append(run)
 
     unit = 1 if text else 100

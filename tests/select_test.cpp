@@ -603,6 +603,75 @@ TEST(Select, AWarmStepAllocatesNothing) {
   EXPECT_EQ(test::allocations(), before);
 }
 
+// What a 16-bit float means, by the book.
+float meaning(std::uint16_t bits, DType type) {
+  const int mantissa_bits = type == DType::f16 ? 10 : 7;
+  const int bias = type == DType::f16 ? 15 : 127;
+  const int exponents = type == DType::f16 ? 31 : 255;
+  const int exponent = (bits & 0x7fff) >> mantissa_bits;
+  const int mantissa = bits & ((1 << mantissa_bits) - 1);
+  const float sign = (bits & 0x8000) != 0 ? -1.0F : 1.0F;
+  if (exponent == exponents) return mantissa == 0 ? sign * kInf : kNan;
+  const int whole = exponent == 0 ? mantissa : mantissa + (1 << mantissa_bits);
+  return sign * std::ldexp(static_cast<float>(whole), std::max(exponent, 1) - bias - mantissa_bits);
+}
+
+TEST(Select, SixteenBitGradientsAreTheFloatsTheyStandForOnEveryTarget) {
+  for (const DType type : {DType::f16, DType::bf16}) {
+    std::vector<std::uint16_t> half(65536);  // every pattern
+    std::iota(half.begin(), half.end(), std::uint16_t{0});
+    std::mt19937_64 rng(5);
+    std::shuffle(half.begin(), half.end(), rng);
+    half.resize(65531);
+    Floats wide(half.size());
+    for (std::size_t i = 0; i < half.size(); ++i) wide[i] = meaning(half[i], type);
+    for (const std::int64_t target : targets()) {
+      const ForcedTarget forced(target);
+      for (const bool kept : {true, false}) {
+        const Floats start = test::normal(half.size(), 4);
+        Floats residual = start, expected_residual = start;
+        const auto selector = make_selector({}), other = make_selector({});
+        SparseBuffer out, expected;
+        SelectTask task;
+        task.grad.data = half.data();
+        task.grad.n = half.size();
+        task.grad.dtype = type;
+        task.grad.scale = 4.0F;
+        task.keep.k = 500;
+        if (kept) task.residual = DenseView(residual);
+        const SelectReport got = selector->select(task, out);
+        task.grad.data = wide.data();
+        task.grad.dtype = DType::f32;
+        if (kept) task.residual = DenseView(expected_residual);
+        const SelectReport wanted = other->select(task, expected);
+        EXPECT_TRUE(same_bits(residual, expected_residual)) << hwy::TargetName(target);
+        EXPECT_TRUE(std::ranges::equal(out.view().index, expected.view().index));
+        EXPECT_EQ(got.non_finite, wanted.non_finite);
+        EXPECT_EQ(got.gradient_norm2, wanted.gradient_norm2);
+        EXPECT_EQ(got.total_norm2, wanted.total_norm2);
+      }
+    }
+  }
+}
+
+TEST(Select, DecayShrinksTheResidualBeforeTheAddition) {
+  const std::size_t n = 5003;
+  const Floats grad = test::normal(n, 1), start = test::normal(n, 2);
+  for (const std::int64_t target : targets()) {
+    const ForcedTarget forced(target);
+    const auto selector = make_selector({});
+    Floats residual = start;
+    SparseBuffer out;
+    Floats given = grad;
+    SelectTask task = task_of(given, residual, {50});
+    task.decay = 0.95F;
+    selector->select(task, out);
+    for (std::size_t i = 0; i < n; ++i) {
+      ASSERT_EQ(residual[i], 0.95F * start[i] + grad[i]) << i << hwy::TargetName(target);
+    }
+  }
+}
+
 TEST(Select, RefusesBadArgumentsBeforeAnythingChanges) {
   const auto selector = make_selector({});
   Floats grad = test::normal(10, 1), residual = test::normal(10, 2), shorter(9, 1.0F);
@@ -632,8 +701,8 @@ TEST(Select, RefusesBadArgumentsBeforeAnythingChanges) {
   task.residual.n = task.grad.n;
   refused(task, "n must be < 2^32");
   task = good;
-  task.grad.dtype = DType::f16;
-  refused(task, "float32");
+  task.decay = 1.5F;
+  refused(task, "decay must be in [0, 1]");
   task = good;
   task.grad.device = Device::cuda;
   refused(task, "CPU");

@@ -24,10 +24,11 @@ struct SelectOptions {
 
 struct SelectTask {
   StepId id;
-  GradView grad;       // [n]  read only; any alignment; n < 2^32
+  GradView grad;       // [n]  read only, of any type; any alignment; n < 2^32
   DenseView residual;  // [n]  what was not sent before; or empty: selects from grad alone
   std::span<const Segment> layout;  // the bucket's parameters; may be empty
   Keep keep;                        // 0 <= k <= n
+  float decay = 1.0F;               // of the residual, before the addition; in [0, 1]
 };
 
 struct SelectReport {
@@ -46,10 +47,9 @@ class Selector {
   virtual ~Selector() = default;
   virtual std::string_view name() const noexcept = 0;
 
-  // residual += grad / scale, computed as grad * (1 / scale); out = its entries of largest
-  // magnitude.
-  // out is overwritten, canonical, without zeros; residual keeps everything (see
-  // ErrorFeedback::commit).
+  // residual = decay * residual + grad / scale, computed as grad * (1 / scale); out = its entries
+  // of largest magnitude. out is overwritten, canonical, without zeros; residual keeps everything
+  // (see ErrorFeedback::commit).
   //
   // Count:  exact -> min(k, number of non-zeros), less those below keep.threshold
   // Ties:   equal magnitudes keep the lower index.
@@ -60,8 +60,8 @@ class Selector {
   // Same inputs and options give the same entries, bit for bit, on every CPU target.
   // Cost:   exact: one dense pass in the steady state, at most 3; no allocation once warm.
   // Throws: InvalidArgument (nothing changed) if k > n, n >= 2^32, lengths or devices differ, the
-  //         gradient is not float32 on the CPU, scale or 1 / scale is not finite and > 0, or the
-  //         threshold is NaN.
+  //         gradient is not on the CPU, scale or 1 / scale is not finite and > 0, decay is not in
+  //         [0, 1], or the threshold is NaN.
   virtual SelectReport select(const SelectTask& task, SparseBuffer& out) = 0;
 
   // What carries over between steps (thresholds), part of a checkpoint. Results do not depend on it

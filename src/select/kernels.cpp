@@ -40,7 +40,7 @@ HWY_NOINLINE void repair(const Pass& pass, const float* grad, const float* resid
     if (!finite) ++sums.non_finite;
     out.x[i] = finite ? scaled(grad[i], pass.reciprocal) : 0.0F;
     if (residual != nullptr) {
-      out.value[i] = accumulated(residual[i], out.x[i]);
+      out.value[i] = accumulated(pass.decay * residual[i], out.x[i]);
     } else {
       out.value[i] = finite ? out.x[i] : grad[i] * pass.reciprocal;
     }
@@ -151,7 +151,11 @@ HWY_INLINE void Row(const Pass& pass, const float* HWY_RESTRICT grad, float* HWY
     x[v] = hn::LoadU(d, grad + v * kLanes);
     if constexpr (kScaled) x[v] = hn::Mul(x[v], hn::Set(d, pass.reciprocal));
     value[v] = x[v];
-    if constexpr (kResidual) value[v] = hn::Add(hn::LoadU(d, residual + v * kLanes), x[v]);
+    if constexpr (kResidual) {
+      VF r = hn::LoadU(d, residual + v * kLanes);
+      if constexpr (kScaled) r = hn::Mul(r, hn::Set(d, pass.decay));
+      value[v] = hn::Add(r, x[v]);
+    }
     any = hn::Or(any, hn::Gt(Magnitude(value[v]), gate));
   }
   if (!hn::AllFalse(di, any)) {
@@ -212,30 +216,69 @@ HWY_INLINE double BlockNorm2(const float* x, std::size_t n, float reciprocal,
   return norm2_in_double(x, n, reciprocal);
 }
 
+// Entries [first, last) of a 16-bit gradient as floats, by the arithmetic of from_f16/from_bf16.
+template <bool kHalf>
+HWY_INLINE void Widen(const std::uint16_t* from, std::size_t n, float* to) {
+  const DF d;
+  const hn::RebindToUnsigned<DF> du;
+  const hn::Rebind<std::uint16_t, DF> d16;
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const auto bits = hn::PromoteTo(du, hn::LoadU(d16, from + i));
+    if constexpr (kHalf) {
+      const auto magnitude = hn::And(bits, hn::Set(du, 0x7fffU));
+      const auto sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(du, 0x8000U)));
+      const VF value = hn::Mul(hn::BitCast(d, hn::ShiftLeft<13>(magnitude)), hn::Set(d, 0x1p112F));
+      const VI special = hn::IfThenElseZero(hn::Gt(hn::BitCast(DI(), magnitude), Signed(0x7bffU)),
+                                            Signed(0x7f800000U));
+      hn::StoreU(
+          hn::BitCast(d, hn::Or(hn::BitCast(du, value), hn::Or(sign, hn::BitCast(du, special)))), d,
+          to + i);
+    } else {
+      hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(bits)), d, to + i);
+    }
+  }
+  for (; i < n; ++i) to[i] = kHalf ? from_f16(from[i]) : from_bf16(from[i]);
+}
+
+// The gradient's entries [at, end) as floats: where they lie, or in `widened`.
+HWY_INLINE const float* BlockOf(const Pass& pass, std::size_t at, std::size_t end, float* widened) {
+  if (HWY_LIKELY(pass.type == DType::f32)) return static_cast<const float*>(pass.grad) + at;
+  const std::uint16_t* from = static_cast<const std::uint16_t*>(pass.grad) + at;
+  if (pass.type == DType::f16) {
+    Widen<true>(from, end - at, widened);
+  } else {
+    Widen<false>(from, end - at, widened);
+  }
+  return widened;
+}
+
 template <bool kResidual, bool kScaled>
 HWY_INLINE std::size_t CollectAs(const Pass& pass, std::size_t first, std::uint32_t above,
                                  Candidates& candidates, Sums& sums) {
   Candidates to = candidates;  // local, so that stores through it need not be seen by others
+  float widened[kBlock];
   std::size_t at = first;
   for (; at < pass.n && to.count + kBlock <= to.room; at += kBlock) {
     const std::size_t end = std::min(at + kBlock, pass.n);
+    const float* const block = BlockOf(pass, at, end, widened);
     VF gradient_sum[kSums], total_sum[kSums];
 #pragma GCC unroll 16
     for (std::size_t v = 0; v < kSums; ++v) gradient_sum[v] = total_sum[v] = hn::Zero(DF());
     std::size_t i = at;
     for (; i + kRow <= end; i += kRow) {
-      Row<kResidual, kScaled>(pass, pass.grad + i, kResidual ? pass.residual + i : nullptr, i,
+      Row<kResidual, kScaled>(pass, block + (i - at), kResidual ? pass.residual + i : nullptr, i,
                               above, to, sums, gradient_sum, total_sum);
     }
     if (i < end) {  // zeros fill the last row: they are never candidates and add nothing to a norm
       const std::size_t rest = end - i;
       float grad[kRow] = {}, residual[kRow] = {};
-      std::copy_n(pass.grad + i, rest, grad);
+      std::copy_n(block + (i - at), rest, grad);
       if constexpr (kResidual) std::copy_n(pass.residual + i, rest, residual);
       Row<kResidual, kScaled>(pass, grad, residual, i, above, to, sums, gradient_sum, total_sum);
       if constexpr (kResidual) std::copy_n(residual, rest, pass.residual + i);
     }
-    sums.gradient += BlockNorm2(pass.grad + at, end - at, pass.reciprocal, gradient_sum);
+    sums.gradient += BlockNorm2(block, end - at, pass.reciprocal, gradient_sum);
     if constexpr (kResidual) {
       sums.total += BlockNorm2(pass.residual + at, end - at, 1.0F, total_sum);
     }
@@ -248,7 +291,7 @@ HWY_INLINE std::size_t CollectAs(const Pass& pass, std::size_t first, std::uint3
 
 std::size_t Collect(const Pass& pass, std::size_t first, std::uint32_t above,
                     Candidates& candidates, Sums& sums) {
-  const bool is_scaled = pass.reciprocal != 1.0F;
+  const bool is_scaled = pass.reciprocal != 1.0F || pass.decay != 1.0F;
   if (pass.residual != nullptr) {
     return is_scaled ? CollectAs<true, true>(pass, first, above, candidates, sums)
                      : CollectAs<true, false>(pass, first, above, candidates, sums);
@@ -352,7 +395,7 @@ double norm2(const float* x, std::size_t n) {
   float value[kSlack];
   Candidates none{index, value, 0, kBlock};
   Sums sums;
-  collect({x, 1.0F, nullptr, n}, 0, kAboveAll, none, sums);
+  collect({.grad = x, .n = n}, 0, kAboveAll, none, sums);
   return sums.gradient;
 }
 

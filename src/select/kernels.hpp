@@ -52,17 +52,39 @@ struct Sums {
   std::uint64_t non_finite = 0;  // entries of grad
 };
 
-// One pass over a gradient: residual += grad / scale if there is a residual, and a candidate for
-// each result above a threshold (in order()).
+// The float that the bits of a half or a bfloat16 stand for, exactly; NaN stays NaN.
+inline float from_f16(std::uint16_t h) noexcept {
+  const std::uint32_t magnitude = h & 0x7fffU, sign = (h & 0x8000U) << 16U;
+  // Shifted into place, the exponent is 127 - 15 too small, for subnormal halves as well.
+  std::uint32_t bits =
+      std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude << 13U) * 0x1p112F);
+  if (magnitude >= 0x7c00U) bits |= 0x7f800000U;
+  return std::bit_cast<float>(bits | sign);
+}
+inline float from_bf16(std::uint16_t b) noexcept {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(b) << 16U);
+}
+
+// One pass over a gradient: residual = decay * residual + grad / scale if there is a residual, and
+// a candidate for each result above a threshold (in order()).
 //
 // Sums are the same bit for bit on every target: 32 virtual lanes add squares in float over a
 // block, lanes add up as a tree, blocks add up in double; a block whose squares over- or underflow
 // in float is done again in double.
 struct Pass {
-  const float* grad = nullptr;
+  const void* grad = nullptr;
+  DType type = DType::f32;    // of grad
   float reciprocal = 1.0F;    // of the scale
+  float decay = 1.0F;         // of the residual, in [0, 1]
   float* residual = nullptr;  // null: selects from grad alone
   std::size_t n = 0;
+
+  // An entry of grad, as a float.
+  float gradient(std::size_t i) const noexcept {
+    if (type == DType::f32) return static_cast<const float*>(grad)[i];
+    const std::uint16_t bits = static_cast<const std::uint16_t*>(grad)[i];
+    return type == DType::f16 ? from_f16(bits) : from_bf16(bits);
+  }
 };
 // Goes on at `first`, stops at n or before a block that might not find room; returns where.
 // Requires: first is a multiple of kBlock.

@@ -1,6 +1,4 @@
-// The selection rules, as readable steps over the loops in kernels.cpp.
-//
-// `exact`, in three steps:
+// `exact`: the k largest magnitudes, always, in three steps over the loops in kernels.cpp:
 //   1. One pass adds the gradient to the residual and collects every entry above a threshold that
 //      the last step (or a sample) suggests: a few more than k. (start, collect_all)
 //   2. When the candidates fill their room, only their k largest stay and the k-th becomes the
@@ -10,13 +8,10 @@
 //      that was misled, too, a last one from zero, which cannot fail. Then the k largest candidates
 //      are the result.
 #include <algorithm>
-#include <array>
-#include <bit>
 #include <cmath>
 #include <functional>
 #include <limits>
 #include <map>
-#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -24,71 +19,15 @@
 
 #include "assert.hpp"
 #include "select/kernels.hpp"
-#include "skim/error.hpp"
-#include "skim/select.hpp"
+#include "select/selectors.hpp"
 #include "state.hpp"
 
 namespace skim {
 namespace {
 
 using kernels::Candidates;
-
-// Where a top-k is cut: what is above `order` is kept, and the first `ties` that equal it.
-struct Cut {
-  std::uint32_t order = 0;
-  std::size_t ties = 0;
-};
-
-// The cut inside a set of orders, given that k of them are kept. Reorders them. Requires:
-// 0 < k <= orders.size().
-Cut cut_of(std::span<std::uint32_t> orders, std::size_t k) {
-  const auto kth = orders.begin() + static_cast<std::ptrdiff_t>(k - 1);
-  std::nth_element(orders.begin(), kth, orders.end(), std::greater<>());
-  const std::uint32_t order = *kth;
-  // Everything above the k-th is left of it.
-  const auto above = std::count_if(orders.begin(), kth, [&](std::uint32_t o) { return o > order; });
-  return {order, k - static_cast<std::size_t>(above)};
-}
-
-// The same over values. A sample brackets the k-th so narrowly that few orders remain to be
-// partitioned (Floyd and Rivest 1975); if it misses, all of them are.
-Cut cut_of(const float* value, std::size_t n, std::size_t k, std::vector<std::uint32_t>& scratch) {
-  constexpr std::size_t kSmall = 4096, kSample = 2048;
-  if (n > kSmall) {
-    const std::size_t size = std::min(kSample * (1 + n / (std::size_t{1} << 18)), n / 4);
-    const std::size_t stride = n / size;
-    for (std::size_t i = 0; i < size; ++i) scratch[i] = kernels::order(value[i * stride]);
-    const std::span sample(scratch.data(), size);
-    // The k-th's rank in the sample is q size, with a deviation of sqrt(q (1-q) size).
-    const double q = static_cast<double>(k) / static_cast<double>(n);
-    const double m = static_cast<double>(size);
-    const double margin = 4.0 * std::sqrt(q * (1.0 - q) * m) + 2.0;
-    const double first = std::floor(q * m - margin), last = std::ceil(q * m + margin);
-    std::uint32_t high = kernels::kAboveAll, low = 0;
-    auto begin = sample.begin();
-    if (first >= 0.0 && first < m) {
-      begin += static_cast<std::ptrdiff_t>(first);
-      std::nth_element(sample.begin(), begin, sample.end(), std::greater<>());
-      high = *begin;
-    }
-    if (last < m) {
-      const auto at = sample.begin() + static_cast<std::ptrdiff_t>(last);
-      std::nth_element(begin, at, sample.end(), std::greater<>());
-      low = *at;
-    }
-    const kernels::Bracket found = kernels::bracket(value, n, low, high, scratch.data());
-    if (found.above < k && k <= found.above + found.inside) {
-      return cut_of({scratch.data(), found.inside}, k - found.above);
-    }
-  }
-  for (std::size_t i = 0; i < n; ++i) scratch[i] = kernels::order(value[i]);
-  return cut_of({scratch.data(), n}, k);
-}
-
-float magnitude_of(std::uint32_t order) {
-  if (order == kernels::kOrderOfNan) return std::numeric_limits<float>::quiet_NaN();
-  return std::bit_cast<float>(order);
-}
+using selectors::Cut;
+using selectors::cut_of;
 
 // What one slot remembers between steps.
 struct Carried {
@@ -129,7 +68,7 @@ struct Carried {
 
 class Exact final : public Selector {
  public:
-  std::string_view name() const noexcept override { return select_algo_names()[0]; }
+  std::string_view name() const noexcept override { return "exact"; }
   SelectReport select(const SelectTask& task, SparseBuffer& out) override;
   void save(std::ostream& out) const override;
   void load(std::istream& in) override;
@@ -150,28 +89,6 @@ class Exact final : public Selector {
   std::uint32_t cut_ = 0;  // the k-th order at the last prune
   bool pruned_ = false;    // in this pass
 };
-
-void check(const SelectTask& task) {
-  const std::size_t n = task.grad.n, k = task.keep.k;
-  SKIM_EXPECTS(n <= std::numeric_limits<Index>::max(),
-               "select: n must be < 2^32 (n=" + std::to_string(n) + ")");
-  SKIM_EXPECTS(k <= n,
-               "select: k must be <= n (k=" + std::to_string(k) + ", n=" + std::to_string(n) + ")");
-  static_cast<void>(task.grad.f32());  // throws for another type or device
-  SKIM_EXPECTS(n == 0 || task.grad.data != nullptr, "select: the gradient is null");
-  SKIM_EXPECTS(task.residual.empty() || task.residual.n == n,
-               "select: residual and gradient must have one length (residual " +
-                   std::to_string(task.residual.n) + ", gradient " + std::to_string(n) + ")");
-  SKIM_EXPECTS(task.residual.empty() || task.residual.device == Device::cpu,
-               "select: the residual must be on the CPU, as the gradient");
-  SKIM_EXPECTS(task.residual.empty() || task.residual.data != nullptr,
-               "select: the residual is null");
-  const float scale = task.grad.scale;
-  SKIM_EXPECTS(
-      scale > 0.0F && std::isfinite(scale) && std::isfinite(1.0F / scale),
-      "select: scale must be > 0, and it and 1/scale finite (scale=" + std::to_string(scale) + ")");
-  SKIM_EXPECTS(!std::isnan(task.keep.threshold), "select: keep.threshold must not be NaN");
-}
 
 // Room for 2 k candidates makes a prune, O(k), free room for k more; the constant keeps prunes rare
 // for small k.
@@ -196,9 +113,11 @@ std::uint32_t Exact::sampled(const kernels::Pass& pass, std::size_t k) {
   if (rank >= kSample) return 0;
   const std::size_t stride = pass.n / kSample;
   for (std::size_t s = 0; s < kSample; ++s) {
-    const float g = pass.grad[s * stride];
+    const float g = pass.gradient(s * stride);
     float v = std::isfinite(g) ? kernels::scaled(g, pass.reciprocal) : 0.0F;
-    if (pass.residual != nullptr) v = kernels::accumulated(pass.residual[s * stride], v);
+    if (pass.residual != nullptr) {
+      v = kernels::accumulated(pass.decay * pass.residual[s * stride], v);
+    }
     orders_[s] = kernels::order(v);
   }
   const auto at = orders_.begin() + static_cast<std::ptrdiff_t>(rank);
@@ -228,7 +147,7 @@ void Exact::collect_all(const kernels::Pass& pass, std::uint32_t above, std::siz
 }
 
 SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
-  check(task);
+  selectors::check(task);
   const std::size_t n = task.grad.n, k = task.keep.k;
   // Everything that may throw comes before the residual changes.
   Carried& carried = carried_[task.id.slot];
@@ -237,8 +156,7 @@ SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
   out.reserve(k);
 
   const bool has_residual = !task.residual.empty();
-  const kernels::Pass pass{static_cast<const float*>(task.grad.data), 1.0F / task.grad.scale,
-                           has_residual ? task.residual.data : nullptr, n};
+  const kernels::Pass pass = selectors::accumulation(task);
   // Entries below keep.threshold, and zeros, are never candidates.
   const std::uint32_t floor =
       task.keep.threshold > 0.0F ? std::bit_cast<std::uint32_t>(task.keep.threshold) - 1 : 0;
@@ -257,7 +175,7 @@ SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
   }
   while (candidates_.count < k && above > floor) {
     const kernels::Pass again =
-        has_residual ? kernels::Pass{task.residual.data, 1.0F, nullptr, n} : pass;
+        has_residual ? kernels::Pass{.grad = task.residual.data, .n = n} : pass;
     const std::uint32_t lower = report.passes == 1 ? sampled(again, k) : 0;
     above = std::max(floor, lower < above ? lower : 0);
     kernels::Sums unused;
@@ -272,7 +190,7 @@ SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
   const std::size_t kept = candidates_.count;
   out.assign({{index_.data(), kept}, {value_.data(), kept}, n});
 
-  report.threshold = kept > 0 ? magnitude_of(cut_) : 0.0F;
+  report.threshold = kept > 0 ? selectors::magnitude_of(cut_) : 0.0F;
   report.kept_norm2 = kernels::norm2(value_.data(), kept);
   report.total_norm2 = has_residual ? sums.total : sums.gradient;
   report.gradient_norm2 = sums.gradient;
@@ -325,46 +243,6 @@ void Exact::load(std::istream& in) {
 
 }  // namespace
 
-std::span<const std::string_view> select_algo_names() noexcept {
-  static constexpr std::array<std::string_view, 1> kNames = {"exact"};
-  return kNames;
-}
-
-std::unique_ptr<Selector> make_selector(const SelectOptions& options) {
-  switch (options.algo) {
-    case SelectAlgo::exact:
-      return std::make_unique<Exact>();
-  }
-  throw_invalid(
-      "options.algo", __FILE__, __LINE__,
-      "select: unknown algorithm (" + std::to_string(static_cast<unsigned>(options.algo)) + ")");
-}
-
-void split_top_k(const SparseView& s, std::size_t k, SparseBuffer& kept, SparseBuffer& dropped,
-                 std::vector<std::uint32_t>& scratch) {
-  kept.reset(s.dim);
-  dropped.reset(s.dim);
-  scratch.clear();
-  for (const float v : s.value) {
-    if (const std::uint32_t o = kernels::order(v); o > 0) scratch.push_back(o);
-  }
-  // Order 0 belongs to no entry that is looked at below.
-  const std::size_t non_zero = scratch.size();
-  Cut cut{kernels::kAboveAll, 0};
-  if (k >= non_zero) {
-    cut = {0, 0};
-  } else if (k > 0) {
-    cut = cut_of(scratch, k);
-  }
-  kept.reserve(std::min(k, non_zero));
-  dropped.reserve(non_zero - std::min(k, non_zero));
-  for (std::size_t e = 0; e < s.nnz(); ++e) {
-    const std::uint32_t o = kernels::order(s.value[e]);
-    if (o == 0) continue;
-    const bool tie = o == cut.order && cut.ties > 0;
-    if (tie) --cut.ties;
-    (o > cut.order || tie ? kept : dropped).append(s.index[e], s.value[e]);
-  }
-}
+std::unique_ptr<Selector> selectors::make_exact() { return std::make_unique<Exact>(); }
 
 }  // namespace skim

@@ -1,0 +1,144 @@
+// The factory of selectors, and the parts they share.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <string>
+#include <string_view>
+
+#include "select/selectors.hpp"
+#include "skim/error.hpp"
+
+namespace skim {
+namespace selectors {
+
+void check(const SelectTask& task) {
+  const std::size_t n = task.grad.n, k = task.keep.k;
+  SKIM_EXPECTS(n <= std::numeric_limits<Index>::max(),
+               "select: n must be < 2^32 (n=" + std::to_string(n) + ")");
+  SKIM_EXPECTS(k <= n,
+               "select: k must be <= n (k=" + std::to_string(k) + ", n=" + std::to_string(n) + ")");
+  SKIM_EXPECTS(task.grad.device == Device::cpu,
+               "select: the gradient must be on the CPU; this build has no selector for a GPU");
+  SKIM_EXPECTS(n == 0 || task.grad.data != nullptr, "select: the gradient is null");
+  SKIM_EXPECTS(task.residual.empty() || task.residual.n == n,
+               "select: residual and gradient must have one length (residual " +
+                   std::to_string(task.residual.n) + ", gradient " + std::to_string(n) + ")");
+  SKIM_EXPECTS(task.residual.empty() || task.residual.device == Device::cpu,
+               "select: the residual must be on the CPU, as the gradient");
+  SKIM_EXPECTS(task.residual.empty() || task.residual.data != nullptr,
+               "select: the residual is null");
+  const float scale = task.grad.scale;
+  SKIM_EXPECTS(
+      scale > 0.0F && std::isfinite(scale) && std::isfinite(1.0F / scale),
+      "select: scale must be > 0, and it and 1/scale finite (scale=" + std::to_string(scale) + ")");
+  SKIM_EXPECTS(!std::isnan(task.keep.threshold), "select: keep.threshold must not be NaN");
+  SKIM_EXPECTS(task.decay >= 0.0F && task.decay <= 1.0F,
+               "select: decay must be in [0, 1] (decay=" + std::to_string(task.decay) + ")");
+}
+
+kernels::Pass accumulation(const SelectTask& task) noexcept {
+  return {.grad = task.grad.data,
+          .type = task.grad.dtype,
+          .reciprocal = 1.0F / task.grad.scale,
+          .decay = task.decay,
+          .residual = task.residual.empty() ? nullptr : task.residual.data,
+          .n = task.grad.n};
+}
+
+Cut cut_of(std::span<std::uint32_t> orders, std::size_t k) {
+  const auto kth = orders.begin() + static_cast<std::ptrdiff_t>(k - 1);
+  std::nth_element(orders.begin(), kth, orders.end(), std::greater<>());
+  const std::uint32_t order = *kth;
+  // Everything above the k-th is left of it.
+  const auto above = std::count_if(orders.begin(), kth, [&](std::uint32_t o) { return o > order; });
+  return {order, k - static_cast<std::size_t>(above)};
+}
+
+// A sample brackets the k-th so narrowly that few orders remain to be
+// partitioned (Floyd and Rivest 1975); if it misses, all of them are.
+Cut cut_of(const float* value, std::size_t n, std::size_t k, std::vector<std::uint32_t>& scratch) {
+  constexpr std::size_t kSmall = 4096, kSample = 2048;
+  if (n > kSmall) {
+    const std::size_t size = std::min(kSample * (1 + n / (std::size_t{1} << 18)), n / 4);
+    const std::size_t stride = n / size;
+    for (std::size_t i = 0; i < size; ++i) scratch[i] = kernels::order(value[i * stride]);
+    const std::span sample(scratch.data(), size);
+    // The k-th's rank in the sample is q size, with a deviation of sqrt(q (1-q) size).
+    const double q = static_cast<double>(k) / static_cast<double>(n);
+    const double m = static_cast<double>(size);
+    const double margin = 4.0 * std::sqrt(q * (1.0 - q) * m) + 2.0;
+    const double first = std::floor(q * m - margin), last = std::ceil(q * m + margin);
+    std::uint32_t high = kernels::kAboveAll, low = 0;
+    auto begin = sample.begin();
+    if (first >= 0.0 && first < m) {
+      begin += static_cast<std::ptrdiff_t>(first);
+      std::nth_element(sample.begin(), begin, sample.end(), std::greater<>());
+      high = *begin;
+    }
+    if (last < m) {
+      const auto at = sample.begin() + static_cast<std::ptrdiff_t>(last);
+      std::nth_element(begin, at, sample.end(), std::greater<>());
+      low = *at;
+    }
+    const kernels::Bracket found = kernels::bracket(value, n, low, high, scratch.data());
+    if (found.above < k && k <= found.above + found.inside) {
+      return cut_of({scratch.data(), found.inside}, k - found.above);
+    }
+  }
+  for (std::size_t i = 0; i < n; ++i) scratch[i] = kernels::order(value[i]);
+  return cut_of({scratch.data(), n}, k);
+}
+
+float magnitude_of(std::uint32_t order) {
+  if (order == kernels::kOrderOfNan) return std::numeric_limits<float>::quiet_NaN();
+  return std::bit_cast<float>(order);
+}
+
+}  // namespace selectors
+
+std::span<const std::string_view> select_algo_names() noexcept {
+  static constexpr std::array<std::string_view, 1> kNames = {"exact"};
+  return kNames;
+}
+
+std::unique_ptr<Selector> make_selector(const SelectOptions& options) {
+  switch (options.algo) {
+    case SelectAlgo::exact:
+      return selectors::make_exact();
+  }
+  throw_invalid(
+      "options.algo", __FILE__, __LINE__,
+      "select: unknown algorithm (" + std::to_string(static_cast<unsigned>(options.algo)) + ")");
+}
+
+void split_top_k(const SparseView& s, std::size_t k, SparseBuffer& kept, SparseBuffer& dropped,
+                 std::vector<std::uint32_t>& scratch) {
+  kept.reset(s.dim);
+  dropped.reset(s.dim);
+  scratch.clear();
+  for (const float v : s.value) {
+    if (const std::uint32_t o = kernels::order(v); o > 0) scratch.push_back(o);
+  }
+  // Order 0 belongs to no entry that is looked at below.
+  const std::size_t non_zero = scratch.size();
+  selectors::Cut cut{kernels::kAboveAll, 0};
+  if (k >= non_zero) {
+    cut = {0, 0};
+  } else if (k > 0) {
+    cut = selectors::cut_of(scratch, k);
+  }
+  kept.reserve(std::min(k, non_zero));
+  dropped.reserve(non_zero - std::min(k, non_zero));
+  for (std::size_t e = 0; e < s.nnz(); ++e) {
+    const std::uint32_t o = kernels::order(s.value[e]);
+    if (o == 0) continue;
+    const bool tie = o == cut.order && cut.ties > 0;
+    if (tie) --cut.ties;
+    (o > cut.order || tie ? kept : dropped).append(s.index[e], s.value[e]);
+  }
+}
+
+}  // namespace skim

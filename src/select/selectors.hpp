@@ -1,0 +1,37 @@
+// Internal: what the selection rules share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "select/kernels.hpp"
+#include "skim/select.hpp"
+
+namespace skim::selectors {
+
+// One maker per file of rules; make_selector is the one switch over them.
+std::unique_ptr<Selector> make_exact();
+
+// The preconditions of Selector::select. Throws: InvalidArgument.
+void check(const SelectTask& task);
+
+// The pass that adds the task's gradient to its residual.
+kernels::Pass accumulation(const SelectTask& task) noexcept;
+
+// Where a top-k is cut: what is above `order` is kept, and the first `ties` that equal it.
+struct Cut {
+  std::uint32_t order = 0;
+  std::size_t ties = 0;
+};
+// The cut inside a set of orders, given that k of them are kept. Reorders them. Requires:
+// 0 < k <= orders.size().
+Cut cut_of(std::span<std::uint32_t> orders, std::size_t k);
+// The same over values. Requires: n + kernels::kSlack <= scratch.size().
+Cut cut_of(const float* value, std::size_t n, std::size_t k, std::vector<std::uint32_t>& scratch);
+
+float magnitude_of(std::uint32_t order);
+
+}  // namespace skim::selectors
