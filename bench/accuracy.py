@@ -2,11 +2,13 @@
 """Does top-k training reach the accuracy of dense training? One table per task, for docs/results.md.
 
   bench/accuracy.py TASK [--seeds 1,2,3] [--tune 0.02,0.05,0.1] [--tune-epochs E] [--epochs E] [--ranks P]
+                    [--runs RUN,RUN,...] [--keep FILE]
 
 Trains dense, allgather and gtopk at 1 % and 0.1 % (density warm-up of deep gradient compression) from
 the same seeds, and prints the mean and the standard deviation over seeds. --tune first trains dense at
 each of these learning rates with seed 100 and takes the best; the runs at other densities take it, too.
---tune-epochs shortens these runs, their learning-rate schedule with them.
+--tune-epochs shortens these runs, their learning-rate schedule with them. --keep writes every result
+to FILE at once, and takes from there what was run before: a study that was interrupted goes on.
 Needs SKIM_DATA and build/release/skim. Lines on standard error say what is run.
 """
 
@@ -37,13 +39,26 @@ DROPS = {"cifar-resnet20": (0.58, 0.87)}  # of the epochs: 81 and 122 of paper 2
 RUNS = "dense,allgather:0.01,allgather:0.001,gtopk:0.01,gtopk:0.001"
 
 
-def skim(arguments):
-    command = [str(ROOT / "build/release/skim"), "train", *arguments, "--summary", "-"]
-    print("+", " ".join(command[1:]), file=sys.stderr, flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        sys.exit(done.stderr.strip().splitlines()[-1])
-    return json.loads(done.stdout)
+def skim(arguments, keep=None):
+    """The summary of one run; kept in the file `keep`, by its command line."""
+    words = " ".join(["train", *arguments])
+    kept = json.loads(keep.read_text()) if keep and keep.exists() else {}
+    if words not in kept:
+        print("+", words, file=sys.stderr, flush=True)
+        done = subprocess.run([str(ROOT / "build/release/skim"), *words.split(), "--summary", "-"],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            sys.exit(done.stderr.strip().splitlines()[-1])
+        [kept[words]] = json.loads(done.stdout)
+        if keep:
+            keep.write_text(json.dumps(kept, indent=1))
+    return kept[words]
+
+
+def length(task, epochs):
+    """Options for so many epochs, the learning-rate schedule scaled with them."""
+    drops = ",".join(f"{part * epochs:g}" for part in DROPS.get(task, ()))
+    return ["--epochs", f"{epochs:g}", *(["--lr-drops", drops] if drops else [])]
 
 
 def main():
@@ -55,17 +70,13 @@ def main():
     parser.add_argument("--epochs", type=float)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--runs", default=RUNS)
+    parser.add_argument("--keep", type=pathlib.Path)
     options = parser.parse_args()
     if not os.environ.get("SKIM_DATA"):
         sys.exit("SKIM_DATA must name the folder with the data sets")
     epochs, rate, arguments = TASKS[options.task]
     epochs = options.epochs or epochs
     arguments = [*arguments, "--ranks", str(options.ranks), "--density-warmup", "dgc"]
-
-    def length(epochs):
-        drops = ",".join(f"{part * epochs:g}" for part in DROPS.get(options.task, ()))
-        return ["--epochs", f"{epochs:g}", *(["--lr-drops", drops] if drops else [])]
-
     text = options.task.startswith("text")
     figure = "test_loss" if text else "test_accuracy"
 
@@ -76,16 +87,20 @@ def main():
     if options.tune:
         tried = {}
         for candidate in options.tune.split(","):
-            [run] = skim([*arguments, *length(options.tune_epochs or epochs), "--lr", candidate,
-                          "--exchange", "dense", "--seed", "100"])
+            run = skim([*arguments, *length(options.task, options.tune_epochs or epochs),
+                        "--lr", candidate, "--exchange", "dense", "--seed", "100"], options.keep)
             tried[float(candidate)] = good(run)
         rate = max(tried, key=tried.get)
         print(f"learning rate, dense, seed 100: {tried}; taken: {rate}", file=sys.stderr)
 
     runs = {}
     for seed in options.seeds.split(","):
-        for run in skim([*arguments, *length(epochs), "--lr", str(rate), "--seed", seed, "--compare", options.runs]):
-            runs.setdefault(run["run"], []).append(run)
+        for name in options.runs.split(","):
+            exchange, _, density = name.partition(":")
+            runs.setdefault(name, []).append(
+                skim([*arguments, *length(options.task, epochs), "--lr", str(rate), "--seed", seed,
+                      "--exchange", exchange, *(["--density", density] if density else [])],
+                     options.keep))
 
     unit = 1 if text else 100
     dense = [unit * r[figure] for r in runs["dense"]]

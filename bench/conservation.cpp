@@ -1,5 +1,6 @@
-// How much gradient mass the three rules of gTop-k lose, and how evenly the residual lies on the
-// ranks: the table of docs/results.md. Usage: bench_conservation
+// How much gradient mass the three rules of gTop-k lose, how far what was delivered is behind the
+// gradients, and how evenly the residual lies on the ranks: the table of docs/results.md.
+// Usage: bench_conservation
 //
 // Every rank's gradient is a part that all share and a part of its own, whole numbers, so that sums
 // are exact and what is missing was lost, not rounded.
@@ -35,6 +36,7 @@ std::vector<float> gradient(int rank, int step) {
 struct Mass {
   double lost = 0.0;                       // |gradients - residuals - delivered|_1
   double delivered = 0.0;                  // |delivered|_1, over all steps
+  double behind = 0.0;                     // |gradients - delivered|_2 / |gradients|_2, at the end
   double largest = 0.0, smallest = 1e300;  // |residual|_1 of a rank
 };
 
@@ -77,11 +79,18 @@ Mass measure(int ranks, skim::DropPolicy drop) {
       });
     }
   }
+  double behind2 = 0.0, all2 = 0.0;
   for (std::size_t i = 0; i < kEntries; ++i) {
-    double missing = -received[i];
-    for (std::size_t r = 0; r < P; ++r) missing += given[r][i] - double{residual[r][i]};
-    mass.lost += std::abs(missing);
+    double all = 0.0, kept = 0.0;
+    for (std::size_t r = 0; r < P; ++r) {
+      all += given[r][i];
+      kept += double{residual[r][i]};
+    }
+    mass.lost += std::abs(all - kept - received[i]);
+    behind2 += (all - received[i]) * (all - received[i]);
+    all2 += all * all;
   }
+  mass.behind = std::sqrt(behind2 / all2);
   for (const auto& of_rank : residual) {
     double norm = 0.0;
     for (const float v : of_rank) norm += std::abs(double{v});
@@ -98,14 +107,15 @@ int main() {
     if (gradient(0, 0) == gradient(1, 0)) throw std::logic_error("ranks with one gradient");
     std::printf("n %zu, k %zu, %d steps, half of the gradient's energy shared by the ranks\n\n",
                 kEntries, kKept, kSteps);
-    std::printf("| P | rule | lost / delivered | largest / smallest residual of a rank |\n");
-    std::printf("|---|---|---|---|\n");
+    std::printf(
+        "| P | rule | lost / delivered | behind | largest / smallest residual of a rank |\n");
+    std::printf("|---|---|---|---|---|\n");
     for (const int ranks : {2, 3, 4, 8}) {
       for (std::size_t rule = 0; rule < skim::drop_policy_names().size(); ++rule) {
         const Mass m = measure(ranks, static_cast<skim::DropPolicy>(rule));
-        std::printf("| %d | %s | %.4f %% | %.2f |\n", ranks,
+        std::printf("| %d | %s | %.4f %% | %.3f | %.2f |\n", ranks,
                     std::string(skim::drop_policy_names()[rule]).c_str(),
-                    100.0 * m.lost / m.delivered, m.largest / m.smallest);
+                    100.0 * m.lost / m.delivered, m.behind, m.largest / m.smallest);
       }
     }
   } catch (const std::exception& e) {

@@ -14,12 +14,12 @@ LAYERS = [
     {"exchange", "cost"},
     {"schedule"},
     {"reducer"},
-    {"train", "tools", "python"},
+    {"train", "tools", "bench", "python"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
-# One module in two headers: the communicator, and the one of a caller's MPI_Comm.
-SAME = {"mpi": "communicator"}
-FREE = {"assert", "state"}  # internal headers that any module may use
+# One module in two headers: the communicator, and the one of a caller's MPI_Comm; selection, and on a device.
+SAME = {"mpi": "communicator", "cuda": "select"}
+FREE = {"assert", "half", "normal", "state"}  # internal headers that any module may use
 
 
 def module_of(path: str) -> str:

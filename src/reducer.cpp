@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "exchange/frames.hpp"
+#include "half.hpp"
 #include "skim/error.hpp"
 #include "state.hpp"
 
@@ -65,7 +66,12 @@ struct Reducer::Impl {
                  "reduce: the gradient of slot " + std::to_string(slot) + " has " +
                      std::to_string(grad.n) + " entries, its layout " +
                      std::to_string(feedback.size(slot)));
-    grad.f32();  // throws for what this build cannot reduce
+    // Throws for what this build cannot reduce.
+    if (grad.dtype == DType::f32) {
+      grad.f32();
+    } else {
+      grad.bits16();
+    }
     SKIM_EXPECTS(std::isfinite(grad.scale) && grad.scale > 0.0F,
                  "reduce: scale must be finite and > 0");
     // A second dense sum would deliver the residual, which is emptied at the end of the step,
@@ -101,11 +107,28 @@ struct Reducer::Impl {
       step_is_finite = false;
       // One NaN is enough for a loss scaler to see; where, does not matter.
       if (options.non_finite == NonFinite::pass_on && grad.n > 0) {
-        grad.f32()[0] = std::numeric_limits<float>::quiet_NaN();
+        set_entry(grad.dtype, grad.data, 0, std::numeric_limits<float>::quiet_NaN());
       }
     }
     combine(step_stats, report.group);
     return report;
+  }
+
+  // This rank's gradient with its local options, and what it was before them where they hide that.
+  struct Incoming {
+    GradView grad;
+    bool measured = false;
+    SelectReport raw;
+  };
+  Incoming begin(const StepId& id, GradView grad) {
+    Incoming in;
+    in.measured = options.feedback.clip_norm > 0.0F || options.feedback.momentum > 0.0F;
+    if (in.measured) {
+      // Without a residual it only measures, and throws whatever a selector may throw.
+      in.raw = accumulator->select({id, grad, {}, {}, {.threshold = density.threshold}}, local);
+    }
+    in.grad = feedback.begin(id.slot, grad, in.raw.gradient_norm2, comm.size());
+    return in;
   }
 
   // The data path of docs/architecture.md. Returns whether the sum is finite.
@@ -116,12 +139,15 @@ struct Reducer::Impl {
                     .threshold = density.threshold,
                     .k_down = density.down > 0.0 ? entries(density.down, n) : 0};
     const std::int64_t t0 = comm.now_ns();
-    const SelectReport chosen = selector->select(
-        {report.id, grad, feedback.residual(slot), feedback.layout(slot), keep}, local);
+    const Incoming in = begin(report.id, grad);
+    const SelectReport chosen =
+        selector->select({report.id, in.grad, feedback.residual(slot), feedback.layout(slot), keep,
+                          options.feedback.decay},
+                         local);
     codec.quantize(local, report.id, comm.rank());
     const std::int64_t t1 = comm.now_ns();
 
-    fill(report, chosen);
+    fill(report, in, chosen);
     const ExchangeResult got = exchange->run(report.id, local.view(), keep, report.group, comm);
     const std::int64_t t2 = comm.now_ns();
 
@@ -148,19 +174,24 @@ struct Reducer::Impl {
   // delivered, so that it can be rolled back without a copy.
   bool reduce_dense(StepReport& report, GradView grad) {
     const Slot slot = report.id.slot;
-    const std::span<float> data = grad.f32();
     const std::int64_t t0 = comm.now_ns();
+    if (grad.dtype != DType::f32) staging.resize(std::max(staging.size(), grad.n));
+    const std::span<float> data =
+        grad.dtype == DType::f32 ? grad.f32() : std::span(staging).first(grad.n);
+    const Incoming in = begin(report.id, grad);
     const DenseView residual = feedback.residual(slot);
-    const SelectReport accumulated =
-        accumulator->select({report.id, grad, residual, feedback.layout(slot), {}}, local);
+    const SelectReport accumulated = accumulator->select(
+        {report.id, in.grad, residual, feedback.layout(slot), {}, options.feedback.decay}, local);
     if (!residual.empty()) {
       std::memcpy(data.data(), residual.data, data.size_bytes());
-    } else if (grad.scale != 1.0F) {
-      for (float& v : data) v /= grad.scale;
+    } else if (grad.dtype != DType::f32 || in.grad.scale != 1.0F) {
+      for (std::size_t i = 0; i < grad.n; ++i) {
+        data[i] = entry(grad.dtype, grad.data, i) / in.grad.scale;
+      }
     }
     const std::int64_t t1 = comm.now_ns();
 
-    fill(report, accumulated);
+    fill(report, in, accumulated);
     report.group.sent_norm2 = accumulated.total_norm2;
     or_abort(comm, [&] {
       std::array<std::byte, kFrameStatsBytes> note{};
@@ -175,9 +206,19 @@ struct Reducer::Impl {
     const float factor = grad.scale / static_cast<float>(comm.size());
     // Without a branch, so that it is vectorised.
     std::uint32_t bad = 0;
-    for (float& v : data) {
-      bad |= std::abs(v) <= std::numeric_limits<float>::max() ? 0U : 1U;
-      v *= factor;
+    const auto is_bad = [](float v) {
+      return std::abs(v) <= std::numeric_limits<float>::max() ? 0U : 1U;
+    };
+    if (grad.dtype == DType::f32) {
+      for (float& v : data) {
+        bad |= is_bad(v);
+        v *= factor;
+      }
+    } else {
+      for (std::size_t i = 0; i < grad.n; ++i) {
+        bad |= is_bad(data[i]);
+        set_entry(grad.dtype, grad.data, i, product(data[i], factor));
+      }
     }
     report.apply_ns = comm.now_ns() - t2;
     report.k = report.sent_nnz = report.sum_nnz = grad.n;
@@ -187,13 +228,14 @@ struct Reducer::Impl {
     return bad == 0;
   }
 
-  static void fill(StepReport& report, const SelectReport& chosen) {
-    report.non_finite = chosen.non_finite;
-    report.group.gradient_norm2 = chosen.gradient_norm2;
+  static void fill(StepReport& report, const Incoming& in, const SelectReport& chosen) {
+    const SelectReport& given = in.measured ? in.raw : chosen;
+    report.non_finite = given.non_finite;
+    report.group.gradient_norm2 = given.gradient_norm2;
     report.group.accumulated_norm2 = chosen.total_norm2;
     report.group.sent_norm2 = chosen.kept_norm2;
     report.group.non_finite = static_cast<std::uint32_t>(
-        std::min<std::uint64_t>(chosen.non_finite, std::numeric_limits<std::uint32_t>::max()));
+        std::min<std::uint64_t>(report.non_finite, std::numeric_limits<std::uint32_t>::max()));
   }
 
   void gather_notes(GroupStats& stats) {
@@ -327,6 +369,7 @@ struct Reducer::Impl {
   std::atomic<std::uint32_t> raised{0};
 
   SparseBuffer local;
+  std::vector<float> staging;  // of dense sums of 16-bit gradients
   MessageList notes;
 
   std::mutex mutex;

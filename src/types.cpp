@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <limits>
 #include <string>
 
+#include "half.hpp"
 #include "skim/error.hpp"
 
 namespace skim {
@@ -16,12 +18,26 @@ void throw_invalid(const char* condition, const char* file, int line, const std:
                         ":" + std::to_string(line));
 }
 
+namespace {
+
+template <class T>
+std::span<T> entries_of(const GradView& g) {
+  SKIM_EXPECTS(g.device == Device::cpu, "gradient: must be on the CPU in this build");
+  SKIM_EXPECTS(g.data != nullptr || g.n == 0,
+               "gradient: its data is null (n=" + std::to_string(g.n) + ")");
+  return {static_cast<T*>(g.data), g.n};
+}
+
+}  // namespace
+
 std::span<float> GradView::f32() const {
-  SKIM_EXPECTS(device == Device::cpu, "gradient: must be on the CPU in this build");
   SKIM_EXPECTS(dtype == DType::f32, "gradient: must be float32");
-  SKIM_EXPECTS(data != nullptr || n == 0,
-               "gradient: its data is null (n=" + std::to_string(n) + ")");
-  return {static_cast<float*>(data), n};
+  return entries_of<float>(*this);
+}
+
+std::span<std::uint16_t> GradView::bits16() const {
+  SKIM_EXPECTS(dtype == DType::f16 || dtype == DType::bf16, "gradient: must be f16 or bf16");
+  return entries_of<std::uint16_t>(*this);
 }
 
 void SparseBuffer::assign(const SparseView& s) {
@@ -115,13 +131,42 @@ void sum(std::span<const SparseView> parts, SparseBuffer& out) {
   }
 }
 
+namespace {
+
+void scatter16(const SparseView& s, float factor, const GradView& dense) {
+  std::ranges::fill(dense.bits16(), std::uint16_t{0});
+  for (std::size_t e = 0; e < s.nnz(); ++e) {
+    set_entry(dense.dtype, dense.data, s.index[e], product(s.value[e], factor));
+  }
+}
+
+}  // namespace
+
 void scatter(const SparseView& s, float factor, GradView dense) {
-  const std::span<float> out = dense.f32();
-  SKIM_EXPECTS(out.size() == s.dim,
-               "scatter: dense length must be the sparse dim (n=" + std::to_string(out.size()) +
+  SKIM_EXPECTS(dense.n == s.dim,
+               "scatter: dense length must be the sparse dim (n=" + std::to_string(dense.n) +
                    ", dim=" + std::to_string(s.dim) + ")");
-  std::fill(out.begin(), out.end(), 0.0F);
-  for (std::size_t e = 0; e < s.nnz(); ++e) out[s.index[e]] = factor * s.value[e];
+  if (dense.dtype != DType::f32) return scatter16(s, factor, dense);
+  const std::span<float> out = dense.f32();
+  if (out.empty()) return;  // memset wants an address
+  if (out.empty()) return;
+  const std::size_t nnz = s.nnz();
+  std::size_t e = 0;
+  if (nnz > out.size() / 32) {  // most cache lines: while a piece is in the cache
+    constexpr std::size_t kPiece = 1024;
+    for (std::size_t at = 0; at < out.size(); at += kPiece) {
+      const std::size_t end = std::min(at + kPiece, out.size());
+      std::memset(out.data() + at, 0, (end - at) * sizeof(float));
+      for (; e < nnz && s.index[e] < end; ++e) out[s.index[e]] = factor * s.value[e];
+    }
+    return;
+  }
+  std::memset(out.data(), 0, out.size_bytes());  // past the caches, where it is long
+  constexpr std::size_t kAhead = 64;             // what is asked for early need not be waited for
+  for (; e < nnz; ++e) {
+    __builtin_prefetch(out.data() + s.index[std::min(e + kAhead, nnz - 1)], 1, 2);
+    out[s.index[e]] = factor * s.value[e];
+  }
 }
 
 }  // namespace skim

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <random>
@@ -116,6 +117,34 @@ TEST(feedback, commit_takes_sent_and_puts_returned_back) {
   EXPECT_EQ(residual(f, 0), expected);
   f.rollback_step();  // nothing is open
   EXPECT_EQ(residual(f, 0), expected);
+}
+
+// Few entries and many are fetched in different ways.
+TEST(feedback, commit_subtracts_at_every_density_and_rolls_back) {
+  const std::size_t n = 5003;
+  for (const std::size_t nnz : std::vector<std::size_t>{1, 100, 156, 157, 1000, 5003}) {
+    ErrorFeedback f;
+    f.set_layout(buckets({40, n}));
+    const Floats before = test::integers(n, nnz);
+    fill(f, 1, before);
+    const SparseBuffer sent = test::top_k(before, nnz);
+    SparseBuffer returned = test::top_k(test::integers(n, nnz + 1), nnz);
+    Floats expected = before;
+    for (std::size_t e = 0; e < sent.nnz(); ++e) {
+      expected[sent.view().index[e]] -= sent.view().value[e];
+    }
+    for (std::size_t e = 0; e < returned.nnz(); ++e) {
+      expected[returned.view().index[e]] += returned.view().value[e];
+    }
+    double change = 0.0;
+    for (std::size_t i = 0; i < n; ++i) {
+      change += double{expected[i]} * double{expected[i]} - double{before[i]} * double{before[i]};
+    }
+    EXPECT_EQ(f.commit(1, sent.view(), returned.view()), change) << nnz;
+    EXPECT_EQ(residual(f, 1), expected) << nnz;
+    f.rollback_step();
+    EXPECT_EQ(residual(f, 1), before) << nnz;
+  }
 }
 
 TEST(feedback, commit_refuses_other_lengths_and_changes_nothing) {
@@ -403,6 +432,355 @@ TEST(feedback, never_keeps_infinity) {
   for (const float v : residual(f, 0)) EXPECT_TRUE(std::isfinite(v)) << v;
   f.rollback_step();
   EXPECT_EQ(residual(f, 0), (Floats{max, -max, 0.0F, 1.0F}));
+}
+
+// ---- local options ------------------------------------------------------------------------------
+
+Floats velocity(ErrorFeedback& f, Slot slot) {
+  const std::span<float> m = f.velocity(slot).span();
+  return {m.begin(), m.end()};
+}
+
+// One step of one bucket, as a reducer does it; the exchange returns `returned`.
+SparseBuffer step(ErrorFeedback& f, Slot slot, GradView grad, std::size_t k,
+                  const SparseView& returned) {
+  SparseBuffer sent;
+  const GradView incoming = f.begin(slot, grad, 0.0, 1);
+  make_selector({})->select({.id = {},
+                             .grad = incoming,
+                             .residual = f.residual(slot),
+                             .layout = {},
+                             .keep = {.k = k},
+                             .decay = f.options().decay},
+                            sent);
+  f.commit(slot, sent.view(), returned);
+  return sent;
+}
+
+SparseView nothing(std::size_t dim) { return {.index = {}, .value = {}, .dim = dim}; }
+
+// Deep Gradient Compression, algorithm by algorithm, entry by entry.
+struct Reference {
+  FeedbackOptions options;
+  Floats m, v;
+
+  SparseBuffer step(const Floats& g, std::size_t k) {
+    for (std::size_t i = 0; i < g.size(); ++i) {
+      float add = g[i];
+      if (options.momentum > 0.0F && options.nesterov) {
+        m[i] = options.momentum * (m[i] + g[i]);
+        add = m[i] + g[i];
+      } else if (options.momentum > 0.0F) {
+        m[i] = options.momentum * m[i] + g[i];
+        add = m[i];
+      }
+      v[i] = options.decay * v[i] + add;
+    }
+    const SparseBuffer sent = test::top_k(v, k);
+    for (const Index i : sent.view().index) {
+      v[i] = 0.0F;
+      if (options.factor_masking) m[i] = 0.0F;
+    }
+    return sent;
+  }
+};
+
+TEST(feedback, local_options_are_their_reference) {
+  const std::size_t n = 300, k = 12;
+  for (const float momentum : {0.0F, 0.5F, 0.9F}) {
+    for (const bool nesterov : {false, true}) {
+      for (const bool masking : {false, true}) {
+        for (const float decay : {1.0F, 0.95F, 0.0F}) {
+          const FeedbackOptions options{.momentum = momentum,
+                                        .nesterov = nesterov,
+                                        .factor_masking = masking,
+                                        .decay = decay};
+          ErrorFeedback f(options);
+          f.set_layout(buckets({n}));
+          Reference expected{options, Floats(n, 0.0F), Floats(n, 0.0F)};
+          for (std::uint64_t s = 0; s < 12; ++s) {
+            Floats g = test::normal(n, 60 + s);
+            const SparseBuffer want = expected.step(g, k);
+            const SparseBuffer sent = step(f, 0, std::span(g), k, nothing(n));
+            f.end_step();
+            ASSERT_TRUE(test::same(sent.view(), want.view())) << momentum << " step " << s;
+            ASSERT_TRUE(test::same_bits(residual(f, 0), expected.v));
+            if (momentum > 0.0F) {
+              ASSERT_TRUE(test::same_bits(velocity(f, 0), expected.m));
+            }
+          }
+          EXPECT_EQ(f.velocity(0).empty(), momentum == 0.0F);
+        }
+      }
+    }
+  }
+}
+
+// On constant gradients, without masking and with everything sent: what is delivered is what
+// momentum SGD adds, the closed form of a geometric series.
+TEST(feedback, momentum_is_that_of_sgd) {
+  ErrorFeedback f({.momentum = 0.5F, .factor_masking = false});
+  f.set_layout(buckets({8}));
+  Floats g(8, 1.0F);
+  double delivered = 0.0;
+  for (int s = 0; s < 10; ++s) {
+    const SparseBuffer sent = step(f, 0, std::span(g), 8, nothing(8));
+    delivered += double{sent.view().value[0]};
+    f.end_step();
+    EXPECT_EQ(velocity(f, 0)[0], 2.0F - std::ldexp(1.0F, -s));
+  }
+  EXPECT_EQ(delivered, 20.0 - 2.0 + std::ldexp(1.0, -9));
+}
+
+TEST(feedback, without_options_the_gradient_passes_untouched) {
+  ErrorFeedback f = example(61);
+  std::vector<std::uint16_t> half(40, 0x7e00);  // NaN: nobody looks
+  GradView grad;
+  grad.data = half.data();
+  grad.n = half.size();
+  grad.dtype = DType::f16;
+  grad.scale = 8.0F;
+  const GradView same = f.begin(0, grad, 1e9, 4);
+  EXPECT_EQ(same.data, grad.data);
+  EXPECT_EQ(same.dtype, DType::f16);
+  EXPECT_EQ(same.scale, 8.0F);
+  EXPECT_TRUE(f.velocity(0).empty());
+  EXPECT_THROW(f.velocity(9), InvalidArgument);
+  EXPECT_THROW(f.begin(9, grad, 0.0, 1), InvalidArgument);
+  EXPECT_THROW(f.begin(1, grad, 0.0, 1), InvalidArgument) << "its length is 7";
+  grad.device = Device::cuda;
+  EXPECT_THROW(f.begin(0, grad, 0.0, 1), InvalidArgument);
+}
+
+TEST(feedback, options_out_of_range_are_refused) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const float inf = std::numeric_limits<float>::infinity();
+  const std::vector<std::pair<std::string, FeedbackOptions>> rows = {
+      {"momentum", {.momentum = 1.0F}},
+      {"momentum", {.momentum = -0.1F}},
+      {"momentum", {.momentum = nan}},
+      {"clip_norm", {.clip_norm = -1.0F}},
+      {"clip_norm", {.clip_norm = inf}},
+      {"clip_norm", {.clip_norm = nan}},
+      {"decay", {.decay = 1.1F}},
+      {"decay", {.decay = -0.1F}},
+      {"decay", {.decay = nan}},
+      {"need a residual", {.enabled = false, .momentum = 0.9F}},
+      {"need a residual", {.enabled = false, .decay = 0.9F}},
+  };
+  for (const auto& [word, options] : rows) {
+    const auto& o = options;
+    const std::string why = message_of<InvalidArgument>([&] { ErrorFeedback f(o); });
+    EXPECT_NE(why.find(word), std::string::npos) << why;
+  }
+  EXPECT_NO_THROW(ErrorFeedback({.enabled = false, .clip_norm = 1.0F}));
+}
+
+// m is masked where something was delivered: not where the exchange gives the entry back whole.
+TEST(feedback, masks_what_was_delivered) {
+  ErrorFeedback f({.momentum = 0.5F});
+  f.set_layout(buckets({6}));
+  Floats g = {1, 2, 3, 4, 5, 6};
+  SparseBuffer sent, returned;
+  sent.reset(6);
+  for (const Index i : {1U, 2U, 3U, 5U}) sent.append(i, g[i]);
+  returned.reset(6);
+  returned.append(0, 7.0F);  // of another rank
+  returned.append(2, 3.0F);  // whole
+  returned.append(3, 1.0F);  // in part
+  const GradView incoming = f.begin(0, std::span(g), 0.0, 1);
+  std::ranges::copy(incoming.f32(), f.residual(0).data);
+  f.commit(0, sent.view(), returned.view());
+  EXPECT_EQ(velocity(f, 0), (Floats{1, 0, 3, 0, 5, 0}));
+  EXPECT_EQ(residual(f, 0), (Floats{8, 0, 3, 1, 5, 0}));
+  f.end_step();
+  EXPECT_EQ(velocity(f, 0), (Floats{1, 0, 3, 0, 5, 0}));
+}
+
+// After a rollback both hold the step's gradient, bit by bit as if nothing had been selected.
+TEST(feedback, rollback_takes_the_masks_back) {
+  for (const bool nesterov : {false, true}) {
+    for (const bool dense : {false, true}) {
+      ErrorFeedback f({.momentum = 0.9F, .nesterov = nesterov}),
+          selects_nothing = ErrorFeedback(f.options());
+      for (ErrorFeedback* each : {&f, &selects_nothing}) each->set_layout(buckets({200}));
+      for (std::uint64_t s = 0; s < 6; ++s) {
+        Floats g = test::normal(200, 70 + s);
+        step(selects_nothing, 0, std::span(g), 0, nothing(200));
+        selects_nothing.end_step();
+        if (dense) {
+          step(f, 0, std::span(g), 0, nothing(200));
+          f.commit_all(0);
+        } else {
+          step(f, 0, std::span(g), 20, nothing(200));
+          f.commit(0, test::top_k(residual(f, 0), 30).view(), nothing(200));  // some twice
+          EXPECT_FALSE(test::same_bits(velocity(f, 0), velocity(selects_nothing, 0)));
+        }
+        f.rollback_step();
+        ASSERT_TRUE(test::same_bits(velocity(f, 0), velocity(selects_nothing, 0)));
+        ASSERT_TRUE(test::same_bits(residual(f, 0), residual(selects_nothing, 0)));
+      }
+      f.end_step();
+      EXPECT_TRUE(test::same_bits(velocity(f, 0), velocity(selects_nothing, 0)));
+    }
+  }
+}
+
+TEST(feedback, a_dense_delivery_masks_all_at_the_end_of_the_step) {
+  for (const bool masking : {true, false}) {
+    ErrorFeedback f({.momentum = 0.9F, .factor_masking = masking});
+    f.set_layout(buckets({40, 7}));
+    Floats g = test::normal(40, 80), other = test::normal(7, 81);
+    step(f, 0, std::span(g), 0, nothing(40));
+    step(f, 1, std::span(other), 0, nothing(7));
+    f.commit_all(0);
+    EXPECT_EQ(velocity(f, 0), g) << "until the step ends";
+    f.end_step();
+    EXPECT_EQ(velocity(f, 0), masking ? Floats(40, 0.0F) : g);
+    EXPECT_EQ(residual(f, 0), Floats(40, 0.0F));
+    EXPECT_EQ(velocity(f, 1), other);
+  }
+}
+
+TEST(feedback, velocity_takes_any_type_and_stays_finite) {
+  const float max = std::numeric_limits<float>::max(), inf = std::numeric_limits<float>::infinity();
+  for (const bool nesterov : {false, true}) {
+    for (const DType type : {DType::f16, DType::bf16}) {
+      ErrorFeedback f({.momentum = 0.9F, .nesterov = nesterov}), wide = ErrorFeedback(f.options());
+      f.set_layout(buckets({65536}));
+      wide.set_layout(buckets({65536}));
+      std::vector<std::uint16_t> half(65536);
+      Floats g(65536);
+      for (std::size_t i = 0; i < g.size(); ++i) {
+        half[i] = static_cast<std::uint16_t>(i);
+        g[i] = test::meaning(half[i], type);
+        if (!std::isfinite(g[i])) g[i] = 0.0F;
+      }
+      GradView narrow;
+      narrow.data = half.data();
+      narrow.n = half.size();
+      narrow.dtype = type;
+      for (const float scale : {1.0F, 1024.0F, 0x1p-100F}) {
+        GradView plain = std::span(g);
+        narrow.scale = plain.scale = scale;
+        const GradView a = f.begin(0, narrow, 0.0, 1), b = wide.begin(0, plain, 0.0, 1);
+        EXPECT_EQ(a.scale, 1.0F);
+        EXPECT_TRUE(test::same_bits(a.f32(), b.f32()));
+        EXPECT_TRUE(test::same_bits(velocity(f, 0), velocity(wide, 0)));
+      }
+    }
+    ErrorFeedback f({.momentum = 0.75F, .nesterov = nesterov});
+    f.set_layout(buckets({4}));
+    Floats g = {max, -max, inf, std::nanf("")};
+    for (int s = 0; s < 10; ++s) {
+      const GradView incoming = f.begin(0, std::span(g), 0.0, 1);
+      EXPECT_EQ(incoming.f32()[0], max);
+      EXPECT_EQ(incoming.f32()[1], -max);
+      EXPECT_EQ(incoming.f32()[2], 0.0F);
+      EXPECT_EQ(incoming.f32()[3], 0.0F);
+    }
+    EXPECT_EQ(velocity(f, 0)[0], nesterov ? 0.75F * max : max);
+  }
+}
+
+TEST(feedback, clipping_limits_the_norm) {
+  ErrorFeedback f({.enabled = false, .clip_norm = 10.0F});
+  f.set_layout(buckets({400, 100}));
+  for (const float scale : {1.0F, 64.0F}) {
+    for (const int ranks : {1, 4, 7}) {
+      for (const Slot slot : {0U, 1U}) {
+        Floats g = test::normal(f.size(slot), 90 + slot);
+        double norm2 = 0.0;
+        for (float& v : g) {
+          norm2 += double{v} * double{v};
+          v *= scale;
+        }
+        GradView grad = std::span(g);
+        grad.scale = scale;
+        const double limit = 10.0 * std::sqrt(static_cast<double>(f.size(slot)) / 500.0 / ranks);
+        const GradView clipped = f.begin(slot, grad, norm2, ranks);
+        EXPECT_EQ(clipped.data, grad.data) << "nothing is written";
+        const double after = std::sqrt(norm2) * double{scale} / double{clipped.scale};
+        EXPECT_NEAR(after, std::min(limit, std::sqrt(norm2)), 1e-6 * limit);
+        EXPECT_EQ(f.begin(slot, grad, 0.99 * limit * limit, ranks).scale, scale) << "short enough";
+        EXPECT_EQ(f.begin(slot, grad, 0.0, ranks).scale, scale);
+      }
+    }
+  }
+  // Together the buckets have the paper's norm, clip_norm / sqrt(P).
+  // What scale a float cannot be is the largest: still a gradient that can be accumulated.
+  Floats g(400, 1.0F);
+  const GradView far = f.begin(0, std::span(g), 1e90, 2);
+  EXPECT_EQ(far.scale, std::numeric_limits<float>::max());
+  EXPECT_GT(1.0F / far.scale, 0.0F);
+}
+
+TEST(feedback, velocities_are_saved_loaded_and_laid_out_as_residuals) {
+  const auto momentum = [](std::uint64_t seed) {
+    ErrorFeedback f({.momentum = 0.9F, .nesterov = true});
+    f.set_layout(buckets({40, 7}));
+    for (Slot slot : {0U, 1U}) {
+      fill(f, slot, test::integers(f.size(slot), seed + slot));
+      std::ranges::copy(test::integers(f.size(slot), seed + slot + 50), f.velocity(slot).data);
+    }
+    return f;
+  };
+  std::vector<std::string> all;
+  for (std::uint64_t r = 0; r < 4; ++r) all.push_back(saved(momentum(1000 * r)));
+  for (int r = 0; r < 4; ++r) {
+    ErrorFeedback f = momentum(9);
+    load(f, all, r, 4);
+    EXPECT_EQ(saved(f), all[static_cast<std::size_t>(r)]);
+  }
+  for (const int size : {3, 5}) {
+    ErrorFeedback f = momentum(9);
+    load(f, all, size - 1, size);
+    for (Slot slot : {0U, 1U}) {
+      Floats v(f.size(slot), 0.0F), m = v;
+      for (std::uint64_t r = 0; r < 4; ++r) {
+        ErrorFeedback was = momentum(1000 * r);
+        for (std::size_t i = 0; i < v.size(); ++i) {
+          v[i] += residual(was, slot)[i] / 4.0F;
+          m[i] += velocity(was, slot)[i] / 4.0F;
+        }
+      }
+      EXPECT_EQ(residual(f, slot), v);
+      EXPECT_EQ(velocity(f, slot), m);
+    }
+  }
+  // Into other buckets, by load and by set_layout.
+  const std::vector<Bucket> other = {{4, {{"1.b", 0, 5}, {"0.a", 5, 13}, {"1.a", 18, 2}}},
+                                     {7, {{"0.b", 0, 27}}}};
+  ErrorFeedback loaded({.momentum = 0.9F}), moved = momentum(0);
+  loaded.set_layout(other);
+  load(loaded, {all[0]}, 0, 1);
+  moved.set_layout(other);
+  const Floats a = velocity(moved, 4);
+  ErrorFeedback was = momentum(0);
+  const Floats first = velocity(was, 0);
+  EXPECT_TRUE(std::ranges::equal(std::span(a).subspan(5, 13), std::span(first).first(13)));
+  EXPECT_TRUE(std::ranges::equal(velocity(moved, 7), std::span(first).subspan(13)));
+  EXPECT_EQ(velocity(loaded, 4), a);
+  EXPECT_EQ(velocity(loaded, 7), velocity(moved, 7));
+  EXPECT_EQ(residual(loaded, 7), residual(moved, 7));
+
+  // A run without momentum leaves them; one with it starts at 0 from a state without.
+  ErrorFeedback plain = example(1);
+  load(plain, {all[2]}, 0, 1);
+  EXPECT_EQ(residual(plain, 0), test::integers(40, 2000));
+  ErrorFeedback fresh = momentum(9);
+  load(fresh, {saved(example(1))}, 0, 1);
+  EXPECT_EQ(velocity(fresh, 0), Floats(40, 0.0F));
+  ErrorFeedback before = example(1);
+  EXPECT_EQ(residual(fresh, 0), residual(before, 0));
+}
+
+TEST(feedback, a_state_of_the_version_before_is_refused) {
+  std::string old = saved(example(1));
+  old[8] = 1;  // after the magic
+  ErrorFeedback f = example(2);
+  EXPECT_EQ(message_of<StateError>([&] { load(f, {old}, 0, 1); }),
+            "residuals of rank 0: it has version 1, expected 2");
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 
 #include "exchange_oracle.hpp"
 #include "group.hpp"
+#include "half.hpp"
 #include "oracle.hpp"
 #include "parts.hpp"
 #include "skim/error.hpp"
@@ -54,15 +55,44 @@ void expect_different_on_every_rank(Communicator& comm, const Floats& mine) {
 
 // ---- 1: residual after + delivered = residual before + gradients --------------------------------
 
-// What was delivered, from the mean that a rank got. Sums are whole numbers below 2^21, so
-// that the sum is the only whole number whose mean, rounded twice, this can be.
-double delivered(float mean, int ranks) {
+float rounded(float v, DType type) {
+  if (type == DType::f32) return v;
+  return type == DType::f16 ? from_f16(to_f16(v)) : from_bf16(to_bf16(v));
+}
+
+// What was delivered, from the mean that a rank got. Sums are whole numbers of 3 bits less than the
+// type has, so that the sum is the only whole number whose mean, rounded twice or three times,
+// this can be.
+double delivered(float mean, int ranks, DType type) {
   const double sum = std::nearbyint(double{mean} * ranks);
-  EXPECT_LT(std::fabs(sum), 2097152.0) << "too large for this test";
+  EXPECT_LT(std::fabs(sum), type == DType::f32   ? 0x1p21
+                            : type == DType::f16 ? 0x1p9
+                                                 : 0x1p6)
+      << "too large for this test";
   const float factor = 1.0F / static_cast<float>(ranks);
-  EXPECT_EQ(factor * static_cast<float>(sum), mean) << "no mean of whole numbers";
+  EXPECT_EQ(rounded(factor * static_cast<float>(sum), type), mean) << "no mean of whole numbers";
   return sum;
 }
+
+// g in the type's bits, and back.
+struct Typed {
+  Typed(Floats& g, DType t) : floats(g), type(t) {
+    if (type == DType::f32) return;
+    for (const float v : g) bits.push_back(type == DType::f16 ? to_f16(v) : to_bf16(v));
+  }
+  GradView view() {
+    GradView grad = std::span(floats);
+    grad.dtype = type;
+    if (type != DType::f32) grad.data = bits.data();
+    return grad;
+  }
+  void read() {
+    for (std::size_t i = 0; i < bits.size(); ++i) floats[i] = test::meaning(bits[i], type);
+  }
+  Floats& floats;
+  DType type;
+  std::vector<std::uint16_t> bits;
+};
 
 struct Imbalance {
   double largest = 0.0;  // of one entry, over all steps
@@ -72,7 +102,10 @@ struct Imbalance {
 // 40 steps on whole numbers, with all that may come between: unequal and empty selections, a rank
 // without a gradient, steps rolled back, densities 1 in between, a bucket that always goes dense.
 // Rank 0 returns how far the two sides of the law are apart.
-Imbalance imbalance(Communicator& comm, const ExchangeOptions& options, bool correlated) {
+Imbalance imbalance(Communicator& comm, const ExchangeOptions& options, bool correlated,
+                    DType type = DType::f32) {
+  // 16 bits hold small sums only.
+  const int limit = type == DType::f32 ? 400 : type == DType::f16 ? 3 : 1;
   const std::vector<std::size_t> sizes = {40, 300, 999};
   const int ranks = comm.size(), rank = comm.rank();
   ReducerOptions o;
@@ -99,9 +132,9 @@ Imbalance imbalance(Communicator& comm, const ExchangeOptions& options, bool cor
     std::vector<Floats> grads, means;
     std::size_t dense = 0;
     for (Slot s = 0; s < sizes.size(); ++s) {
-      Floats g = test::integers(sizes[s], seed_of(rank, step, s), 400);
+      Floats g = test::integers(sizes[s], seed_of(rank, step, s), limit);
       if (correlated) {
-        const Floats common = test::integers(sizes[s], 7 + s, 800);
+        const Floats common = test::integers(sizes[s], 7 + s, 2 * limit);
         for (std::size_t i = 0; i < g.size(); ++i) g[i] += common[i];
       }
       if (step % 3 == 1 && rank == static_cast<int>(step / 3) % ranks) {
@@ -109,7 +142,9 @@ Imbalance imbalance(Communicator& comm, const ExchangeOptions& options, bool cor
       }
       if (s == 2) expect_different_on_every_rank(comm, g);
       grads.push_back(g);
-      dense += reducer.reduce(s, std::span(g)).dense ? 1U : 0U;
+      Typed typed(g, type);
+      dense += reducer.reduce(s, typed.view()).dense ? 1U : 0U;
+      typed.read();
       means.push_back(g);
     }
     const bool roll_back = step % 7 == 5 || step % 10 == 4;  // sparse steps and dense ones
@@ -132,7 +167,7 @@ Imbalance imbalance(Communicator& comm, const ExchangeOptions& options, bool cor
       const auto all_before = gather(comm, before[s]), all_after = gather(comm, after),
                  all_grads = gather(comm, grads[s]);
       for (std::size_t i = 0; rank == 0 && i < sizes[s]; ++i) {
-        double left = 0.0, right = roll_back ? 0.0 : delivered(means[s][i], ranks);
+        double left = 0.0, right = roll_back ? 0.0 : delivered(means[s][i], ranks, type);
         for (std::size_t r = 0; r < all_before.size(); ++r) {
           left += double{all_before[r][i]} + double{all_grads[r][i]};
           right += double{all_after[r][i]};
@@ -165,6 +200,24 @@ TEST(laws, conservation) {
   }
 }
 
+// Residuals and sums are float32 for 16-bit gradients too; only the mean is rounded.
+TEST(laws, conservation_with_16_bit_gradients) {
+  for (const int ranks : group_sizes()) {
+    for (const Kind& kind : kinds()) {
+      if (kind.options.drop == DropPolicy::sender_keeps) continue;
+      for (const DType type : {DType::f16, DType::bf16}) {
+        run_group(ranks, [&](Communicator& comm) {
+          SCOPED_TRACE(kind.name + " on " + std::to_string(ranks) + " ranks");
+          const Imbalance found = imbalance(comm, kind.options, false, type);
+          if (comm.rank() != 0) return;
+          EXPECT_EQ(found.largest, 0.0);
+          EXPECT_EQ(found.entries, 40U * 1339U);
+        });
+      }
+    }
+  }
+}
+
 // The rule as published: an index that survives on one branch and is dropped on another loses what
 // was dropped. With one merge there is no other branch.
 TEST(laws, conservation_fails_for_sender_keeps_from_three_ranks_on) {
@@ -186,13 +239,27 @@ TEST(laws, conservation_fails_for_sender_keeps_from_three_ranks_on) {
 // ---------------------------------------------------------------
 
 TEST(laws, agreement) {
+  struct Case {
+    Kind kind;
+    DType type;
+    FeedbackOptions feedback;
+  };
+  std::vector<Case> cases;
+  for (const Kind& kind : kinds()) {
+    cases.push_back({kind, DType::f32, {}});
+    for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
+      cases.push_back(
+          {kind, type, {.momentum = 0.9F, .nesterov = true, .clip_norm = 1e20F, .decay = 0.9F}});
+    }
+  }
   for (const int ranks : group_sizes()) {
-    for (const Kind& kind : kinds()) {
+    for (const auto& [kind, type, feedback] : cases) {
       run_group(ranks, [&](Communicator& comm) {
         SCOPED_TRACE(kind.name + " on " + std::to_string(ranks) + " ranks");
         ReducerOptions o;
         o.exchange = kind.options;
         o.dense_below = 64;
+        o.feedback = feedback;
         ReducerParts parts;
         parts.schedule = listed_density({0.05, 1.0, 0.3}, 0.02);
         Reducer reducer(o, std::move(parts), comm);
@@ -207,7 +274,9 @@ TEST(laws, agreement) {
               g[i] = std::ldexp(g[i], static_cast<int>(i % 240) - 140);
             }
             expect_different_on_every_rank(comm, g);
-            const StepReport report = reducer.reduce(s, std::span(g));
+            Typed typed(g, type);
+            const StepReport report = reducer.reduce(s, typed.view());
+            typed.read();
             both.insert(both.end(), g.begin(), g.end());
             // What ranks must agree on beside the mean.
             const Floats told = {static_cast<float>(report.group.gradient_norm2),

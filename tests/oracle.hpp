@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <random>
 #include <vector>
@@ -61,6 +62,22 @@ inline bool same(const SparseView& a, const SparseView& b) {
          std::ranges::equal(a.value, b.value, [](float x, float y) {
            return std::bit_cast<std::uint32_t>(x) == std::bit_cast<std::uint32_t>(y);
          });
+}
+
+// What a 16-bit float means, by the book.
+inline float meaning(std::uint16_t bits, DType type) {
+  const int mantissa_bits = type == DType::f16 ? 10 : 7;
+  const int bias = type == DType::f16 ? 15 : 127;
+  const int exponents = type == DType::f16 ? 31 : 255;
+  const int exponent = (bits & 0x7fff) >> mantissa_bits;
+  const int mantissa = bits & ((1 << mantissa_bits) - 1);
+  const float sign = (bits & 0x8000) != 0 ? -1.0F : 1.0F;
+  if (exponent == exponents) {
+    return mantissa == 0 ? sign * std::numeric_limits<float>::infinity()
+                         : std::numeric_limits<float>::quiet_NaN();
+  }
+  const int whole = exponent == 0 ? mantissa : mantissa + (1 << mantissa_bits);
+  return sign * std::ldexp(static_cast<float>(whole), std::max(exponent, 1) - bias - mantissa_bits);
 }
 
 inline std::vector<float> normal(std::size_t n, std::uint64_t seed) {

@@ -2,12 +2,11 @@
 #include "skim/select.hpp"
 
 #include <gtest/gtest.h>
-#include <hwy/targets.h>
 #include <sys/mman.h>
 
 #include <array>
+#include <cctype>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <numeric>
 #include <sstream>
@@ -16,41 +15,25 @@
 #include "allocations.hpp"
 #include "oracle.hpp"
 #include "select/kernels.hpp"
+#include "selection.hpp"
 #include "skim/error.hpp"
 
 namespace skim {
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr float kMax = std::numeric_limits<float>::max();
-constexpr float kDenormal = std::numeric_limits<float>::denorm_min();
-using Floats = std::vector<float>;
-
-bool same_bits(const Floats& a, const Floats& b) {
-  return a.size() == b.size() &&
-         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
-}
+using test::fill;
+using test::Floats;
+using test::ForcedTarget;
+using test::kDenormal;
+using test::kInf;
+using test::kMax;
+using test::kNan;
+using test::kShapes;
+using test::same_bits;
+using test::Shape;
+using test::targets;
 
 // ---- CPU targets
-
-// Those that were compiled into kernels.cpp and that this CPU can run; the fallback always can.
-std::vector<std::int64_t> targets() {
-  hwy::SetSupportedTargetsForTest(0);
-  const std::int64_t fallback = HWY_SCALAR | HWY_EMU128;
-  std::int64_t bits = kernels::compiled_targets() & (hwy::SupportedTargets() | fallback);
-  std::vector<std::int64_t> list;
-  for (; bits != 0; bits &= bits - 1) list.push_back(bits & -bits);
-  return list;
-}
-
-class ForcedTarget {
- public:
-  explicit ForcedTarget(std::int64_t target) { hwy::SetSupportedTargetsForTest(target); }
-  ~ForcedTarget() { hwy::SetSupportedTargetsForTest(0); }
-  ForcedTarget(const ForcedTarget&) = delete;
-  ForcedTarget& operator=(const ForcedTarget&) = delete;
-};
 
 TEST(SelectTargets, TheForcedOneRuns) {
   ASSERT_FALSE(targets().empty());
@@ -64,92 +47,6 @@ TEST(SelectTargets, TheForcedOneRuns) {
   EXPECT_GT(std::popcount(static_cast<std::uint64_t>(kernels::compiled_targets())), 2);
 #endif
 }
-
-// ---- inputs
-
-struct Shape {
-  const char* name;
-  Floats (*make)(std::size_t n, std::uint64_t seed);
-};
-
-template <typename F>
-Floats fill(std::size_t n, std::uint64_t seed, F value) {
-  std::mt19937_64 rng(seed);
-  Floats x(n);
-  for (std::size_t i = 0; i < n; ++i) x[i] = value(rng, i);
-  return x;
-}
-
-const std::array kShapes = {
-    Shape{"normal", [](std::size_t n, std::uint64_t seed) { return test::normal(n, seed); }},
-    Shape{"all equal",
-          [](std::size_t n, std::uint64_t seed) {
-            return fill(n, seed, [](auto& rng, std::size_t) { return rng() % 2 ? 1.5F : -1.5F; });
-          }},
-    Shape{"all zero",
-          [](std::size_t n, std::uint64_t seed) {
-            return fill(n, seed, [](auto& rng, std::size_t) { return rng() % 2 ? 0.0F : -0.0F; });
-          }},
-    Shape{"mostly zero",
-          [](std::size_t n, std::uint64_t seed) {
-            return fill(n, seed, [](auto& rng, std::size_t) {
-              return rng() % 50 ? -0.0F : static_cast<float>(static_cast<int>(rng() % 2001) - 1000);
-            });
-          }},
-    Shape{"same leading bits",
-          [](std::size_t n, std::uint64_t seed) {
-            return fill(n, seed, [](auto& rng, std::size_t) {
-              const auto bits =
-                  std::bit_cast<std::uint32_t>(1.0F) + static_cast<std::uint32_t>(rng() % 16);
-              return std::bit_cast<float>(bits);
-            });
-          }},
-    Shape{"few values",
-          [](std::size_t n, std::uint64_t seed) { return test::integers(n, seed, 3); }},
-    Shape{"not finite",
-          [](std::size_t n, std::uint64_t seed) {
-            Floats x = test::normal(n, seed);
-            std::mt19937_64 rng(seed);
-            for (float& v : x) {
-              const std::array odd = {kNan, -kNan, kInf, -kInf};
-              if (const auto d = rng() % 40; d < 4) v = odd[d];
-            }
-            return x;
-          }},
-    Shape{"all infinite",
-          [](std::size_t n, std::uint64_t seed) {
-            return fill(n, seed, [](auto& rng, std::size_t) { return rng() % 2 ? kInf : -kInf; });
-          }},
-    Shape{"denormal",
-          [](std::size_t n, std::uint64_t seed) {
-            return fill(n, seed, [](auto& rng, std::size_t) {
-              return kDenormal * static_cast<float>(static_cast<int>(rng() % 4001) - 2000);
-            });
-          }},
-    Shape{"heavy tail",
-          [](std::size_t n, std::uint64_t seed) {
-            return fill(n, seed, [](auto& rng, std::size_t) {
-              const double u = (static_cast<double>(rng() % 1000000) + 0.5) / 1e6;
-              return static_cast<float>((rng() % 2 ? 1.0 : -1.0) * std::pow(u, -3.0));
-            });
-          }},
-    Shape{"huge",
-          [](std::size_t n, std::uint64_t seed) {
-            return fill(n, seed, [](auto& rng, std::size_t) {
-              return kMax * (static_cast<float>(rng() % 2001) / 1000.0F - 1.0F);
-            });
-          }},
-    Shape{"ascending",
-          [](std::size_t n, std::uint64_t seed) {
-            return fill(n, seed, [](auto&, std::size_t i) { return static_cast<float>(i + 1); });
-          }},
-    Shape{"descending",
-          [](std::size_t n, std::uint64_t seed) {
-            return fill(n, seed, [n](auto&, std::size_t i) {
-              return static_cast<float>(i) - static_cast<float>(n);
-            });
-          }},
-};
 
 // A copy at an address that is 4 bytes off any vector's alignment, between sentinels.
 class Guarded {
@@ -349,12 +246,14 @@ TEST_P(SelectShapes, JumpsBetweenSteps) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, SelectShapes, testing::Range(std::size_t{0}, kShapes.size()),
-                         [](const testing::TestParamInfo<std::size_t>& at) {
-                           std::string name = kShapes[at.param].name;
-                           std::replace(name.begin(), name.end(), ' ', '_');
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    All, SelectShapes, testing::Range(std::size_t{0}, kShapes.size()),
+    [](const testing::TestParamInfo<std::size_t>& at) {
+      std::string name = kShapes[at.param].name;
+      std::ranges::replace_if(
+          name, [](char c) { return std::isalnum(static_cast<unsigned char>(c)) == 0; }, '_');
+      return name;
+    });
 
 // ---- passes
 
@@ -422,6 +321,27 @@ TEST(Select, OnePassInTheSteadyState) {
       }
     }
     EXPECT_LE(passes, static_cast<int>(steps) + 4) << "k=" << k;
+  }
+}
+
+// As training has it: what is not sent stays in the residual, which grows for many steps, and the
+// threshold with it.
+TEST(Select, OnePassAndFewCandidatesWhileResidualsFillUp) {
+  const std::size_t n = 200003;
+  for (const std::size_t k : {std::size_t{200}, std::size_t{2000}, std::size_t{20000}}) {
+    const auto selector = make_selector({});
+    Floats residual(n, 0.0F);
+    SparseBuffer out;
+    int second_passes = 0;
+    for (std::uint64_t s = 0; s < 40; ++s) {
+      Floats grad = test::normal(n, s % 4);
+      const SelectReport got = selector->select(task_of(grad, residual, {k}), out);
+      ASSERT_EQ(out.nnz(), k);
+      ASSERT_LE(got.passes, 2);
+      if (s >= 5) second_passes += got.passes - 1;
+      for (std::size_t e = 0; e < k; ++e) residual[out.view().index[e]] -= out.view().value[e];
+    }
+    EXPECT_LE(second_passes, 4) << "k=" << k;
   }
 }
 
@@ -521,6 +441,52 @@ TEST(Select, NanIsAboveInfinityAndTies) {
 }
 
 // Squares over- and underflow in float long before the values do.
+// The order of additions that kernels.hpp promises, so that others can reproduce the bits.
+double norm2_in_groups(const Floats& x) {
+  double groups = 0.0, group = 0.0;
+  for (std::size_t block = 0; block * 1024 < x.size(); ++block) {
+    std::array<float, 32> lane{};
+    for (std::size_t i = block * 1024; i < std::min(x.size(), (block + 1) * 1024); ++i) {
+      const float square = x[i] * x[i];
+      lane[i % 32] = lane[i % 32] + square;
+    }
+    for (std::size_t width = 16; width > 0; width /= 2) {
+      for (std::size_t i = 0; i < width; ++i) lane[i] += lane[i + width];
+    }
+    group += double{lane[0]};
+    if (block % 256 == 255) {
+      groups += group;
+      group = 0.0;
+    }
+  }
+  return groups + group;
+}
+
+TEST(Select, NormsAddUpInGroupsOfBlocksOnEveryTarget) {
+  const std::size_t n = 3 * 256 * 1024 + 5003;
+  const Floats grad = test::normal(n, 1), start = test::normal(n, 2);
+  Floats sum(n);
+  for (std::size_t i = 0; i < n; ++i) sum[i] = start[i] + grad[i];
+  const double of_grad = norm2_in_groups(grad), of_sum = norm2_in_groups(sum);
+  for (const std::int64_t target : targets()) {
+    const ForcedTarget forced(target);
+    for (const bool resumes : {false, true}) {
+      Floats given = grad, residual = start;
+      const auto selector = make_selector({});
+      SparseBuffer out;
+      if (resumes) {  // a threshold of a far smaller gradient: the pass stops for room again and
+                      // again
+        Floats small = grad, none(n, 0.0F);
+        for (float& v : small) v *= 1e-6F;
+        selector->select(task_of(small, none, {50}), out);
+      }
+      const SelectReport got = selector->select(task_of(given, residual, {50}), out);
+      EXPECT_EQ(got.gradient_norm2, of_grad) << hwy::TargetName(target) << resumes;
+      EXPECT_EQ(got.total_norm2, of_sum) << hwy::TargetName(target) << resumes;
+    }
+  }
+}
+
 TEST(Select, NormsOfExtremeGradients) {
   for (const float factor : {1e25F, 1e-18F, 1e-22F, 1e-30F, 1e-40F}) {
     SCOPED_TRACE("factor=" + std::to_string(factor));
@@ -603,19 +569,6 @@ TEST(Select, AWarmStepAllocatesNothing) {
   EXPECT_EQ(test::allocations(), before);
 }
 
-// What a 16-bit float means, by the book.
-float meaning(std::uint16_t bits, DType type) {
-  const int mantissa_bits = type == DType::f16 ? 10 : 7;
-  const int bias = type == DType::f16 ? 15 : 127;
-  const int exponents = type == DType::f16 ? 31 : 255;
-  const int exponent = (bits & 0x7fff) >> mantissa_bits;
-  const int mantissa = bits & ((1 << mantissa_bits) - 1);
-  const float sign = (bits & 0x8000) != 0 ? -1.0F : 1.0F;
-  if (exponent == exponents) return mantissa == 0 ? sign * kInf : kNan;
-  const int whole = exponent == 0 ? mantissa : mantissa + (1 << mantissa_bits);
-  return sign * std::ldexp(static_cast<float>(whole), std::max(exponent, 1) - bias - mantissa_bits);
-}
-
 TEST(Select, SixteenBitGradientsAreTheFloatsTheyStandForOnEveryTarget) {
   for (const DType type : {DType::f16, DType::bf16}) {
     std::vector<std::uint16_t> half(65536);  // every pattern
@@ -624,7 +577,7 @@ TEST(Select, SixteenBitGradientsAreTheFloatsTheyStandForOnEveryTarget) {
     std::shuffle(half.begin(), half.end(), rng);
     half.resize(65531);
     Floats wide(half.size());
-    for (std::size_t i = 0; i < half.size(); ++i) wide[i] = meaning(half[i], type);
+    for (std::size_t i = 0; i < half.size(); ++i) wide[i] = test::meaning(half[i], type);
     for (const std::int64_t target : targets()) {
       const ForcedTarget forced(target);
       for (const bool kept : {true, false}) {
@@ -724,10 +677,14 @@ TEST(Select, RefusesBadArgumentsBeforeAnythingChanges) {
 }
 
 TEST(Select, AlgorithmsHaveNames) {
-  ASSERT_EQ(select_algo_names().size(), 1U);
   EXPECT_EQ(select_algo_names()[static_cast<std::size_t>(SelectAlgo::exact)], "exact");
   EXPECT_EQ(make_selector({})->name(), "exact");
-  EXPECT_THROW(make_selector({static_cast<SelectAlgo>(99)}), InvalidArgument);
+  const std::size_t last = static_cast<std::size_t>(SelectAlgo::blocktopk);
+  ASSERT_EQ(select_algo_names().size(), last + 1);
+  for (std::size_t a = 0; a <= last; ++a) {
+    EXPECT_EQ(make_selector({.algo = static_cast<SelectAlgo>(a)})->name(), select_algo_names()[a]);
+  }
+  EXPECT_THROW(make_selector({.algo = static_cast<SelectAlgo>(99)}), InvalidArgument);
 }
 
 // ---- saved thresholds

@@ -3,11 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
+#include <cmath>
 #include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "half.hpp"
 #include "oracle.hpp"
 #include "skim/error.hpp"
 
@@ -142,13 +145,108 @@ TEST(types, scatter_overwrites_all) {
   scatter(sparse(0, {}).view(), 1.0F, GradView());
 }
 
+// Every pattern of both types, there and back.
+TEST(types, sixteen_bits_are_the_floats_they_stand_for) {
+  for (const DType type : {DType::f16, DType::bf16}) {
+    const std::uint16_t infinity = type == DType::f16 ? 0x7c00 : 0x7f80;
+    const std::uint16_t quiet = type == DType::f16 ? 0x7e00 : 0x7fc0;
+    for (unsigned pattern = 0; pattern < 65536; ++pattern) {
+      const auto bits = static_cast<std::uint16_t>(pattern);
+      const float v = type == DType::f16 ? from_f16(bits) : from_bf16(bits);
+      const std::uint16_t back = type == DType::f16 ? to_f16(v) : to_bf16(v);
+      if ((bits & 0x7fff) > infinity) {
+        ASSERT_TRUE(std::isnan(v)) << pattern;
+        ASSERT_EQ(back, quiet | (bits & 0x8000)) << pattern;
+      } else {
+        ASSERT_TRUE(std::bit_cast<std::uint32_t>(v) ==
+                    std::bit_cast<std::uint32_t>(test::meaning(bits, type)))
+            << pattern;
+        ASSERT_EQ(back, bits);
+      }
+    }
+  }
+}
+
+// Between each number of the type and the next: half-way goes to the even one, anything else to
+// the nearer; beyond the largest there is none, unless it is infinite.
+TEST(types, sixteen_bits_are_the_nearest_ties_to_even) {
+  for (const DType type : {DType::f16, DType::bf16}) {
+    const auto to = [&](float v) { return type == DType::f16 ? to_f16(v) : to_bf16(v); };
+    const std::uint16_t largest = type == DType::f16 ? 0x7bff : 0x7f7f;
+    for (std::uint16_t low = 0; low < largest; ++low) {
+      const auto high = static_cast<std::uint16_t>(low + 1);
+      const float a = test::meaning(low, type), b = test::meaning(high, type);
+      const auto half_way = static_cast<float>((double{a} + double{b}) / 2);
+      const float below = std::nextafter(half_way, 0.0F), above = std::nextafter(half_way, b);
+      ASSERT_EQ(double{half_way}, (double{a} + double{b}) / 2) << "exact, so that it is a tie";
+      for (const int sign : {0, 0x8000}) {
+        const auto of = [&](float v) { return to(sign == 0 ? v : -v) - sign; };
+        ASSERT_EQ(of(half_way), low % 2 == 0 ? low : high);
+        ASSERT_EQ(of(below), low);
+        ASSERT_EQ(of(above), high);
+        ASSERT_EQ(of(std::nextafter(b, 0.0F)), high);
+      }
+    }
+    const float last = test::meaning(largest, type), max = std::numeric_limits<float>::max();
+    for (const float v : {std::nextafter(last, max), last + last / 4096, max}) {
+      EXPECT_EQ(to(v), largest) << v;
+      EXPECT_EQ(to(-v), largest | 0x8000) << v;
+    }
+    EXPECT_EQ(to(type == DType::f16 ? 65520.0F : max), largest) << "no carry into infinity";
+    const float inf = std::numeric_limits<float>::infinity();
+    EXPECT_EQ(to(inf), largest + 1);
+    EXPECT_EQ(to(-inf), (largest + 1) | 0x8000);
+  }
+}
+
+// Few entries and many are written in different ways.
+TEST(types, scatter_is_the_dense_form_at_every_density) {
+  const std::size_t n = 5003;
+  for (const std::size_t nnz : std::vector<std::size_t>{1, 100, 156, 157, 1000, 5003}) {
+    const SparseBuffer s = test::top_k(test::normal(n, nnz), nnz);
+    std::vector<float> dense(n, 7.0F), expected = test::dense(s.view());
+    for (float& v : expected) v *= 0.5F;
+    scatter(s.view(), 0.5F, std::span(dense));
+    EXPECT_EQ(dense, expected) << nnz;
+  }
+}
+
+TEST(types, scatter_rounds_to_the_gradients_type) {
+  const float max = std::numeric_limits<float>::max();
+  const float inf = std::numeric_limits<float>::infinity();
+  const SparseBuffer s = sparse(
+      8, {{0, 2049.0F}, {2, -3.0F}, {3, 1e30F}, {4, max}, {5, -max}, {6, inf}, {7, std::nanf("")}});
+  for (const float factor : {1.0F, 0.25F, 1e6F}) {
+    for (const DType type : {DType::f16, DType::bf16}) {
+      std::vector<std::uint16_t> dense(8, 0x1234);
+      GradView view;
+      view.data = dense.data();
+      view.n = dense.size();
+      view.dtype = type;
+      scatter(s.view(), factor, view);
+      const auto to = [&](float v) { return type == DType::f16 ? to_f16(v) : to_bf16(v); };
+      EXPECT_EQ(dense[0], to(2049.0F * factor));
+      EXPECT_EQ(dense[1], 0);
+      EXPECT_EQ(dense[2], to(-3.0F * factor));
+      EXPECT_EQ(dense[3], to(std::min(1e30F * factor, max)));
+      EXPECT_EQ(dense[4], to(factor < 1.0F ? max * factor : max)) << "finite stays finite";
+      EXPECT_EQ(dense[5], dense[4] | 0x8000);
+      EXPECT_EQ(dense[6], to(inf)) << "but infinity is no secret";
+      EXPECT_TRUE(std::isnan(test::meaning(dense[7], type)));
+    }
+  }
+}
+
 TEST(types, scatter_refuses_what_it_cannot_write) {
   std::vector<float> dense(6, 9.0F);
   const std::vector<float> before = dense;
   const SparseBuffer s = sparse(5, {{0, 2.0F}});
   EXPECT_THROW(scatter(s.view(), 1.0F, std::span(dense)), InvalidArgument);
   const SparseBuffer fits = sparse(6, {{0, 2.0F}});
-  GradView half = std::span(dense);
+  GradView odd = std::span(dense);
+  odd.dtype = static_cast<DType>(9);
+  EXPECT_THROW(scatter(fits.view(), 1.0F, odd), InvalidArgument);
+  GradView half = std::span(dense).first(5);
   half.dtype = DType::f16;
   EXPECT_THROW(scatter(fits.view(), 1.0F, half), InvalidArgument);
   GradView gpu = std::span(dense);

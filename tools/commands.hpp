@@ -4,5 +4,7 @@
 namespace skim::tool {
 
 int train_command(int argc, char** argv);
+int bench_command(int argc, char** argv);
+int inspect_command(int argc, char** argv);
 
 }  // namespace skim::tool

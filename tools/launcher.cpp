@@ -24,6 +24,7 @@
 #include <filesystem>
 #include <fstream>
 #include <optional>
+#include <string_view>
 #include <system_error>
 
 #include "skim/error.hpp"
@@ -201,6 +202,13 @@ Failure explain(const RunDir& dir, int ranks, int code, const std::string& of_mp
 bool is_launched() {
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"}) {
     if (std::getenv(name) != nullptr) return true;
+  }
+  // Set by srun alone: without MPI between its tasks each would train a model of its own.
+  const char* tasks = std::getenv("SLURM_STEP_NUM_TASKS");
+  if (tasks != nullptr && std::string_view(tasks) != "1") {
+    throw InvalidArgument("srun started " + std::string(tasks) +
+                          " tasks, but no MPI to join them: use srun --mpi=pmix (srun --mpi=list "
+                          "prints what there is)");
   }
   return false;
 }

@@ -7,7 +7,8 @@
 
 namespace skim::tool {
 
-// True if this process was started as one rank of several (mpirun, srun).
+// True if this process was started as one rank of several (mpirun, srun). Throws: InvalidArgument
+// if srun started several processes that MPI does not know of.
 bool is_launched();
 
 // Runs `arguments` (argv[1..] of this program) as `ranks` ranks of this program on this machine,

@@ -14,6 +14,8 @@ usage: skim COMMAND [OPTIONS]
 
 commands:
   train     train a model on several ranks and report accuracy, bytes and times
+  inspect   measure what selection sees and loses, while training or on saved gradients
+  bench     measure how fast selection is on this machine
   version   print the version
 
 skim COMMAND --help describes a command and all its options.
@@ -26,6 +28,8 @@ exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N stopped 
 int main(int argc, char** argv) {
   const std::string_view command = argc > 1 ? argv[1] : "--help";
   if (command == "train") return skim::tool::train_command(argc - 1, argv + 1);
+  if (command == "inspect") return skim::tool::inspect_command(argc - 1, argv + 1);
+  if (command == "bench") return skim::tool::bench_command(argc - 1, argv + 1);
   if (command == "version" || command == "--version") {
     std::puts("skim " SKIM_VERSION);
     return 0;
@@ -34,6 +38,7 @@ int main(int argc, char** argv) {
     std::fputs(kHelp, stdout);
     return argc > 1 ? 0 : 2;
   }
-  std::fprintf(stderr, "skim: unknown command '%s', expected one of train, version\n", argv[1]);
+  std::fprintf(stderr, "skim: unknown command '%s', expected one of train, inspect, bench, version\n",
+               argv[1]);
   return 2;
 }

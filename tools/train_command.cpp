@@ -1,9 +1,10 @@
 // skim train: options, ranks, runs, table.
+#include "tools/train_command.hpp"
+
 #include <signal.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -31,10 +32,6 @@ constexpr int kMostLocalRanks = 256;
 // In the order of their enumerators.
 constexpr std::array<std::string_view, 3> kOptimizers{"sgd", "adam", "adamw"};
 constexpr std::array<std::string_view, 3> kLrSchedules{"constant", "steps", "cosine"};
-template <class Enum, class Names>
-Enum enumerator(const std::string& name, const Names& names) {
-  return static_cast<Enum>(std::ranges::find(names, name) - std::begin(names));
-}
 
 std::atomic<bool> g_stop{false};
 std::atomic<std::int64_t> g_deadline_ns{std::numeric_limits<std::int64_t>::max()};
@@ -61,7 +58,6 @@ struct Arguments {
   double timeout = 300.0;
   std::vector<std::string> compare;
   std::string summary;
-  std::string optimizer = "sgd", lr_schedule = "constant";
 };
 
 // --help as a manual page has it: option, what it does with its valid names, default; 79 columns.
@@ -97,19 +93,6 @@ class HelpFormatter final : public CLI::Formatter {
   }
 };
 
-template <class Names>
-std::vector<std::string> strings(const Names& names) {
-  return {std::begin(names), std::end(names)};
-}
-
-template <class Names>
-std::string listed(const std::string& what, const Names& names) {
-  std::string text = what + ": ";
-  for (const auto& n : names) text += std::string(n) + ", ";
-  text.resize(text.size() - 2);
-  return text;
-}
-
 // CLI11's own messages for ranges print the largest double.
 CLI::Validator number(double least, bool itself, const std::string& words) {
   return CLI::Validator(
@@ -122,125 +105,182 @@ CLI::Validator number(double least, bool itself, const std::string& words) {
       "");
 }
 
-// The command line. Names are checked here, with the valid ones listed.
-void declare(CLI::App& app, Arguments& a) {
-  TrainOptions& t = a.train;
+}  // namespace
+
+CommandLine::CommandLine(CLI::App& app) : app_(app) {
   app.formatter(std::make_shared<HelpFormatter>());
   app.set_help_flag("--help,-h", "print this help and exit");
   app.set_version_flag("--version", "skim " SKIM_VERSION, "print the version and exit");
   app.set_config("--config", "", "read options from a TOML file: long names without dashes")
       ->option_text("FILE");
   app.allow_config_extras(CLI::config_extras_mode::error);
+}
 
-  const CLI::Validator positive = number(0.0, false, "> 0");
-  const CLI::Validator not_negative = number(0.0, true, ">= 0");
-  const char* group = "";
-  // Without a default in the help: paths, lists, and numbers whose 0 means "not given".
-  const auto plain = [&](const char* name, auto& value, const char* type, const std::string& what) {
-    return app.add_option(name, value, what)->option_text(type)->group(group);
-  };
-  const auto option = [&](const char* name, auto& value, const char* type,
-                          const std::string& what) {
-    return plain(name, value, type, what)->capture_default_str();
-  };
-  const auto choice = [&](const char* name, std::string& value, const std::string& what,
-                          const auto& names) {
-    return option(name, value, "NAME", listed(what, names))->check(CLI::IsMember(strings(names)));
-  };
-  const auto flag = [&](const char* name, bool& value, const std::string& what) {
-    app.add_flag(name, value, what)->group(group);
-  };
-
-  group = "What is trained";
-  choice("--model", t.model, "model", train::model_names());
-  choice("--data", t.data.name, "data set", train::data_names());
-  plain("--data-dir", t.data.dir, "DIR",
-        "folder with NAME/ of the data set in it, or the text file [$SKIM_DATA]");
-  option("--batch", t.batch, "N", "examples per rank and step")->check(positive);
-  option("--epochs", t.epochs, "X", "passes over the training set")->check(positive);
-  plain("--steps", t.steps, "N", "steps, instead of epochs")->check(positive);
-  option("--seed", t.seed, "N", "of parameters, order of examples, augmentation and dropout");
-  flag("--augment", t.data.augment, "cifar10: random crops and flips");
-  option("--sequence", t.data.sequence_length, "N", "text: characters in a window")
-      ->check(positive);
-  option("--generated-train", t.data.generated_train, "N", "generated: training images")
-      ->check(positive);
-  option("--generated-test", t.data.generated_test, "N", "generated: test images")->check(positive);
-  plain("--layers", t.layers, "N", "lstm, gpt: layers [lstm 1, gpt 4]")->check(positive);
-  plain("--hidden", t.hidden, "N", "lstm: size of the state [256]")->check(positive);
-  plain("--embedding", t.embedding, "N", "lstm, gpt: size of the embedding [lstm 64, gpt 128]")
-      ->check(positive);
-  plain("--heads", t.heads, "N", "gpt: attention heads [4]")->check(positive);
-
-  group = "Optimizer";
-  choice("--optimizer", a.optimizer, "works on the mean gradient", kOptimizers);
-  option("--lr", t.learning_rate.base, "X", "learning rate")->check(positive);
-  choice("--lr-schedule", a.lr_schedule, "after the warm-up", kLrSchedules);
-  option("--lr-warmup", t.learning_rate.warmup_epochs, "X", "epochs of linear rise")
-      ->check(not_negative);
-  plain("--lr-drops", t.learning_rate.drop_epochs, "X,X,...", "steps: epochs at which it drops")
-      ->delimiter(',');
-  option("--lr-gamma", t.learning_rate.gamma, "X", "steps: factor of a drop")->check(positive);
-  option("--momentum", t.momentum, "X", "of sgd, after aggregation")->check(not_negative);
-  flag("--nesterov", t.nesterov, "Nesterov momentum");
-  option("--weight-decay", t.weight_decay, "X", "weight decay")->check(not_negative);
-  flag("!--no-bias-decay", t.decay_biases, "no weight decay on biases and normalisation layers");
-  option("--clip-norm", t.clip_norm, "X", "limit of the mean gradient's norm; 0: none")
-      ->check(not_negative);
-
-  group = "Exchange";
-  option(
-      "--ranks", a.ranks, "P",
-      "ranks to start on this machine; under mpirun or srun their number, which then need not be "
-      "given")
-      ->check(positive);
-  choice("--exchange", t.exchange, "how gradients are summed", exchange_kind_names());
-  choice("--select", t.select, "how entries are chosen", select_algo_names());
-  option("--density", t.density, "D", "kept fraction k/n, in (0, 1]; 1 is dense");
-  option("--density-warmup", t.density_warmup, "SPEC",
-         "densities before that: none; dgc, gaussiank, gtopk (the lists of their papers); "
-         "geometric:EPOCHS; or a list, one an epoch: 0.25,0.06");
-  choice("--drop", t.drop, "gtopk: who keeps what a merge drops", drop_policy_names());
-  choice("--feedback", t.feedback, "what is not sent is kept, or lost", train::feedback_names());
-  choice("--dense-sum", t.dense_sum, "dense: Skim's ring, or MPI's own sum",
-         train::dense_sum_names());
-  option("--dense-below", t.dense_below, "N", "buckets of fewer entries go dense");
-  option("--bucket-mb", t.bucket_mb, "X",
-         "size of a bucket in 10^6 bytes; 0: one for the whole model")
-      ->check(not_negative);
-  choice("--non-finite", t.non_finite, "a step with NaN or infinity, on all ranks",
-         train::non_finite_names());
-  plain("--compare", a.compare, "RUN,RUN,...",
-        "run these one after another from the same seed and print a table; a RUN is an exchange or "
-        "EXCHANGE:DENSITY, as in dense,allgather,gtopk:0.01")
-      ->delimiter(',');
-  option("--timeout", a.timeout, "SECONDS", "how long a rank waits for another")->check(positive);
-
-  group = "Run";
-  plain("--threads", t.threads, "N", "threads per rank [cores of the host / ranks on it]")
-      ->check(positive);
-  option("--eval-epochs", t.eval_epochs, "X", "epochs between evaluations; 0: at the end only")
-      ->check(not_negative);
-  plain("--eval-examples", t.eval_examples, "N", "test examples to take [all]")->check(positive);
-  plain("--metrics", t.metrics, "FILE", "JSON lines, one a step; -: standard output");
-  plain("--summary", a.summary, "FILE", "JSON array, one object a run; -: standard output");
-  plain("--checkpoint", t.checkpoint, "DIR",
-        "checkpoints: at the end, when stopped, and as --checkpoint-steps says");
-  plain("--checkpoint-steps", t.checkpoint_steps, "N", "steps between checkpoints")
-      ->check(positive);
-  flag("--resume", t.resume, "continue from the checkpoint in --checkpoint");
-
+CLI::Option* CommandLine::styled(CLI::Option* option, const char* type) {
   // Of an option that stands twice the last counts, so that scripts can be given more arguments.
-  for (CLI::Option* o : app.get_options()) {
-    if (o->get_items_expected_max() == 1) o->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  if (option->get_items_expected_max() == 1) {
+    option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   }
+  return option->option_text(type)->group(group_);
+}
+
+std::string CommandLine::listed(const std::string& what, const std::vector<std::string>& names) {
+  std::string text = what + ": ";
+  for (const std::string& n : names) text += n + ", ";
+  text.resize(text.size() - 2);
+  return text;
+}
+
+CLI::Validator positive() { return number(0.0, false, "> 0"); }
+CLI::Validator not_negative() { return number(0.0, true, ">= 0"); }
+
+void add_training_options(CommandLine& line, train::TrainOptions& t) {
+  line.group("What is trained");
+  line.choice("--model", t.model, "model", train::model_names());
+  line.choice("--data", t.data.name, "data set", train::data_names());
+  line.plain("--data-dir", t.data.dir, "DIR",
+             "folder with NAME/ of the data set in it, or the text file [$SKIM_DATA]");
+  line.option("--batch", t.batch, "N", "examples per rank and step")->check(positive());
+  line.option("--epochs", t.epochs, "X", "passes over the training set")->check(positive());
+  line.plain("--steps", t.steps, "N", "steps, instead of epochs")->check(positive());
+  line.option("--seed", t.seed, "N", "of parameters, order of examples, augmentation and dropout");
+  line.flag("--augment", t.data.augment, "cifar10: random crops and flips");
+  line.option("--sequence", t.data.sequence_length, "N", "text: characters in a window")
+      ->check(positive());
+  line.option("--generated-train", t.data.generated_train, "N", "generated: training images")
+      ->check(positive());
+  line.option("--generated-test", t.data.generated_test, "N", "generated: test images")
+      ->check(positive());
+  line.plain("--layers", t.layers, "N", "lstm, gpt: layers [lstm 1, gpt 4]")->check(positive());
+  line.plain("--hidden", t.hidden, "N", "lstm: size of the state [256]")->check(positive());
+  line.plain("--embedding", t.embedding, "N", "lstm, gpt: size of the embedding [lstm 64, gpt 128]")
+      ->check(positive());
+  line.plain("--heads", t.heads, "N", "gpt: attention heads [4]")->check(positive());
+
+  line.group("Optimizer");
+  line.choice("--optimizer", t.optimizer, "works on the mean gradient", kOptimizers);
+  line.option("--lr", t.learning_rate.base, "X", "learning rate")->check(positive());
+  line.choice("--lr-schedule", t.learning_rate.kind, "after the warm-up", kLrSchedules);
+  line.option("--lr-warmup", t.learning_rate.warmup_epochs, "X", "epochs of linear rise")
+      ->check(not_negative());
+  line.plain("--lr-drops", t.learning_rate.drop_epochs, "X,X,...",
+             "steps: epochs at which it drops")
+      ->delimiter(',');
+  line.option("--lr-gamma", t.learning_rate.gamma, "X", "steps: factor of a drop")
+      ->check(positive());
+  line.option("--momentum", t.momentum, "X", "of sgd, after aggregation")->check(not_negative());
+  line.flag("--nesterov", t.nesterov, "Nesterov momentum");
+  line.option("--weight-decay", t.weight_decay, "X", "weight decay")->check(not_negative());
+  line.flag("!--no-bias-decay", t.decay_biases,
+            "no weight decay on biases and normalisation layers");
+  line.option("--clip-norm", t.clip_norm, "X", "limit of the mean gradient's norm; 0: none")
+      ->check(not_negative());
+
+  line.group("Exchange");
+  line.choice("--exchange", t.exchange, "how gradients are summed", exchange_kind_names());
+  line.choice("--select", t.select, "how entries are chosen", select_algo_names());
+  line.plain("--select-threshold", t.select_threshold, "X",
+             "threshold: what is at least this large is chosen, whatever the density")
+      ->check(positive());
+  line.option("--select-block", t.select_block, "N", "blocktopk: entries of a block")
+      ->check(positive());
+  line.plain("--select-stages", t.select_stages, "N", "sidco: stages of its fit [adapted]")
+      ->check(positive());
+  line.choice("--select-seeds", t.select_seeds,
+              "what a rule draws on the ranks, for randomk the indices",
+              train::select_seeds_names());
+  line.flag("--per-layer", t.per_layer, "choose inside every parameter, not over a whole bucket");
+  line.option("--density", t.density, "D", "kept fraction k/n, in (0, 1]; 1 is dense");
+  line.option("--density-warmup", t.density_warmup, "SPEC",
+              "densities before that: none; dgc, gaussiank, gtopk (the lists of their papers); "
+              "geometric:EPOCHS; or a list, one an epoch: 0.25,0.06");
+  line.choice("--drop", t.drop, "gtopk: who keeps what a merge drops", drop_policy_names());
+  line.choice("--feedback", t.feedback, "what is not sent is kept, or lost",
+              train::feedback_names());
+  line.option("--momentum-correction", t.momentum_correction, "X",
+              "momentum of each rank, before selection, in place of --momentum; 0: none")
+      ->check(not_negative());
+  line.flag("--nesterov-correction", t.nesterov_correction, "Nesterov form of it");
+  line.flag("!--no-factor-masking", t.factor_masking,
+            "keep the momentum of entries that were delivered");
+  line.option("--local-clip", t.local_clip, "X",
+              "each rank's gradient is clipped to a norm of X / sqrt(P) before selection; 0: none")
+      ->check(not_negative());
+  line.option("--residual-decay", t.residual_decay, "X",
+              "factor of the residual in every step, in [0, 1]")
+      ->check(not_negative());
+  line.choice("--dense-sum", t.dense_sum, "dense: Skim's ring, or MPI's own sum",
+              train::dense_sum_names());
+  line.option("--dense-below", t.dense_below, "N", "buckets of fewer entries go dense");
+  line.option("--bucket-mb", t.bucket_mb, "X",
+              "size of a bucket in 10^6 bytes; 0: one for the whole model")
+      ->check(not_negative());
+  line.choice("--non-finite", t.non_finite, "a step with NaN or infinity, on all ranks",
+              train::non_finite_names());
+
+  line.group("Run");
+  line.plain("--threads", t.threads, "N", "threads per rank [cores of the host / ranks on it]")
+      ->check(positive());
+  line.option("--eval-epochs", t.eval_epochs, "X", "epochs between evaluations; 0: at the end only")
+      ->check(not_negative());
+  line.plain("--eval-examples", t.eval_examples, "N", "test examples to take [all]")
+      ->check(positive());
+  line.plain("--metrics", t.metrics, "FILE", "JSON lines, one a step; -: standard output");
+  line.plain("--checkpoint", t.checkpoint, "DIR",
+             "checkpoints: at the end, when stopped, and as --checkpoint-steps says");
+  line.plain("--checkpoint-steps", t.checkpoint_steps, "N", "steps between checkpoints")
+      ->check(positive());
+  line.flag("--resume", t.resume, "continue from the checkpoint in --checkpoint");
+}
+
+void check_training_options(const train::TrainOptions& t) {
+  if (t.resume && t.checkpoint.empty()) throw InvalidArgument("--resume needs --checkpoint DIR");
+  if (t.checkpoint_steps > 0 && t.checkpoint.empty()) {
+    throw InvalidArgument("--checkpoint-steps needs --checkpoint DIR");
+  }
+  if (t.momentum >= 1.0) throw InvalidArgument("--momentum: expected a number in [0, 1)");
+  if (t.nesterov && t.momentum <= 0.0) throw InvalidArgument("--nesterov needs --momentum > 0");
+  if (t.momentum_correction >= 1.0) {
+    throw InvalidArgument("--momentum-correction: expected a number in [0, 1)");
+  }
+  if (t.momentum_correction <= 0.0 && (t.nesterov_correction || !t.factor_masking)) {
+    throw InvalidArgument(
+        std::string(t.nesterov_correction ? "--nesterov-correction" : "--no-factor-masking") +
+        " needs --momentum-correction > 0");
+  }
+  if (t.residual_decay > 1.0) {
+    throw InvalidArgument("--residual-decay: expected a number in [0, 1]");
+  }
+  if (t.dense_sum == "mpi" && !is_available(Backend::mpi)) {
+    throw InvalidArgument("--dense-sum mpi: this build has no MPI");
+  }
+}
+
+namespace {
+
+void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
+  CommandLine line(app);
+  if (command.declare) command.declare(line);
+  line.group("Runs");
+  line.option("--ranks", a.ranks, "P",
+              "ranks to start on this machine; under mpirun or srun their number, which then need "
+              "not be given")
+      ->check(positive());
+  line.plain("--compare", a.compare, "RUN,RUN,...",
+             "run these one after another from the same seed and print a table; a RUN is "
+             "EXCHANGE, EXCHANGE:DENSITY or EXCHANGE:DENSITY:SELECT, as in "
+             "dense,allgather:0.01,gtopk:0.01:gaussian")
+      ->delimiter(',');
+  line.option("--timeout", a.timeout, "SECONDS", "how long a rank waits for another")
+      ->check(positive());
+  line.plain("--summary", a.summary, "FILE", "JSON array, one object a run; -: standard output");
+  add_training_options(line, a.train);
   app.footer(
       "Ctrl-C or SIGTERM end the run after the step, with a checkpoint if --checkpoint\n"
       "is given; a second one ends it at once.\n\n"
       "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N\n"
-      "stopped by signal N.\n\n"
-      "Example: 4 ranks, two exchanges from one seed, a table at the end:\n"
-      "  skim train --ranks 4 --model lenet5 --epochs 2 --compare dense,gtopk:0.01");
+      "stopped by signal N.\n\n" +
+      command.example);
 }
 
 // The runs: the one that the options describe, or those to compare.
@@ -254,7 +294,9 @@ std::vector<Row> plan(const Arguments& a) {
     const std::size_t colon = entry.find(':');
     row.options.exchange = entry.substr(0, colon);
     if (colon != std::string::npos) {
-      const std::string text = entry.substr(colon + 1);
+      const std::size_t second = std::min(entry.find(':', colon + 1), entry.size());
+      const std::string text = entry.substr(colon + 1, second - colon - 1);
+      if (second < entry.size()) row.options.select = entry.substr(second + 1);
       char* end = nullptr;
       row.options.density = std::strtod(text.c_str(), &end);
       if (text.empty() || *end != '\0') {
@@ -272,27 +314,20 @@ std::vector<Row> plan(const Arguments& a) {
       throw InvalidArgument("--density: expected a number in (0, 1], got " +
                             nlohmann::json(r.options.density).dump());
     }
-    train::reducer_options(r.options);  // throw for names that do not exist
+    // Throw for names that do not exist and values that nothing can be made from.
+    make_selector(train::reducer_options(r.options).select);
     train::density_schedule(r.options);
   }
   return rows;
 }
 
 void check(const Arguments& a) {
-  const TrainOptions& t = a.train;
-  if (t.resume && t.checkpoint.empty()) throw InvalidArgument("--resume needs --checkpoint DIR");
-  if (t.resume && !a.compare.empty())
+  check_training_options(a.train);
+  if (a.train.resume && !a.compare.empty()) {
     throw InvalidArgument("--resume and --compare exclude each other");
-  if (t.checkpoint_steps > 0 && t.checkpoint.empty()) {
-    throw InvalidArgument("--checkpoint-steps needs --checkpoint DIR");
   }
-  if (t.momentum >= 1.0) throw InvalidArgument("--momentum: expected a number in [0, 1)");
-  if (t.nesterov && t.momentum <= 0.0) throw InvalidArgument("--nesterov needs --momentum > 0");
-  if (!a.summary.empty() && a.summary == t.metrics.string()) {
+  if (!a.summary.empty() && a.summary == a.train.metrics.string()) {
     throw InvalidArgument("--summary and --metrics are one file: '" + a.summary + "'");
-  }
-  if (t.dense_sum == "mpi" && !is_available(Backend::mpi)) {
-    throw InvalidArgument("--dense-sum mpi: this build has no MPI");
   }
 }
 
@@ -324,7 +359,8 @@ void write_summary(const std::string& path, const std::vector<Row>& rows, int ra
 }
 
 // All runs of one rank. Returns the exit status.
-int run_rank(Arguments& a, std::vector<Row>& rows, Communicator& comm) {
+int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& rows,
+             Communicator& comm) {
   const bool first = comm.rank() == 0;
   const bool to_stderr = a.summary == "-" || a.train.metrics == "-";
   std::FILE* const people = to_stderr ? stderr : stdout;
@@ -337,7 +373,7 @@ int run_rank(Arguments& a, std::vector<Row>& rows, Communicator& comm) {
                                     {"checkpoint", a.train.checkpoint.string()},
                                     {"checkpoint_steps", a.train.checkpoint_steps},
                                     {"resume", a.train.resume}},
-                                   "command line", comm);
+                                   "version or command line", comm);
   const int threads = a.train.threads > 0 ? a.train.threads : threads_per_rank(comm);
   at::set_num_threads(threads);
 
@@ -366,8 +402,10 @@ int run_rank(Arguments& a, std::vector<Row>& rows, Communicator& comm) {
       std::fprintf(people, "%s  resumed after step %lld\n", row.name.c_str(),
                    static_cast<long long>(step));
     };
+    if (first && command.attach) command.attach(row, comm.size(), observer);
     row.summary = train::train(row.options, data, comm, g_stop, observer);
     if (first) progress.end();
+    if (first && command.after) command.after(people);
     if (row.summary.stopped || g_stop.load()) {
       rows.resize(i + 1);
       break;
@@ -388,7 +426,7 @@ int run_rank(Arguments& a, std::vector<Row>& rows, Communicator& comm) {
   return 0;
 }
 
-int guarded_rank(Arguments& a, std::vector<Row>& rows) {
+int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& rows) {
   struct sigaction action {};
   action.sa_handler = on_stop;
   action.sa_flags = SA_RESTART;
@@ -413,7 +451,7 @@ int guarded_rank(Arguments& a, std::vector<Row>& rows) {
       throw InvalidArgument("--ranks " + std::to_string(a.ranks) + ", but mpirun or srun started " +
                             std::to_string(comm->size()));
     }
-    code = run_rank(a, rows, *comm);
+    code = run_rank(command, a, rows, *comm);
   } catch (const CommError& e) {
     failure = e.what();
     cause = false;
@@ -452,11 +490,12 @@ int guarded_rank(Arguments& a, std::vector<Row>& rows) {
 
 }  // namespace
 
-int train_command(int argc, char** argv) {
+int run_training_command(const TrainingCommand& command, int argc, char** argv) {
+  const std::string name = "skim " + command.name;
   Arguments a;
   if (const char* dir = std::getenv("SKIM_DATA")) a.train.data.dir = dir;
-  CLI::App app("Trains a model on several ranks that exchange top-k gradients.", "skim train");
-  declare(app, a);
+  CLI::App app(command.description, name);
+  declare(app, a, command);
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp& e) {
@@ -464,15 +503,17 @@ int train_command(int argc, char** argv) {
   } catch (const CLI::CallForVersion& e) {
     return app.exit(e);
   } catch (const CLI::ParseError& e) {
-    std::fprintf(stderr, "skim train: %s (skim train --help lists all options)\n", e.what());
+    std::fprintf(stderr, "%s: %s (%s --help lists all options)\n", name.c_str(), e.what(),
+                 name.c_str());
     return kUsageError;
   }
   try {
-    a.train.optimizer = enumerator<train::OptimizerKind>(a.optimizer, kOptimizers);
-    a.train.learning_rate.kind = enumerator<train::LearningRateKind>(a.lr_schedule, kLrSchedules);
     check(a);
     std::vector<Row> rows = plan(a);
-    if (a.ranks == 1 || is_launched()) return guarded_rank(a, rows);
+    if (command.before) {
+      if (const std::optional<int> status = command.before(rows)) return *status;
+    }
+    if (a.ranks == 1 || is_launched()) return guarded_rank(command, a, rows);
     if (!is_available(Backend::mpi)) {
       throw InvalidArgument("--ranks " + std::to_string(a.ranks) +
                             ": this build has no MPI; build with SKIM_MPI=ON, or take --ranks 1");
@@ -482,16 +523,28 @@ int train_command(int argc, char** argv) {
                             std::to_string(kMostLocalRanks) +
                             " on one machine; for more, start skim under mpirun with a host file");
     }
-    std::vector<std::string> arguments{"train"};
+    std::vector<std::string> arguments{command.name};
     arguments.insert(arguments.end(), argv + 1, argv + argc);
     return launch(a.ranks, arguments);
   } catch (const InvalidArgument& e) {
-    std::fprintf(stderr, "skim train: %s\n", e.what());
+    std::fprintf(stderr, "%s: %s\n", name.c_str(), e.what());
+    return kUsageError;
+  } catch (const train::DataError& e) {
+    std::fprintf(stderr, "%s: %s\n", name.c_str(), e.what());
     return kUsageError;
   } catch (const std::exception& e) {
-    std::fprintf(stderr, "skim train: %s\n", e.what());
+    std::fprintf(stderr, "%s: %s\n", name.c_str(), e.what());
     return kRunError;
   }
+}
+
+int train_command(int argc, char** argv) {
+  return run_training_command(
+      {.name = "train",
+       .description = "Trains a model on several ranks that exchange top-k gradients.",
+       .example = "Example: 4 ranks, two exchanges from one seed, a table at the end:\n"
+                  "  skim train --ranks 4 --model lenet5 --epochs 2 --compare dense,gtopk:0.01"},
+      argc, argv);
 }
 
 }  // namespace skim::tool

@@ -9,6 +9,7 @@
 
 #include "skim/error.hpp"
 #include "skim/version.hpp"
+#include "train/random.hpp"
 
 namespace skim::train {
 namespace {
@@ -57,6 +58,7 @@ double LearningRate::at(double epoch, double epochs, std::int64_t steps_per_epoc
 }
 
 std::vector<std::string> feedback_names() { return {"residual", "none"}; }
+std::vector<std::string> select_seeds_names() { return {"same", "own"}; }
 std::vector<std::string> dense_sum_names() { return {"ring", "mpi"}; }
 std::vector<std::string> non_finite_names() { return {"skip", "raise", "pass"}; }
 
@@ -87,8 +89,18 @@ nlohmann::json identity(const TrainOptions& o) {
       {"clip_norm", o.clip_norm},
       {"exchange", o.exchange},
       {"select", o.select},
+      {"select_threshold", o.select_threshold},
+      {"select_block", o.select_block},
+      {"select_stages", o.select_stages},
+      {"select_seeds", o.select_seeds},
+      {"per_layer", o.per_layer},
       {"drop", o.drop},
       {"feedback", o.feedback},
+      {"momentum_correction", o.momentum_correction},
+      {"nesterov_correction", o.nesterov_correction},
+      {"factor_masking", o.factor_masking},
+      {"local_clip", o.local_clip},
+      {"residual_decay", o.residual_decay},
       {"density", o.density},
       {"density_warmup", o.density_warmup},
       {"dense_sum", o.dense_sum},
@@ -98,15 +110,40 @@ nlohmann::json identity(const TrainOptions& o) {
   };
 }
 
-ReducerOptions reducer_options(const TrainOptions& o) {
+ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   ReducerOptions r;
   r.select.algo = static_cast<SelectAlgo>(index_of(o.select, select_algo_names(), "--select"));
+  const bool same_seeds = index_of(o.select_seeds, select_seeds_names(), "--select-seeds") == 0;
+  r.select.seed = same_seeds ? o.seed : mix(mix(o.seed) + static_cast<std::uint64_t>(rank));
+  r.select.threshold = static_cast<float>(o.select_threshold);
+  r.select.block = o.select_block;
+  r.select.stages = o.select_stages;
+  r.select.per_parameter = o.per_layer;
+  if (r.select.algo == SelectAlgo::threshold && !(r.select.threshold > 0.0F)) {
+    throw InvalidArgument("--select threshold needs --select-threshold > 0");
+  }
   r.exchange.kind =
       static_cast<ExchangeKind>(index_of(o.exchange, exchange_kind_names(), "--exchange"));
   r.exchange.drop = static_cast<DropPolicy>(index_of(o.drop, drop_policy_names(), "--drop"));
+  const bool keeps = index_of(o.feedback, feedback_names(), "--feedback") == 0;
+  const bool dense = r.exchange.kind == ExchangeKind::dense;
+  if (!keeps && o.momentum_correction > 0.0) {
+    throw InvalidArgument("--momentum-correction needs --feedback residual");
+  }
+  if (!keeps && o.residual_decay < 1.0) {
+    throw InvalidArgument("--residual-decay needs --feedback residual");
+  }
+  // Where all of it is masked in every step, the velocity is the gradient; but for Nesterov's step
+  // ahead.
+  if (!dense || o.nesterov_correction || !o.factor_masking) {
+    r.feedback.momentum = static_cast<float>(o.momentum_correction);
+    r.feedback.nesterov = o.nesterov_correction;
+    r.feedback.factor_masking = o.factor_masking;
+  }
+  r.feedback.clip_norm = static_cast<float>(o.local_clip);
+  if (!dense) r.feedback.decay = static_cast<float>(o.residual_decay);
   // A dense sum leaves nothing behind: without feedback it needs no second copy of the gradient.
-  r.feedback.enabled = index_of(o.feedback, feedback_names(), "--feedback") == 0 &&
-                       r.exchange.kind != ExchangeKind::dense;
+  r.feedback.enabled = keeps && (!dense || r.feedback.momentum > 0.0F);
   r.dense_sum = static_cast<DenseSum>(index_of(o.dense_sum, dense_sum_names(), "--dense-sum"));
   r.non_finite = static_cast<NonFinite>(index_of(o.non_finite, non_finite_names(), "--non-finite"));
   r.dense_below = o.dense_below;

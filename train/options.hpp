@@ -48,8 +48,18 @@ struct TrainOptions {
   // Exchange
   std::string exchange = "gtopk";
   std::string select = "exact";
+  double select_threshold = 0.0;      // threshold
+  std::size_t select_block = 4096;    // blocktopk
+  int select_stages = 0;              // sidco
+  std::string select_seeds = "same";  // or "own": what rules draw, on the ranks
+  bool per_layer = false;             // select inside every parameter
   std::string drop = "survivors";
   std::string feedback = "residual";  // or "none"
+  double momentum_correction = 0.0;   // FeedbackOptions::momentum, and so on
+  bool nesterov_correction = false;
+  bool factor_masking = true;
+  double local_clip = 0.0;
+  double residual_decay = 1.0;
   double density = 0.001;
   std::string density_warmup = "none";
   std::string dense_sum = "ring";  // or "mpi"
@@ -72,12 +82,15 @@ nlohmann::json identity(const TrainOptions& options);
 
 // Valid names of the options that are names, for messages and help.
 std::vector<std::string> feedback_names();
+std::vector<std::string> select_seeds_names();
 std::vector<std::string> dense_sum_names();
 std::vector<std::string> non_finite_names();
 
-// The parts of the library's reducer that the options describe.
-// Throws: InvalidArgument that lists the valid names.
-ReducerOptions reducer_options(const TrainOptions& options);
+// The parts of the library's reducer that the options describe, on this rank. A dense exchange
+// delivers everything in every step: a residual, its decay and, unless it matters without anything
+// held back, momentum correction are then left out.
+// Throws: InvalidArgument that lists the valid names or says what else is wrong.
+ReducerOptions reducer_options(const TrainOptions& options, int rank = 0);
 
 // `none`; `dgc`, `gaussiank`, `gtopk` (their papers' lists); `geometric:EPOCHS` (from 0.25); or a
 // list of densities, one an epoch: "0.25,0.0625". The run's density follows.

@@ -166,8 +166,10 @@ class Run {
         model_(make_model(with_sizes(options, data.info()))),
         optimizer_(make_optimizer(options, *model_)),
         sampler_(data.info().train_size, comm.size(), options.batch, options.seed),
-        reducer_(reducer_options(options),
-                 {.schedule = density_schedule(options), .selector = nullptr, .exchange = nullptr},
+        reducer_(reducer_options(options, comm.rank()),
+                 {.schedule = density_schedule(options),
+                  .selector = comm.rank() == 0 && observer.selector ? observer.selector() : nullptr,
+                  .exchange = nullptr},
                  comm),
         buckets_(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6), reducer_) {
     const auto per_epoch = static_cast<double>(sampler_.steps_per_epoch());

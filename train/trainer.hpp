@@ -4,10 +4,12 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
 #include "skim/communicator.hpp"
+#include "skim/select.hpp"
 #include "train/data.hpp"
 #include "train/options.hpp"
 
@@ -60,6 +62,9 @@ struct Observer {
   std::function<void(const Evaluation&)> on_evaluation;
   // A run continues after this step: what was recorded of later steps is void.
   std::function<void(std::int64_t step)> on_resume;
+  // Makes the selector that rank 0 takes in place of the options' own, to look over its shoulder:
+  // it must choose as that would. It is called by the reducer's communication thread.
+  std::function<std::unique_ptr<Selector>()> selector;
 };
 
 // Trains. Collective; options and data equal on all ranks (checked). `stop` becoming true on any

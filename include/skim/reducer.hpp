@@ -58,7 +58,9 @@ struct ReducerParts {
 
 // Ranks must call with the same slots in the same order. Not thread-safe.
 //
-// Memory: one float per parameter (none if feedback is off), plus O(k P).
+// Memory: one float per parameter (none if feedback is off; FeedbackOptions says what its local
+// options add), plus O(k P); plus one float for each entry of the largest 16-bit bucket that goes
+// dense.
 class Reducer {
  public:
   // comm must outlive the reducer, and only the reducer uses it between start() and wait().
@@ -74,11 +76,14 @@ class Reducer {
   // For schedules that plan ahead; 0: not known. Between steps only.
   void set_total_steps(std::uint64_t steps);
 
-  // grad [n]: in, this rank's gradient; out, the mean over ranks of what was sent (zeros
-  // elsewhere), bitwise equal on every rank, in grad's scale. At density 1: residual and gradient
-  // together, through a dense all-reduce; the residual is then empty. Collective.
+  // grad [n], on the CPU: in, this rank's gradient; out, the mean over ranks of what was sent
+  // (zeros elsewhere), bitwise equal on every rank, in grad's scale. At density 1: residual and
+  // gradient together, through a dense all-reduce; the residual is then empty. Collective.
+  // Sums and residuals are float32 for every type of gradient. A 16-bit one gets the mean rounded
+  // as scatter() says; what that takes away is lost, alike on all ranks.
   // No allocation once warm.
-  // Throws: InvalidArgument (nothing changed), also for a slot that this step has reduced already.
+  // Throws: InvalidArgument (nothing changed; with momentum, a selector that refuses finds the
+  // gradient already in the velocity), also for a slot that this step has reduced already.
   // Anything else, CommError above all: the group has been told (abort); the ranks may now
   // disagree, so restart every rank from its last save().
   StepReport reduce(Slot slot, GradView grad);

@@ -47,6 +47,8 @@ struct GradView {
 
   // The entries of a float32 gradient on the CPU. Throws: InvalidArgument for any other.
   std::span<float> f32() const;
+  // The bits of an f16 or bf16 gradient on the CPU. Throws: InvalidArgument for any other.
+  std::span<std::uint16_t> bits16() const;
 };
 
 // A residual: float32, on the gradient's device, not owned.
@@ -105,6 +107,8 @@ class SparseBuffer {
     index_.resize(nnz);
     value_.resize(nnz);
   }
+  // Only the dense length: with resize(), for kernels that write over every entry.
+  void set_dim(std::size_t dim) noexcept { dim_ = dim; }
   void assign(const SparseView& s);
 
   std::size_t nnz() const noexcept { return index_.size(); }
@@ -141,8 +145,9 @@ bool is_canonical(const SparseView& s) noexcept;
 // once out is warm and parts <= 64. Throws: InvalidArgument if dims differ or parts is empty.
 void sum(std::span<const SparseView> parts, SparseBuffer& out);
 
-// dense = 0, then dense[index] = factor * value. Requires: dense is float32 on the CPU.
-// Cost: O(n). Throws: InvalidArgument if dense.n != s.dim.
+// dense = 0, then dense[index] = factor * value. A 16-bit gradient gets the nearest of its type,
+// ties to even; what is finite stays finite: beyond the type's range it becomes its largest number.
+// Requires: dense is on the CPU. Cost: O(n). Throws: InvalidArgument if dense.n != s.dim.
 void scatter(const SparseView& s, float factor, GradView dense);
 
 }  // namespace skim

@@ -33,14 +33,16 @@ using selectors::cut_of;
 struct Carried {
   std::uint64_t n = 0, k = 0;
   float threshold = 0.0F;  // the k-th magnitude; 0: there was none
-  float margin = 0.04F;    // the next pass starts this fraction below it
+  float growth = 1.0F;     // expected of the next threshold, as a factor: residuals fill up
+  float margin = 0.04F;    // the next pass starts this fraction below what is expected
 
   static constexpr float kLeastMargin = 0.001F, kLargestMargin = 0.5F;
+  static constexpr float kLargestGrowth = 1.25F;  // more is a jump, and says nothing of the next
 
   // The order above which entries become candidates of the next step.
   std::uint32_t start(std::size_t next_n, std::size_t next_k) const {
     if (next_n != n || threshold == 0.0F) return 0;
-    float t = threshold * (1.0F - margin);
+    float t = threshold * growth * (1.0F - margin);
     // Exact where k falls as 1/t^2. Lighter tails give too many candidates, which pruning mends;
     // heavier ones, which are rare, cost a second pass.
     if (next_k > k) t *= std::sqrt(static_cast<float>(k) / static_cast<float>(next_k));
@@ -60,9 +62,21 @@ struct Carried {
     margin = std::clamp(margin, kLeastMargin, kLargestMargin);
   }
 
+  // Takes over what a step found; no threshold: 0.
+  void update(std::size_t new_n, std::size_t new_k, float new_threshold) {
+    const bool follows = n == new_n && k == new_k && threshold > 0.0F;
+    const float grown = follows ? new_threshold / threshold : 1.0F;
+    const bool is_jump = !(grown <= kLargestGrowth && grown >= 1.0F / kLargestGrowth);
+    growth = is_jump ? 1.0F : 0.5F * (growth + grown);
+    n = new_n;
+    k = new_k;
+    threshold = new_threshold;
+  }
+
   bool valid() const {
     return n <= std::numeric_limits<Index>::max() && k <= n && std::isfinite(threshold) &&
-           threshold >= 0.0F && margin >= kLeastMargin && margin <= kLargestMargin;
+           threshold >= 0.0F && growth >= 1.0F / kLargestGrowth && growth <= kLargestGrowth &&
+           margin >= kLeastMargin && margin <= kLargestMargin;
   }
 };
 
@@ -76,7 +90,7 @@ class Exact final : public Selector {
  private:
   void reserve(std::size_t n, std::size_t k);
   std::uint32_t sampled(const kernels::Pass& pass, std::size_t k);
-  void prune(std::size_t k);
+  std::uint32_t prune(std::size_t k);
   void collect_all(const kernels::Pass& pass, std::uint32_t above, std::size_t k,
                    kernels::Sums& sums);
 
@@ -86,8 +100,7 @@ class Exact final : public Selector {
   std::vector<float> value_;
   std::vector<std::uint32_t> orders_;
   Candidates candidates_;
-  std::uint32_t cut_ = 0;  // the k-th order at the last prune
-  bool pruned_ = false;    // in this pass
+  bool pruned_ = false;  // in this pass
 };
 
 // Room for 2 k candidates makes a prune, O(k), free room for k more; the constant keeps prunes rare
@@ -126,13 +139,13 @@ std::uint32_t Exact::sampled(const kernels::Pass& pass, std::size_t k) {
   return *at == 0 ? 0 : *at - 1;
 }
 
-// Leaves the k largest candidates. Requires: 0 < k < count.
-void Exact::prune(std::size_t k) {
+// Leaves the k largest candidates; returns the order of the k-th. Requires: 0 < k < count.
+std::uint32_t Exact::prune(std::size_t k) {
   const Cut cut = cut_of(candidates_.value, candidates_.count, k, orders_);
   kernels::keep_above(candidates_, cut.order, cut.ties);
   SKIM_ASSERT(candidates_.count == k);
-  cut_ = cut.order;
   pruned_ = true;
+  return cut.order;
 }
 
 void Exact::collect_all(const kernels::Pass& pass, std::uint32_t above, std::size_t k,
@@ -141,8 +154,7 @@ void Exact::collect_all(const kernels::Pass& pass, std::uint32_t above, std::siz
   pruned_ = false;
   std::size_t at = 0;
   while ((at = kernels::collect(pass, at, above, candidates_, sums)) < pass.n) {
-    prune(k);  // room ran out, so count > k
-    above = cut_;
+    above = prune(k);  // room ran out, so count > k
   }
 }
 
@@ -152,8 +164,7 @@ SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
   // Everything that may throw comes before the residual changes.
   Carried& carried = carried_[task.id.slot];
   reserve(n, k);
-  out.reset(n);
-  out.reserve(k);
+  out.reserve(k + kernels::kSlack);
 
   const bool has_residual = !task.residual.empty();
   const kernels::Pass pass = selectors::accumulation(task);
@@ -182,31 +193,34 @@ SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
     collect_all(again, above, k, unused);
     ++report.passes;
   }
+  const std::size_t kept = std::min(k, candidates_.count);
+  Cut cut;  // keeps all: none is zero
   if (candidates_.count > k) {
-    prune(k);
-  } else if (candidates_.count > 0) {
-    cut_ = kernels::smallest(candidates_.value, candidates_.count);
+    cut = cut_of(candidates_.value, candidates_.count, k, orders_);
+    report.threshold = selectors::magnitude_of(cut.order);
+  } else if (kept > 0) {
+    report.threshold = selectors::magnitude_of(kernels::smallest(candidates_.value, kept));
   }
-  const std::size_t kept = candidates_.count;
-  out.assign({{index_.data(), kept}, {value_.data(), kept}, n});
-
-  report.threshold = kept > 0 ? selectors::magnitude_of(cut_) : 0.0F;
-  report.kept_norm2 = kernels::norm2(value_.data(), kept);
+  out.set_dim(n);
+  out.resize(kept + kernels::kSlack);
+  Candidates chosen{out.indices().data(), out.values().data(), 0, kept};
+  kernels::keep_above(candidates_, cut.order, cut.ties, chosen);
+  out.resize(kept);
+  SKIM_ASSERT(chosen.count == kept);
+  report.kept_norm2 = kernels::norm2(out.values().data(), kept);
   report.total_norm2 = has_residual ? sums.total : sums.gradient;
   report.gradient_norm2 = sums.gradient;
   report.non_finite = sums.non_finite;
 
-  carried.n = n;
-  carried.k = k;
   const bool is_kth = kept == k && std::isfinite(report.threshold);
-  carried.threshold = is_kth ? report.threshold : 0.0F;
+  carried.update(n, k, is_kth ? report.threshold : 0.0F);
   return report;
 }
 
 // A section (state.hpp) of the carried thresholds: number of slots; then for each slot, ascending:
-// slot, n, k, threshold, margin.
+// slot, n, k, threshold, growth, margin.
 constexpr std::string_view kMagic = "SKIMSEL1";
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 
 void Exact::save(std::ostream& out) const {
   SectionWriter section(out, kMagic, kVersion);
@@ -216,6 +230,7 @@ void Exact::save(std::ostream& out) const {
     section.put(c.n);
     section.put(c.k);
     section.put(c.threshold);
+    section.put(c.growth);
     section.put(c.margin);
   }
   section.end();
@@ -231,6 +246,7 @@ void Exact::load(std::istream& in) {
     c.n = section.get<std::uint64_t>();
     c.k = section.get<std::uint64_t>();
     c.threshold = section.get<float>();
+    c.growth = section.get<float>();
     c.margin = section.get<float>();
     if (!c.valid() || (!loaded.empty() && loaded.rbegin()->first >= slot)) {
       section.fail("slot " + std::to_string(slot) + " is damaged");

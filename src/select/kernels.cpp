@@ -20,32 +20,13 @@
 namespace skim::kernels {
 namespace {
 
-constexpr std::size_t kLongestRow = 64;
 constexpr std::size_t kVirtualLanes = 32;  // of Sums
+constexpr std::size_t kWord = 64;          // entries that one word of bits stands for
+static_assert(kBlock % kWord == 0 && kBlock / kWord <= 32 && kWord % kVirtualLanes == 0);
 
 // Below this a float sum of squares may have lost terms to underflow: each of the block's 1024
 // terms by at most 2^-150, which is nothing next to 2^-100.
 constexpr float kTinySum = 0x1p-100F;
-
-// Results of the rare rows that hold a NaN, an infinity or an overflow.
-struct Repaired {
-  float x[kLongestRow];      // adds to the gradient's norm
-  float value[kLongestRow];  // the result, or a candidate that is not finite
-};
-
-HWY_NOINLINE void repair(const Pass& pass, const float* grad, const float* residual,
-                         std::size_t row, Repaired& out, Sums& sums) {
-  for (std::size_t i = 0; i < row; ++i) {
-    const bool finite = std::isfinite(grad[i]);
-    if (!finite) ++sums.non_finite;
-    out.x[i] = finite ? scaled(grad[i], pass.reciprocal) : 0.0F;
-    if (residual != nullptr) {
-      out.value[i] = accumulated(pass.decay * residual[i], out.x[i]);
-    } else {
-      out.value[i] = finite ? out.x[i] : grad[i] * pass.reciprocal;
-    }
-  }
-}
 
 // For a mask of up to 8 lanes, the lanes that are set, in order. Highway 1.0.3 has such tables,
 // too, but as local constants that g++ copies to the stack for every vector: 10 times slower.
@@ -100,9 +81,9 @@ using VI = hn::Vec<DI>;
 using MI = hn::Mask<DI>;
 
 constexpr std::size_t kLanes = hn::MaxLanes(DF());
-// Entries between two looks for candidates: as many as registers hold.
+// Entries between two looks for trouble: as many as registers hold.
 constexpr std::size_t kRow = kLanes >= 16 ? 64 : 32;
-static_assert(kRow <= kLongestRow && kRow % kVirtualLanes == 0 && kBlock % kRow == 0);
+static_assert(kRow % kVirtualLanes == 0 && kWord % kRow == 0);
 constexpr std::size_t kVectors = kRow / kLanes;        // of one row
 constexpr std::size_t kSums = kVirtualLanes / kLanes;  // accumulators of one sum
 static_assert(kLanes <= kSlack);
@@ -130,68 +111,147 @@ HWY_INLINE V Pack(D d, V v, MI keep) {
 
 // Appends the lanes in `keep`; writes a whole vector, so kSlack must lie behind the room.
 HWY_INLINE void Append(VF value, VI index, MI keep, Candidates& to) {
-  hn::StoreU(Pack(DF(), value, keep), DF(), to.value + to.count);
-  hn::StoreU(Pack(DI(), index, keep), DI(), reinterpret_cast<std::int32_t*>(to.index + to.count));
-  to.count += hn::CountTrue(DI(), keep);
+  const std::size_t count = hn::CountTrue(DI(), keep);
+  const VF values = Pack(DF(), value, keep);
+  const VI indices = Pack(DI(), index, keep);
+  auto* const at = reinterpret_cast<std::int32_t*>(to.index + to.count);
+  if (kLanes == 16 && count <= 8) {
+    const hn::Half<DF> df;
+    const hn::Half<DI> di;
+    hn::StoreU(hn::LowerHalf(df, values), df, to.value + to.count);
+    hn::StoreU(hn::LowerHalf(di, indices), di, at);
+  } else {
+    hn::StoreU(values, DF(), to.value + to.count);
+    hn::StoreU(indices, DI(), at);
+  }
+  to.count += count;
 }
 
-// One row of a pass. A non-finite entry or an overflow makes the result larger than any finite
-// float, so that one comparison finds candidates and trouble alike; only then is it stored.
-template <bool kResidual, bool kScaled>
-HWY_INLINE void Row(const Pass& pass, const float* HWY_RESTRICT grad, float* HWY_RESTRICT residual,
-                    std::size_t at, std::uint32_t above, Candidates& to, Sums& sums,
-                    VF (&gradient_sum)[kSums], VF (&total_sum)[kSums]) {
+// One bit for each lane, the first one lowest.
+HWY_INLINE std::uint64_t Bits(MI mask) {
+  std::uint8_t bytes[8] = {};
+  hn::StoreMaskBits(DI(), mask, bytes);
+  return kLanes > 8 ? std::uint64_t{bytes[0]} | std::uint64_t{bytes[1]} << 8U : bytes[0];
+}
+
+// A row that holds a NaN, an infinity or an overflow, done again.
+struct Repaired {
+  float x[kRow];      // adds to the gradient's norm
+  float value[kRow];  // the result, or a candidate that is not finite
+};
+template <bool kResidual>
+HWY_NOINLINE void Repair(const Pass& pass, const float* grad, const float* residual, Repaired& out,
+                         Sums& sums) {
   const DF d;
   const DI di;
-  const VI gate = Signed(std::min(above, kLargestFinite));
+  const VI largest = Signed(kLargestFinite), infinity = Signed(kLargestFinite + 1);
+  const auto clamp = [&](VF v) {  // of infinities; NaN stays
+    const auto infinite = hn::RebindMask(d, hn::Eq(Magnitude(v), infinity));
+    return hn::IfThenElse(infinite, hn::CopySign(hn::BitCast(d, largest), v), v);
+  };
+  for (std::size_t i = 0; i < kRow; i += kLanes) {
+    const VF g = hn::LoadU(d, grad + i);
+    const MI bad = hn::Gt(Magnitude(g), largest);
+    const VF product = hn::Mul(g, hn::Set(d, pass.reciprocal));
+    const VF x = hn::IfThenZeroElse(hn::RebindMask(d, bad), clamp(product));
+    sums.non_finite += hn::CountTrue(di, bad);
+    hn::StoreU(x, d, out.x + i);
+    VF value = hn::IfThenElse(hn::RebindMask(d, bad), product, x);
+    if constexpr (kResidual) {
+      value = clamp(hn::Add(hn::Mul(hn::LoadU(d, residual + i), hn::Set(d, pass.decay)), x));
+      value = hn::IfThenZeroElse(hn::RebindMask(d, hn::Gt(Magnitude(value), infinity)), value);
+    }
+    hn::StoreU(value, d, out.value + i);
+  }
+}
+
+// One row of a pass. Returns its candidates, as bits; `values` gets the results.
+template <bool kResidual, bool kScaled>
+HWY_INLINE std::uint64_t Row(const Pass& pass, const float* HWY_RESTRICT grad,
+                             float* HWY_RESTRICT values, std::uint32_t above, Sums& sums,
+                             VF (&gradient_sum)[kSums], VF (&total_sum)[kSums]) {
+  const DF d;
+  const DI di;
+  const VI threshold = Signed(above);
   VF x[kVectors], value[kVectors];
-  MI any = hn::Gt(gate, gate);
+  VI largest = Signed(0);
+  std::uint64_t candidates = 0;
 #pragma GCC unroll 16
   for (std::size_t v = 0; v < kVectors; ++v) {
     x[v] = hn::LoadU(d, grad + v * kLanes);
     if constexpr (kScaled) x[v] = hn::Mul(x[v], hn::Set(d, pass.reciprocal));
     value[v] = x[v];
     if constexpr (kResidual) {
-      VF r = hn::LoadU(d, residual + v * kLanes);
+      VF r = hn::LoadU(d, values + v * kLanes);
       if constexpr (kScaled) r = hn::Mul(r, hn::Set(d, pass.decay));
       value[v] = hn::Add(r, x[v]);
     }
-    any = hn::Or(any, hn::Gt(Magnitude(value[v]), gate));
+    const VI magnitude = Magnitude(value[v]);
+    largest = hn::Max(largest, magnitude);
+    candidates |= Bits(hn::Gt(magnitude, threshold)) << v * kLanes;
   }
-  if (!hn::AllFalse(di, any)) {
-    MI trouble = hn::Gt(gate, gate);
+  // What is not finite in the gradient, or overflows, is larger than any finite float here.
+  if (HWY_UNLIKELY(!hn::AllFalse(di, hn::Gt(largest, Signed(kLargestFinite))))) {
+    Repaired good;
+    Repair<kResidual>(pass, grad, values, good, sums);
+    candidates = 0;
 #pragma GCC unroll 16
     for (std::size_t v = 0; v < kVectors; ++v) {
-      trouble = hn::Or(trouble, hn::Gt(Magnitude(value[v]), Signed(kLargestFinite)));
-    }
-    if (HWY_UNLIKELY(!hn::AllFalse(di, trouble))) {
-      Repaired good;
-      repair(pass, grad, kResidual ? residual : nullptr, kRow, good, sums);
-#pragma GCC unroll 16
-      for (std::size_t v = 0; v < kVectors; ++v) {
-        x[v] = hn::LoadU(d, good.x + v * kLanes);
-        value[v] = hn::LoadU(d, good.value + v * kLanes);
-      }
-    }
-    const VI threshold = Signed(above);
-#pragma GCC unroll 16
-    for (std::size_t v = 0; v < kVectors; ++v) {
-      const MI keep = hn::Gt(kResidual ? Magnitude(value[v]) : Order(value[v]), threshold);
-      // Vectors append whatever there is: cheaper than a branch that is often mispredicted.
-      if (kLanes < 4 && hn::AllFalse(di, keep)) continue;
-      const VI index = hn::Iota(di, static_cast<std::int32_t>(static_cast<Index>(at + v * kLanes)));
-      Append(value[v], index, keep, to);
+      x[v] = hn::LoadU(d, good.x + v * kLanes);
+      value[v] = hn::LoadU(d, good.value + v * kLanes);
+      candidates |= Bits(hn::Gt(Order(value[v]), threshold)) << v * kLanes;
     }
   }
 #pragma GCC unroll 16
   for (std::size_t v = 0; v < kVectors; ++v) {
     VF& g = gradient_sum[v % kSums];
     g = hn::Add(g, hn::Mul(x[v], x[v]));
+    if constexpr (kResidual || kScaled) hn::StoreU(value[v], d, values + v * kLanes);
     if constexpr (kResidual) {
-      hn::StoreU(value[v], d, residual + v * kLanes);
       VF& t = total_sum[v % kSums];
       t = hn::Add(t, hn::Mul(value[v], value[v]));
     }
+  }
+  return candidates;
+}
+
+// Appends the candidates of a block that starts at entry `at`: bits [kBlock / kWord] words, of
+// which those in `filled` are not zero. A few at a time are written whether they are there or not:
+// cheaper than a branch that is often mispredicted.
+HWY_INLINE void AppendBlock(const std::uint64_t* bits, std::uint32_t filled, const float* value,
+                            Index at, Candidates& to) {
+  for (; filled != 0; filled &= filled - 1) {
+    const auto w = static_cast<std::size_t>(std::countr_zero(filled));
+    std::uint64_t word = bits[w];
+    const auto count = static_cast<std::size_t>(std::popcount(word));
+    const float* const from = value + w * kWord;
+    const Index first = at + static_cast<Index>(w * kWord);
+    if (count > 8) {
+#pragma GCC unroll 16
+      for (std::size_t v = 0; v < kWord; v += kLanes) {
+        const std::uint64_t lanes = word >> v;
+        const std::uint8_t bytes[8] = {static_cast<std::uint8_t>(lanes),
+                                       static_cast<std::uint8_t>(lanes >> 8U)};
+        Append(hn::LoadU(DF(), from + v),
+               hn::Iota(DI(), static_cast<std::int32_t>(first + static_cast<Index>(v))),
+               hn::LoadMaskBits(DI(), bytes), to);
+      }
+      continue;
+    }
+    Index* const index = to.index + to.count;
+    float* const out = to.value + to.count;
+    to.count += count;
+    const auto write = [&](std::size_t e) HWY_ATTR {
+      const auto bit = static_cast<Index>(std::countr_zero(word)) % Index{kWord};
+      index[e] = first + bit;
+      out[e] = from[bit];
+      word &= word - 1;
+    };
+#pragma GCC unroll 2
+    for (std::size_t e = 0; e < 2; ++e) write(e);
+    if (count <= 2) continue;
+#pragma GCC unroll 6
+    for (std::size_t e = 2; e < 8; ++e) write(e);
   }
 }
 
@@ -257,30 +317,44 @@ template <bool kResidual, bool kScaled>
 HWY_INLINE std::size_t CollectAs(const Pass& pass, std::size_t first, std::uint32_t above,
                                  Candidates& candidates, Sums& sums) {
   Candidates to = candidates;  // local, so that stores through it need not be seen by others
-  float widened[kBlock];
+  float widened[kBlock], made[kBlock];
   std::size_t at = first;
   for (; at < pass.n && to.count + kBlock <= to.room; at += kBlock) {
-    const std::size_t end = std::min(at + kBlock, pass.n);
-    const float* const block = BlockOf(pass, at, end, widened);
+    const std::size_t size = std::min(kBlock, pass.n - at);
+    const std::size_t padded = (size + kWord - 1) / kWord * kWord;
+    const float* grad = BlockOf(pass, at, at + size, widened);
+    float* values = kResidual ? pass.residual + at : made;
+    if (size < padded) {  // zeros fill the last word: never candidates, nothing to a norm
+      if (grad != widened) std::copy_n(grad, size, widened);
+      std::fill(widened + size, widened + padded, 0.0F);
+      grad = widened;
+      if constexpr (kResidual) {
+        std::copy_n(values, size, made);
+        std::fill(made + size, made + padded, 0.0F);
+        values = made;
+      }
+    }
     VF gradient_sum[kSums], total_sum[kSums];
 #pragma GCC unroll 16
     for (std::size_t v = 0; v < kSums; ++v) gradient_sum[v] = total_sum[v] = hn::Zero(DF());
-    std::size_t i = at;
-    for (; i + kRow <= end; i += kRow) {
-      Row<kResidual, kScaled>(pass, block + (i - at), kResidual ? pass.residual + i : nullptr, i,
-                              above, to, sums, gradient_sum, total_sum);
+    std::uint64_t bits[kBlock / kWord];
+    std::uint32_t filled = 0;
+    for (std::size_t i = 0; i < padded; i += kWord) {
+      std::uint64_t word = 0;
+#pragma GCC unroll 2
+      for (std::size_t row = 0; row < kWord; row += kRow) {
+        word |= Row<kResidual, kScaled>(pass, grad + i + row, values + i + row, above, sums,
+                                        gradient_sum, total_sum)
+                << row;
+      }
+      bits[i / kWord] = word;
+      filled |= static_cast<std::uint32_t>(word != 0) << i / kWord;
     }
-    if (i < end) {  // zeros fill the last row: they are never candidates and add nothing to a norm
-      const std::size_t rest = end - i;
-      float grad[kRow] = {}, residual[kRow] = {};
-      std::copy_n(block + (i - at), rest, grad);
-      if constexpr (kResidual) std::copy_n(pass.residual + i, rest, residual);
-      Row<kResidual, kScaled>(pass, grad, residual, i, above, to, sums, gradient_sum, total_sum);
-      if constexpr (kResidual) std::copy_n(residual, rest, pass.residual + i);
-    }
-    sums.gradient += BlockNorm2(block, end - at, pass.reciprocal, gradient_sum);
+    AppendBlock(bits, filled, kResidual || kScaled ? values : grad, static_cast<Index>(at), to);
+    sums.gradient.add(BlockNorm2(grad, size, pass.reciprocal, gradient_sum));
     if constexpr (kResidual) {
-      sums.total += BlockNorm2(pass.residual + at, end - at, 1.0F, total_sum);
+      sums.total.add(BlockNorm2(values, size, 1.0F, total_sum));
+      if (values == made) std::copy_n(made, size, pass.residual + at);
     }
   }
   candidates.count = to.count;
@@ -334,13 +408,14 @@ Bracket BracketOf(const float* x, std::size_t n, std::uint32_t low, std::uint32_
   return result;
 }
 
-void KeepAbove(Candidates& candidates, std::uint32_t cut, std::size_t ties) {
+void KeepAbove(const Candidates& from, std::uint32_t cut, std::size_t ties, Candidates& into) {
   const DF d;
   const DI di;
   const VI vcut = Signed(cut);
-  Candidates to = candidates;
+  const Candidates candidates = from;  // `from` and `into` may be one
+  Candidates to = into;
   to.count = 0;
-  // In place: a vector is written at or before where it was read.
+  // In place, a vector is written at or before where it was read.
   for (std::size_t i = 0; i < candidates.count; i += kLanes) {
     if (i + kLanes <= candidates.count) {
       const VF value = hn::LoadU(d, candidates.value + i);
@@ -368,7 +443,7 @@ void KeepAbove(Candidates& candidates, std::uint32_t cut, std::size_t ties) {
       ++to.count;
     }
   }
-  candidates.count = to.count;
+  into.count = to.count;
 }
 
 std::int64_t RunningTarget() { return HWY_TARGET; }
@@ -408,8 +483,8 @@ Bracket bracket(const float* x, std::size_t n, std::uint32_t low, std::uint32_t 
   return HWY_DYNAMIC_DISPATCH(BracketOf)(x, n, low, high, middle);
 }
 
-void keep_above(Candidates& candidates, std::uint32_t cut, std::size_t ties) {
-  HWY_DYNAMIC_DISPATCH(KeepAbove)(candidates, cut, ties);
+void keep_above(const Candidates& candidates, std::uint32_t cut, std::size_t ties, Candidates& to) {
+  HWY_DYNAMIC_DISPATCH(KeepAbove)(candidates, cut, ties, to);
 }
 
 std::int64_t compiled_targets() noexcept { return HWY_TARGETS; }

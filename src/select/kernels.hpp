@@ -9,6 +9,7 @@
 #include <limits>
 #include <string_view>
 
+#include "half.hpp"
 #include "skim/types.hpp"
 
 namespace skim::kernels {
@@ -46,31 +47,38 @@ struct Candidates {
   std::size_t count = 0, room = 0;
 };
 
-struct Sums {
-  double gradient = 0.0;         // |grad / scale|^2 over the finite entries
-  double total = 0.0;            // |residual|^2 after the addition
-  std::uint64_t non_finite = 0;  // entries of grad
+// A sum of squares, block by block: those of a group in order, then the groups in order, so that
+// others who add up groups at the same time (a GPU) get the same bits.
+class Norm2 {
+ public:
+  static constexpr std::size_t kGroup = 256;  // blocks
+  void add(double block) noexcept {
+    group_ += block;
+    if (++blocks_ % kGroup == 0) {
+      groups_ += group_;
+      group_ = 0.0;
+    }
+  }
+  operator double() const noexcept { return groups_ + group_; }  // NOLINT: it is that number
+
+ private:
+  double groups_ = 0.0, group_ = 0.0;  // of whole groups; of the open one
+  std::size_t blocks_ = 0;
 };
 
-// The float that the bits of a half or a bfloat16 stand for, exactly; NaN stays NaN.
-inline float from_f16(std::uint16_t h) noexcept {
-  const std::uint32_t magnitude = h & 0x7fffU, sign = (h & 0x8000U) << 16U;
-  // Shifted into place, the exponent is 127 - 15 too small, for subnormal halves as well.
-  std::uint32_t bits =
-      std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude << 13U) * 0x1p112F);
-  if (magnitude >= 0x7c00U) bits |= 0x7f800000U;
-  return std::bit_cast<float>(bits | sign);
-}
-inline float from_bf16(std::uint16_t b) noexcept {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(b) << 16U);
-}
+// Of the blocks so far; part of the state of a pass that goes on.
+struct Sums {
+  Norm2 gradient;                // |grad / scale|^2 over the finite entries
+  Norm2 total;                   // |residual|^2 after the addition
+  std::uint64_t non_finite = 0;  // entries of grad
+};
 
 // One pass over a gradient: residual = decay * residual + grad / scale if there is a residual, and
 // a candidate for each result above a threshold (in order()).
 //
 // Sums are the same bit for bit on every target: 32 virtual lanes add squares in float over a
-// block, lanes add up as a tree, blocks add up in double; a block whose squares over- or underflow
-// in float is done again in double.
+// block, lanes add up as a tree, blocks add up in double as Norm2 has it; a block whose squares
+// over- or underflow in float is done again in double, entry by entry.
 struct Pass {
   const void* grad = nullptr;
   DType type = DType::f32;    // of grad
@@ -80,11 +88,7 @@ struct Pass {
   std::size_t n = 0;
 
   // An entry of grad, as a float.
-  float gradient(std::size_t i) const noexcept {
-    if (type == DType::f32) return static_cast<const float*>(grad)[i];
-    const std::uint16_t bits = static_cast<const std::uint16_t*>(grad)[i];
-    return type == DType::f16 ? from_f16(bits) : from_bf16(bits);
-  }
+  float gradient(std::size_t i) const noexcept { return entry(type, grad, i); }
 };
 // Goes on at `first`, stops at n or before a block that might not find room; returns where.
 // Requires: first is a multiple of kBlock.
@@ -105,8 +109,12 @@ struct Bracket {
 Bracket bracket(const float* x, std::size_t n, std::uint32_t low, std::uint32_t high,
                 std::uint32_t* middle);
 
-// Keeps the candidates above `cut` and the first `ties` that equal it.
-void keep_above(Candidates& candidates, std::uint32_t cut, std::size_t ties);
+// Copies the candidates above `cut` and the first `ties` that equal it to `to`: other arrays,
+// kSlack longer than that, or the same.
+void keep_above(const Candidates& candidates, std::uint32_t cut, std::size_t ties, Candidates& to);
+inline void keep_above(Candidates& candidates, std::uint32_t cut, std::size_t ties) {
+  keep_above(candidates, cut, ties, candidates);
+}
 
 // For tests: bits of Highway's targets that were compiled, and the one that runs now.
 std::int64_t compiled_targets() noexcept;

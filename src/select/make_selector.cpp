@@ -100,18 +100,65 @@ float magnitude_of(std::uint32_t order) {
 }  // namespace selectors
 
 std::span<const std::string_view> select_algo_names() noexcept {
-  static constexpr std::array<std::string_view, 1> kNames = {"exact"};
+  static constexpr std::array<std::string_view, 12> kNames = {"exact",
+                                                              "gaussian",
+                                                              "gaussian-two-sided",
+                                                              "gaussian-one-sided",
+                                                              "dgc",
+                                                              "redsync",
+                                                              "redsync-trim",
+                                                              "sidco",
+                                                              "mstopk",
+                                                              "threshold",
+                                                              "randomk",
+                                                              "blocktopk"};
   return kNames;
 }
 
-std::unique_ptr<Selector> make_selector(const SelectOptions& options) {
+namespace {
+
+std::unique_ptr<Selector> make_rule(const SelectOptions& options) {
   switch (options.algo) {
     case SelectAlgo::exact:
       return selectors::make_exact();
+    case SelectAlgo::gaussian:
+      return selectors::make_gaussian();
+    case SelectAlgo::gaussian_two_sided:
+      return selectors::make_published_gaussian(true);
+    case SelectAlgo::gaussian_one_sided:
+      return selectors::make_published_gaussian(false);
+    case SelectAlgo::dgc:
+      return selectors::make_dgc(options.seed);
+    case SelectAlgo::redsync:
+      return selectors::make_redsync(false);
+    case SelectAlgo::redsync_trim:
+      return selectors::make_redsync(true);
+    case SelectAlgo::sidco:
+      return selectors::make_sidco(options.stages);
+    case SelectAlgo::mstopk:
+      return selectors::make_mstopk(options.seed);
+    case SelectAlgo::threshold:
+      return selectors::make_threshold(options.threshold);
+    case SelectAlgo::randomk:
+      return selectors::make_randomk(options.seed);
+    case SelectAlgo::blocktopk:
+      return selectors::make_blocktopk(options.block);
   }
   throw_invalid(
       "options.algo", __FILE__, __LINE__,
       "select: unknown algorithm (" + std::to_string(static_cast<unsigned>(options.algo)) + ")");
+}
+
+}  // namespace
+
+std::unique_ptr<Selector> make_selector(const SelectOptions& options) {
+  SKIM_EXPECTS(options.threshold >= 0.0F, "select: threshold must be >= 0 (threshold=" +
+                                              std::to_string(options.threshold) + ")");
+  SKIM_EXPECTS(options.block > 0, "select: block must be > 0");
+  SKIM_EXPECTS(options.stages >= 0,
+               "select: stages must be >= 0 (stages=" + std::to_string(options.stages) + ")");
+  std::unique_ptr<Selector> rule = make_rule(options);
+  return options.per_parameter ? selectors::make_per_parameter(std::move(rule)) : std::move(rule);
 }
 
 void split_top_k(const SparseView& s, std::size_t k, SparseBuffer& kept, SparseBuffer& dropped,

@@ -12,8 +12,19 @@
 
 namespace skim::selectors {
 
-// One maker per file of rules; make_selector is the one switch over them.
+// make_selector is the one switch over these.
 std::unique_ptr<Selector> make_exact();
+std::unique_ptr<Selector> make_gaussian();
+std::unique_ptr<Selector> make_published_gaussian(bool two_sided);
+std::unique_ptr<Selector> make_dgc(std::uint64_t seed);
+std::unique_ptr<Selector> make_redsync(bool trim);
+std::unique_ptr<Selector> make_sidco(int stages);
+std::unique_ptr<Selector> make_mstopk(std::uint64_t seed);
+std::unique_ptr<Selector> make_threshold(float threshold);
+std::unique_ptr<Selector> make_randomk(std::uint64_t seed);
+std::unique_ptr<Selector> make_blocktopk(std::size_t block);
+// Selects by `rule` inside every parameter of a bucket.
+std::unique_ptr<Selector> make_per_parameter(std::unique_ptr<Selector> rule);
 
 // The preconditions of Selector::select. Throws: InvalidArgument.
 void check(const SelectTask& task);
@@ -33,5 +44,7 @@ Cut cut_of(std::span<std::uint32_t> orders, std::size_t k);
 Cut cut_of(const float* value, std::size_t n, std::size_t k, std::vector<std::uint32_t>& scratch);
 
 float magnitude_of(std::uint32_t order);
+
+constexpr std::size_t bytes_of(DType type) noexcept { return type == DType::f32 ? 4 : 2; }
 
 }  // namespace skim::selectors

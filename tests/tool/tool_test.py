@@ -107,6 +107,12 @@ class Usage(Case):
         self.assert_ok(done)
         self.assertEqual(done.stdout, f"skim {os.environ['SKIM_VERSION']}\n")
 
+    def test_tasks_of_srun_without_mpi_are_refused(self):
+        alone = {name: value for name, value in os.environ.items() if not name.startswith("PMI")}
+        done = train("--steps", "1", env={**alone, "SLURM_STEP_NUM_TASKS": "2"})
+        self.assert_refused(done, "srun started 2 tasks", "--mpi=pmix")
+        self.assert_ok(train("--steps", "1", env={**alone, "SLURM_STEP_NUM_TASKS": "1"}))
+
     def test_unknown_things_are_named_and_the_valid_ones_listed(self):
         self.assert_refused(skim("trian"), "trian", "train")
         self.assert_refused(train("--bogus"), "--bogus")
@@ -115,6 +121,10 @@ class Usage(Case):
         self.assert_refused(train("--exchange", "psync"), "psync", "gtopk")
         self.assert_refused(train("--compare", "dense,psync"), "psync", "gtopk")
         self.assert_refused(train("--compare", "gtopk:much"), "much")
+        self.assert_refused(train("--select", "best"), "best", "exact", "blocktopk")
+        self.assert_refused(train("--compare", "gtopk:0.01:best"), "best", "exact", "blocktopk")
+        self.assert_refused(train("--compare", "gtopk::exact"), "''", "no density")
+        self.assert_refused(train("--select-seeds", "other"), "other", "same", "own")
 
     def test_values_out_of_range(self):
         for density in ["0", "-0.1", "1.5", "nan"]:
@@ -124,6 +134,19 @@ class Usage(Case):
         self.assert_refused(train("--lr", "fast"), "--lr", "fast")
         self.assert_refused(train("--density-warmup", "0.5,x"), "--density-warmup", "'x'")
         self.assert_refused(train("--resume"), "--checkpoint")
+        self.assert_refused(train("--select", "threshold"), "--select-threshold > 0")
+        self.assert_refused(train("--compare", "gtopk:0.01:threshold"), "--select-threshold > 0")
+        self.assert_refused(train("--select-threshold", "-1"), "--select-threshold", "> 0")
+        self.assert_refused(train("--select-block", "0"), "--select-block", "> 0")
+        self.assert_refused(train("--select-stages", "none"), "--select-stages", "none")
+        self.assert_refused(train("--momentum-correction", "1"), "--momentum-correction", "[0, 1)")
+        self.assert_refused(train("--nesterov-correction"), "--momentum-correction > 0")
+        self.assert_refused(train("--no-factor-masking"), "--momentum-correction > 0")
+        self.assert_refused(train("--local-clip", "-2"), "--local-clip", ">= 0")
+        self.assert_refused(train("--residual-decay", "1.5"), "--residual-decay", "[0, 1]")
+        for option in ["--momentum-correction", "--residual-decay"]:
+            self.assert_refused(train(option, "0.5", "--feedback", "none"), option,
+                                "--feedback residual")
         self.assert_refused(train("--batch", "1000"), "512")
         self.assert_refused(train("--model", "lstm"), "lstm")
 
@@ -137,6 +160,14 @@ class Usage(Case):
         # The command line goes before the file.
         self.assert_ok(train("--config", config, "--steps", 3, "--summary", summary))
         self.assertEqual(json.loads(summary.read_text())[0]["steps"], 3)
+        config.write_text('select = "randomk"\nselect-seeds = "own"\nper-layer = true\n'
+                          'momentum-correction = 0.5\nno-factor-masking = true\nlocal-clip = 2.0\n'
+                          'residual-decay = 0.75\nmodel = "linear"\nsteps = 2\n')
+        self.assert_ok(train("--config", config, "--summary", summary))
+        run = json.loads(summary.read_text())[0]
+        self.assertEqual([run[key] for key in ["select", "per_layer", "momentum_correction",
+                                               "local_clip", "residual_decay"]],
+                         ["randomk", True, 0.5, 2.0, 0.75])
         config.write_text("modle = 'linear'\n")
         self.assert_refused(train("--config", config), "modle")
 
@@ -189,6 +220,73 @@ class Runs(Case):
         for name in runs:
             self.assertIn(name, done.stdout)
 
+    def test_every_selector(self):
+        help_text = " ".join(skim("train", "--help").stdout.split())
+        names = re.search(r"how entries are chosen: ([a-z0-9, -]+) \[exact\]", help_text).group(1)
+        names = names.split(", ")
+        self.assertGreaterEqual(len(names), 12)
+        summary = self.dir / "s.json"
+        runs = ["dense", *(f"allgather:0.05:{name}" for name in names), "allgather:0.05"]
+        done = train("--ranks", 2, "--model", "mlp-64", "--steps", 12, "--bucket-mb", 0,
+                     "--select-threshold", 0.01, "--select-block", 500, "--select-stages", 2,
+                     "--compare", ",".join(runs), "--summary", summary)
+        self.assert_ok(done)
+        results = json.loads(summary.read_text())
+        self.assertEqual([r["run"] for r in results], runs)
+        self.assertEqual([r["select"] for r in results], ["exact", *names, "exact"])
+        for run in results[1:]:
+            self.assertIn(run["run"], done.stdout)
+            self.assertLess(run["train_loss"], 2.4, run["run"])
+            self.assertGreater(run["sent_bytes_per_step"], 8 * 64)
+            self.assertLess(run["sent_bytes_per_step"], results[0]["sent_bytes_per_step"])
+        by_name = dict(zip(names, results[1:]))
+        self.assertEqual(by_name["exact"]["train_loss"], results[-1]["train_loss"])
+        self.assertNotEqual(by_name["randomk"]["train_loss"], results[-1]["train_loss"])
+
+    def test_seeds_of_random_selection(self):
+        n, k = 50890, 508
+        received = {}
+        for seeds in ["same", "own"]:
+            metrics = self.dir / seeds
+            self.assert_ok(train("--ranks", 3, "--model", "mlp-64", "--steps", 3, "--bucket-mb", 0,
+                                 "--exchange", "allgather", "--density", 0.01, "--select",
+                                 "randomk", "--select-seeds", seeds, "--metrics", metrics))
+            steps = [line for line in lines(metrics) if "k" in line]
+            self.assertEqual([s["k"] for s in steps], [k] * 3)
+            received[seeds] = [s["received_entries"] for s in steps]
+        for same, own in zip(received["same"], received["own"]):
+            self.assertLessEqual(same, k)
+            self.assertGreater(own, 1.5 * same)
+
+    def test_local_options_change_the_run_as_they_should(self):
+        def losses(*arguments):
+            metrics = self.dir / "m.jsonl"
+            self.assert_ok(train("--ranks", 2, "--model", "mlp-64", "--steps", 6, "--bucket-mb", 0,
+                                 "--metrics", metrics, *arguments))
+            return [line["loss"] for line in lines(metrics) if "k" in line]
+
+        sparse = ["--exchange", "allgather", "--density", 0.05]
+        plain = losses(*sparse)
+        dense = losses("--exchange", "dense")
+        momentum = ["--momentum-correction", 0.9]
+        runs = [plain, dense]
+        for arguments in [momentum, [*momentum, "--nesterov-correction"],
+                          [*momentum, "--no-factor-masking"], ["--local-clip", 0.5],
+                          ["--residual-decay", 0.5], ["--per-layer"]]:
+            changed = losses(*sparse, *arguments)
+            self.assertEqual(changed[0], plain[0])
+            self.assertNotIn(changed, runs)
+            runs.append(changed)
+        self.assertEqual(losses(*sparse, "--local-clip", 1e6, "--residual-decay", 1), plain)
+        # Delivered whole and masked in every step, the velocity is the gradient.
+        self.assertEqual(losses("--exchange", "dense", *momentum), dense)
+        # Without masks it is the optimizer's momentum, but for rounding.
+        ours = losses("--exchange", "dense", *momentum, "--no-factor-masking")
+        theirs = losses("--exchange", "dense", "--momentum", 0.9)
+        self.assertNotEqual(ours, dense)
+        for a, b in zip(ours, theirs):
+            self.assertAlmostEqual(a, b, places=4)
+
     def test_dash_is_standard_output_and_people_read_standard_error(self):
         done = train("--ranks", 2, "--model", "linear", "--steps", 3, "--summary", "-")
         self.assert_ok(done)
@@ -234,6 +332,17 @@ class Runs(Case):
                               capture_output=True, text=True, timeout=LIMIT, env=environment)
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("momentum is 0.0 there and 0.5 on rank 0", done.stderr)
+        other = self.dir / "skim"  # the same program, but for its version
+        program = pathlib.Path(TOOL).read_bytes()
+        version = os.environ["SKIM_VERSION"].encode()
+        changed = program.replace(version, version[:-1] + b"9")
+        self.assertNotEqual(changed, program)
+        other.write_bytes(changed)
+        other.chmod(0o755)
+        done = subprocess.run([mpirun, "-n", "1", *rank, ":", "-n", "1", other, *rank[1:]],
+                              capture_output=True, text=True, timeout=LIMIT, env=environment)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("rank 1 runs with another version or command line: version is", done.stderr)
         done = subprocess.run([mpirun, "-n", "2", *rank, "--ranks", "3"], capture_output=True,
                               text=True, timeout=LIMIT, env=environment)
         self.assertNotEqual(done.returncode, 0)
@@ -296,6 +405,22 @@ class Checkpoints(Case):
                 self.assertEqual(self.timeless(metrics), expected)
                 self.assertTrue(self.state(folder) == residuals, "the residuals differ")
 
+    def test_local_options_resume_bit_identically(self):
+        arguments = ["--momentum-correction", 0.8, "--nesterov-correction", "--local-clip", 1,
+                     "--residual-decay", 0.9, "--per-layer", "--select", "gaussian"]
+        expected, residuals = self.straight(*arguments)
+        metrics, folder = self.dir / "m.jsonl", self.dir / "parted"
+        arguments += ["--metrics", metrics, "--checkpoint", folder]
+        self.assert_ok(train(*self.RUN, *arguments, "--steps", 11))
+        self.assert_ok(train(*self.RUN, *arguments, "--resume"))
+
+        def steps(all_lines):
+            return [line for line in all_lines if "k" in line]
+
+        self.assertEqual(len(steps(expected)), 24)
+        self.assertEqual(steps(self.timeless(metrics)), steps(expected))
+        self.assertTrue(self.state(folder) == residuals, "the residuals differ")
+
     def test_another_number_of_ranks_goes_on(self):
         self.straight()
         done = train(*self.RUN, "--ranks", 3, "--steps", 30, "--checkpoint", self.dir / "straight",
@@ -311,6 +436,8 @@ class Checkpoints(Case):
         folder = self.dir / "straight"
         again = [*self.RUN, "--checkpoint", folder, "--resume"]
         self.assert_refused(train(*again, "--momentum", 0.5), "momentum", "0.9", "0.5", status=1)
+        self.assert_refused(train(*again, "--local-clip", 3), "local_clip", "0.0", "3.0", status=1)
+        self.assert_refused(train(*again, "--select", "randomk"), "exact", "randomk", status=1)
         self.assert_refused(train(*self.RUN, "--checkpoint", self.dir / "none", "--resume"),
                             "no checkpoint", status=1)
         newest = folder / (folder / "latest").read_text().strip()

@@ -1,0 +1,152 @@
+// What benchmarks of selection time: one rank's step without the exchange, and the bare passes that
+// it is compared with.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <new>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "bench/cases.hpp"
+#include "skim/feedback.hpp"
+#include "skim/select.hpp"
+
+namespace skim::bench {
+
+// The bare passes. Plain loops: 16 bytes at a time reach more of the memory's rate than wider ones.
+inline void add(float* __restrict r, const float* __restrict g, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) r[i] += g[i];
+}
+// The same traffic as STREAM's triad in place, which gives the memory's rate.
+inline void triad(float* __restrict a, const float* __restrict b, float scale, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) a[i] = b[i] + scale * a[i];
+}
+inline void add_and_clear(float* __restrict r, float* __restrict g, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) {
+    r[i] += g[i];
+    g[i] = 0.0F;
+  }
+}
+
+// Not initialised; aligned as a framework's tensors are.
+class AlignedFloats {
+ public:
+  explicit AlignedFloats(std::size_t n)
+      : data_(static_cast<float*>(std::aligned_alloc(64, (n / 16 + 1) * 64)), &std::free), n_(n) {
+    if (!data_) throw std::bad_alloc();
+  }
+  std::span<float> span() const noexcept { return {data_.get(), n_}; }
+
+ private:
+  std::unique_ptr<float, decltype(&std::free)> data_;
+  std::size_t n_;
+};
+
+// One bucket of n entries, from entry `first` of the gradients on.
+class LocalStep {
+ public:
+  // Two residuals in one arena: that of the step, and that of the bare passes, so that both lie in
+  // the same kind of memory. Requires: first + n <= gradients.n(); gradients outlives this.
+  LocalStep(std::unique_ptr<Selector> selector, const Gradients& gradients, std::size_t first,
+            std::size_t n, std::size_t k)
+      : selector_(std::move(selector)), gradients_(gradients), first_(first), k_(k), grad_(n) {
+    feedback_.set_layout(std::vector<Bucket>{{0, {{"step", 0, n}}}, {1, {{"bare", 0, n}}}});
+    nothing_.reset(n);
+  }
+
+  // Not timed: the gradient of step t, as backward leaves it.
+  void load(std::uint64_t t) {
+    step_ = t;
+    gradients_.write(t, first_, grad_.span());
+  }
+  // residual += gradient, the selection, and residual -= selection.
+  SelectReport select() {
+    const SelectReport report = selector_->select(
+        {{step_, 0}, grad_.span(), feedback_.residual(0), feedback_.layout(0), {k_}}, out_);
+    feedback_.commit(0, out_.view(), nothing_.view());
+    feedback_.end_step();
+    return report;
+  }
+  // The gradient becomes the sum over the ranks, of which there is one here.
+  void apply() { scatter(out_.view(), 1.0F, grad_.span()); }
+
+  void bare() { add(feedback_.residual(1).data, grad_.span().data(), grad_.span().size()); }
+  void triad() {
+    bench::triad(feedback_.residual(1).data, grad_.span().data(), 0.5F, grad_.span().size());
+  }
+  void bare_local() {
+    add_and_clear(feedback_.residual(1).data, grad_.span().data(), grad_.span().size());
+  }
+
+  // What the residual will be once the loaded gradient is added to it.
+  std::vector<float> accumulated() {
+    const std::span<const float> r = feedback_.residual(0).span();
+    std::vector<float> sum(r.begin(), r.end());
+    for (std::size_t i = 0; i < sum.size(); ++i) {
+      if (const float g = grad_.span()[i]; std::isfinite(g)) sum[i] += g;
+    }
+    return sum;
+  }
+  SparseView selection() const { return out_.view(); }
+  std::size_t k() const { return k_; }
+
+ private:
+  std::unique_ptr<Selector> selector_;
+  const Gradients& gradients_;
+  std::size_t first_, k_;
+  std::uint64_t step_ = 0;
+  AlignedFloats grad_;
+  ErrorFeedback feedback_;
+  SparseBuffer out_, nothing_;
+};
+
+// What is wrong with a selection whatever the rule, in words; empty: nothing. `accumulated` is the
+// residual before anything is taken out.
+inline std::string wrong_entries(std::span<const float> accumulated, const SparseView& out,
+                                 float threshold) {
+  if (!is_canonical(out) || out.dim != accumulated.size()) return "the indices are not canonical";
+  float least = out.nnz() > 0 ? std::numeric_limits<float>::infinity() : 0.0F;
+  for (std::size_t e = 0; e < out.nnz(); ++e) {
+    if (accumulated[out.index[e]] != out.value[e]) {
+      return "a wrong value at " + std::to_string(out.index[e]);
+    }
+    least = std::min(least, std::abs(out.value[e]));
+  }
+  if (least != threshold) {
+    return "the threshold is " + std::to_string(threshold) + ", the smallest entry " +
+           std::to_string(least);
+  }
+  return {};
+}
+
+// What is wrong with one that should be the k largest. O(n), without sorting: the threshold must be
+// the k-th magnitude.
+inline std::string not_the_largest(std::span<const float> accumulated, std::size_t k,
+                                   const SparseView& out, float threshold) {
+  std::size_t above = 0, equal = 0, non_zero = 0, above_kept = 0;
+  for (const float v : accumulated) {
+    const float m = std::abs(v);
+    above += m > threshold ? 1U : 0U;
+    equal += m == threshold ? 1U : 0U;
+    non_zero += m != 0.0F ? 1U : 0U;
+  }
+  for (const float v : out.value) above_kept += std::abs(v) > threshold ? 1U : 0U;
+  if (out.nnz() != std::min(k, non_zero)) {
+    return "selected " + std::to_string(out.nnz()) + " entries, expected " +
+           std::to_string(std::min(k, non_zero));
+  }
+  if (above_kept != above || (out.nnz() > 0 && above + equal < out.nnz())) {
+    return "of " + std::to_string(above) + " entries above the threshold " +
+           std::to_string(above_kept) + " are selected";
+  }
+  return {};
+}
+
+}  // namespace skim::bench

@@ -1,0 +1,101 @@
+// What top-k loses: the published bounds, closed forms for two distributions, and measures of a
+// gradient to hold against them. For experiments; no part of the data path.
+//
+// u is what is selected from, residual plus gradient, of length d; k entries of it are kept, and
+// kappa = k / d in [0, 1]. Top_k(u) holds the k entries of largest magnitude, Rand_k(u) k entries
+// chosen at random. "ratio" is |u - Top_k(u)|^2 / |u|^2: what stays behind, 0 for u = 0.
+//
+// Shi: S. Shi, X. Chu, K. C. Cheung, S. See, "Understanding Top-k Sparsification in Distributed
+//      Deep Learning", arXiv 1911.08772, 2019.
+//
+// All functions are pure and may be called from any thread. Throws: InvalidArgument for an argument
+// outside its range, and for NaN or infinity in u.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace skim::analysis {
+
+// ---- bounds on the ratio ------------------------------------------------------------------------
+
+// 1 - kappa: for every u; what Rand_k leaves behind on average. Equality for top-k where all
+// magnitudes are equal. S. Stich, J. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", arXiv
+// 1809.07599, Lemma A.1.
+double general_bound(double kappa);
+
+// (1 - kappa)^2: where the squared magnitudes, sorted, are convex; Shi's bound for bell-shaped u.
+// Fails for magnitudes that gather away from 0, such as signs.
+double bell_bound(double kappa);
+
+// (1 - kappa)^3: where the density of |u| does not increase, as of any u that is symmetric about 0
+// with its one mode there. Reached by the uniform distribution. Derived: the sorted magnitudes are
+// then convex, so they lie above their chord through k and d to the left of k, and below it to the
+// right; the chord alone gives the ratio ((d - k) / d)^3. It holds for the distribution; a sample
+// of d entries strays from it by noise of order 1 / sqrt(d).
+double unimodal_bound(double kappa);
+
+// delta = (2 k d - k^2) / d^2, the contraction of bell_bound: ratio <= 1 - delta (Shi).
+// Requires: k <= d, d > 0.
+double bell_contraction(std::size_t k, std::size_t d);
+
+// ---- the ratio of a distribution, as d grows (derived) ------------------------------------------
+
+// Normal with mean 0: 1 - (kappa + 2 z phi(z)), where P(N > z) = kappa / 2 and phi is the density.
+double normal_ratio(double kappa);
+
+// Laplace with mean 0: 1 - kappa (1 + tau + tau^2 / 2), tau = ln(1 / kappa).
+double laplace_ratio(double kappa);
+
+// ---- convergence --------------------------------------------------------------------------------
+
+// Bounds min over t <= T of E|grad f(x_t)|^2, for SGD with error feedback at step size
+// 1 / sqrt(T + 1):
+//   (2 (f(x_0) - f*) + L s2) / sqrt(T + 1) + 4 L^2 s2 (1 - delta) / (delta^2 (T + 1))
+// S. P. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error Feedback Fixes SignSGD and other
+// Gradient Compression Schemes", arXiv 1901.09847, Theorem II, at that step size (derived).
+struct Convergence {
+  double gap = 0.0;            // f(x_0) - f*, >= 0
+  double smoothness = 0.0;     // L, >= 0
+  double second_moment = 0.0;  // s2: of |g|, bounds E|g|^2, >= 0
+  double delta = 1.0;          // contraction of the compression, in (0, 1]
+  double steps = 0.0;          // T, >= 0
+};
+double convergence_bound(const Convergence& c);
+
+// ---- measures of u ------------------------------------------------------------------------------
+
+// The ratio, summed in double; which of equal magnitudes are kept makes no difference to it.
+// Requires: k <= d. Cost: O(d), a copy of u.
+double top_k_ratio(std::span<const float> u, std::size_t k);
+
+// Of the entries as a population: std divides by d. Skewness and excess kurtosis are 0 for the
+// normal distribution (the Laplace distribution has 0 and 3), and where std is 0.
+struct Moments {
+  double mean = 0.0, std = 0.0, skewness = 0.0, excess_kurtosis = 0.0;
+};
+Moments moments(std::span<const float> u);  // requires: u not empty
+
+// Counts in bins of equal width: bin b holds [edge(b), edge(b + 1)), the last one `high` too.
+struct Histogram {
+  double low = 0.0, high = 0.0;
+  std::uint64_t below = 0, above = 0;  // outside [low, high]
+  std::vector<std::uint64_t> count;
+
+  double edge(std::size_t b) const;  // b in [0, count.size()]
+};
+// Requires: low < high, bins > 0.
+Histogram histogram(std::span<const float> u, double low, double high, std::size_t bins);
+// [bins + 1] the fraction of entries below each edge, at the last one also of those that equal it.
+// Requires: at least one entry was counted.
+std::vector<double> cumulative(const Histogram& h);
+
+// How far |u| is from a density that does not increase, the assumption of unimodal_bound: the
+// largest distance between its cumulative distribution and the least concave function above that,
+// in [0, 1). Near 0: bell-shaped magnitudes, up to noise of order 1 / sqrt(d). Entries that are 0
+// agree with the assumption. (The estimate is U. Grenander's, 1956.) Cost: O(d log d).
+double distance_from_unimodal(std::span<const float> u);
+
+}  // namespace skim::analysis

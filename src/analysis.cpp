@@ -1,0 +1,202 @@
+// Bounds, closed forms and measures of skim/analysis.hpp.
+#include "skim/analysis.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <numeric>
+#include <string>
+
+#include "normal.hpp"
+#include "skim/error.hpp"
+
+namespace skim::analysis {
+namespace {
+
+void expect_fraction(double kappa, const char* function) {
+  SKIM_EXPECTS(
+      kappa >= 0.0 && kappa <= 1.0,
+      std::string(function) + ": kappa = k / d must be in [0, 1], got " + std::to_string(kappa));
+}
+
+void expect_finite(std::span<const float> u, const char* function) {
+  for (std::size_t i = 0; i < u.size(); ++i) {
+    SKIM_EXPECTS(std::isfinite(u[i]), std::string(function) + ": u[" + std::to_string(i) + "] is " +
+                                          std::to_string(u[i]) + ", expected finite entries");
+  }
+}
+
+double sum_of_squares(std::span<const float> x) {
+  double sum = 0.0;
+  for (const float v : x) sum += double{v} * double{v};
+  return sum;
+}
+
+}  // namespace
+
+double general_bound(double kappa) {
+  expect_fraction(kappa, "general_bound");
+  return 1.0 - kappa;
+}
+
+double bell_bound(double kappa) {
+  expect_fraction(kappa, "bell_bound");
+  return (1.0 - kappa) * (1.0 - kappa);
+}
+
+double unimodal_bound(double kappa) {
+  expect_fraction(kappa, "unimodal_bound");
+  return (1.0 - kappa) * (1.0 - kappa) * (1.0 - kappa);
+}
+
+double bell_contraction(std::size_t k, std::size_t d) {
+  SKIM_EXPECTS(d > 0 && k <= d, "bell_contraction: k must be <= d, and d > 0 (k=" +
+                                    std::to_string(k) + ", d=" + std::to_string(d) + ")");
+  const double kappa = static_cast<double>(k) / static_cast<double>(d);
+  return kappa * (2.0 - kappa);
+}
+
+double normal_ratio(double kappa) {
+  expect_fraction(kappa, "normal_ratio");
+  if (kappa == 0.0) return 1.0;
+  const double z = normal_upper_quantile(0.5 * kappa);
+  const double density = std::exp(-0.5 * z * z) / std::sqrt(2.0 * std::numbers::pi);
+  return 1.0 - (kappa + 2.0 * z * density);
+}
+
+double laplace_ratio(double kappa) {
+  expect_fraction(kappa, "laplace_ratio");
+  if (kappa == 0.0) return 1.0;
+  const double tau = -std::log(kappa);
+  return 1.0 - kappa * (1.0 + tau + 0.5 * tau * tau);
+}
+
+double convergence_bound(const Convergence& c) {
+  SKIM_EXPECTS(c.delta > 0.0 && c.delta <= 1.0,
+               "convergence_bound: delta must be in (0, 1], got " + std::to_string(c.delta));
+  SKIM_EXPECTS(c.gap >= 0.0 && c.smoothness >= 0.0 && c.second_moment >= 0.0 && c.steps >= 0.0,
+               "convergence_bound: gap, smoothness, second_moment and steps must be >= 0");
+  const double iterates = c.steps + 1.0;
+  const double noise = c.smoothness * c.second_moment;
+  return (2.0 * c.gap + noise) / std::sqrt(iterates) +
+         4.0 * c.smoothness * noise * (1.0 - c.delta) / (c.delta * c.delta * iterates);
+}
+
+double top_k_ratio(std::span<const float> u, std::size_t k) {
+  SKIM_EXPECTS(k <= u.size(), "top_k_ratio: k must be <= d (k=" + std::to_string(k) +
+                                  ", d=" + std::to_string(u.size()) + ")");
+  expect_finite(u, "top_k_ratio");
+  const double total = sum_of_squares(u);
+  if (total == 0.0) return 0.0;
+  std::vector<float> sorted(u.begin(), u.end());
+  const auto kept_end = sorted.begin() + static_cast<std::ptrdiff_t>(k);
+  std::nth_element(sorted.begin(), kept_end, sorted.end(),
+                   [](float a, float b) { return std::abs(a) > std::abs(b); });
+  // The rest is summed itself: total less kept would cancel.
+  return sum_of_squares({kept_end, sorted.end()}) / total;
+}
+
+Moments moments(std::span<const float> u) {
+  SKIM_EXPECTS(!u.empty(), "moments: u is empty");
+  expect_finite(u, "moments");
+  const auto d = static_cast<double>(u.size());
+  Moments m;
+  m.mean = std::accumulate(u.begin(), u.end(), 0.0) / d;
+  double second = 0.0, third = 0.0, fourth = 0.0;
+  for (const float v : u) {
+    const double x = double{v} - m.mean;
+    second += x * x;
+    third += x * x * x;
+    fourth += x * x * x * x;
+  }
+  const double variance = second / d;
+  m.std = std::sqrt(variance);
+  if (variance > 0.0) {
+    m.skewness = third / d / (variance * m.std);
+    m.excess_kurtosis = fourth / d / (variance * variance) - 3.0;
+  }
+  return m;
+}
+
+double Histogram::edge(std::size_t b) const {
+  const auto bins = static_cast<double>(count.size());
+  return b == count.size() ? high : low + (high - low) * (static_cast<double>(b) / bins);
+}
+
+Histogram histogram(std::span<const float> u, double low, double high, std::size_t bins) {
+  SKIM_EXPECTS(std::isfinite(low) && std::isfinite(high) && low < high && bins > 0,
+               "histogram: low must be < high, and bins > 0 (low=" + std::to_string(low) +
+                   ", high=" + std::to_string(high) + ", bins=" + std::to_string(bins) + ")");
+  expect_finite(u, "histogram");
+  Histogram h{.low = low, .high = high, .below = 0, .above = 0, .count = {}};
+  h.count.assign(bins, 0);
+  const double per_width = static_cast<double>(bins) / (high - low);
+  for (const float v : u) {
+    if (v < low) {
+      ++h.below;
+    } else if (v > high) {
+      ++h.above;
+    } else {
+      std::size_t b = std::min(bins - 1, static_cast<std::size_t>((v - low) * per_width));
+      // The product is rounded; the edges are what counts.
+      while (b > 0 && v < h.edge(b)) --b;
+      while (b + 1 < bins && v >= h.edge(b + 1)) ++b;
+      ++h.count[b];
+    }
+  }
+  return h;
+}
+
+std::vector<double> cumulative(const Histogram& h) {
+  std::vector<std::uint64_t> below{h.below};
+  for (const std::uint64_t c : h.count) below.push_back(below.back() + c);
+  const std::uint64_t total = below.back() + h.above;
+  SKIM_EXPECTS(total > 0, "cumulative: the histogram has no entries");
+  std::vector<double> fractions;
+  fractions.reserve(below.size());
+  for (const std::uint64_t c : below) {
+    fractions.push_back(static_cast<double>(c) / static_cast<double>(total));
+  }
+  return fractions;
+}
+
+double distance_from_unimodal(std::span<const float> u) {
+  expect_finite(u, "distance_from_unimodal");
+  std::vector<float> x(u.size());
+  std::ranges::transform(u, x.begin(), [](float v) { return std::abs(v); });
+  std::ranges::sort(x);
+  // The points of the empirical distribution: (value, number of entries at most it).
+  struct Point {
+    double x = 0.0, count = 0.0;
+  };
+  std::vector<Point> points{{0.0, 0.0}};
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    if (double{x[i]} > points.back().x) points.push_back({x[i], 0.0});
+    points.back().count = static_cast<double>(i + 1);
+  }
+  // Their upper hull is the least concave majorant.
+  std::vector<std::size_t> hull;
+  for (std::size_t p = 0; p < points.size(); ++p) {
+    const auto is_below_chord = [&](const Point& a, const Point& b, const Point& c) {
+      return (b.x - a.x) * (c.count - a.count) >= (c.x - a.x) * (b.count - a.count);
+    };
+    while (hull.size() >= 2 &&
+           is_below_chord(points[hull[hull.size() - 2]], points[hull.back()], points[p])) {
+      hull.pop_back();
+    }
+    hull.push_back(p);
+  }
+  // The distribution jumps at its points: the distance is largest just before one.
+  double largest = 0.0;
+  for (std::size_t h = 1; h < hull.size(); ++h) {
+    const Point& a = points[hull[h - 1]];
+    const Point& b = points[hull[h]];
+    const double slope = (b.count - a.count) / (b.x - a.x);
+    for (std::size_t p = hull[h - 1] + 1; p <= hull[h]; ++p) {
+      largest = std::max(largest, a.count + slope * (points[p].x - a.x) - points[p - 1].count);
+    }
+  }
+  return x.empty() ? 0.0 : largest / static_cast<double>(x.size());
+}
+
+}  // namespace skim::analysis

@@ -1,0 +1,270 @@
+// Internal: `exact` and `gaussian` on a CUDA device: what to ask of the kernel, and what to make of
+// its report. The selection itself is in cuda_kernels.cuh. Tests put an emulated device in the
+// engine's place.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "select/cuda_kernels.cuh"
+#include "select/fit.hpp"
+#include "select/rule.hpp"
+#include "skim/error.hpp"
+
+namespace skim::cuda {
+
+// Runs select_entries on one device.
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  // The device and stream of what follows. Throws: InvalidArgument if there is no such device, or
+  // the engine has worked on another one.
+  virtual void use(int ordinal, void* stream) = 0;
+  // Room for run(), so that it takes no memory. Throws: Error.
+  virtual void reserve(std::size_t n, std::size_t k, std::size_t most) = 0;
+  // Waits for the kernel. Throws: Error. Requires: pass.n > 0, and room.
+  virtual const Report& run(const kernels::Pass& pass, const Wanted& wanted) = 0;
+  // The kept indices, then the kept values, of the last run.
+  virtual const std::uint32_t* body() const = 0;
+
+  // Candidates settle near k; the constant makes every entry of a small bucket one, if need be.
+  static std::size_t room(std::size_t n, std::size_t k) { return std::min(2 * k + 65536, n); }
+};
+
+// The course of a step, for both rules.
+class CudaSelector : public Selector {
+ public:
+  CudaSelector(SelectAlgo algo, std::unique_ptr<Engine> engine)
+      : algo_(algo), engine_(std::move(engine)) {}
+  std::string_view name() const noexcept final {
+    return select_algo_names()[static_cast<std::size_t>(algo_)];
+  }
+  SelectReport select(const SelectTask& task, SparseBuffer& out) final;
+
+ protected:
+  // Runs the engine until the entries are there. Returns the report of the run that accumulated.
+  // Requires: n > 0.
+  virtual Report pick(const SelectTask& task) = 0;
+  // Takes note of a selection; least: the order of its smallest entry, 0 if there is none.
+  virtual void learn(const SelectTask& task, std::size_t kept, std::uint32_t least) = 0;
+  virtual std::size_t most(std::size_t n, std::size_t k) const = 0;  // entries that are kept
+
+  Report run(const Wanted& wanted) {
+    const Report report = engine_->run(pass_, wanted);
+    passes_ += report.dense != 0 ? 6 : 1;  // three histograms, a count and the writing more
+    kept_ = report.kept;
+    return report;
+  }
+  std::uint32_t floor_ = 0;  // entries up to this order are never kept: keep.threshold, zeros
+
+ private:
+  static void check(const SelectTask& task);
+
+  SelectAlgo algo_;
+  std::unique_ptr<Engine> engine_;
+  kernels::Pass pass_;
+  int passes_ = 0;
+  std::size_t kept_ = 0;
+};
+
+inline void CudaSelector::check(const SelectTask& task) {
+  SKIM_EXPECTS(task.grad.device == Device::cuda,
+               "select: the gradient must be on a CUDA device; this selector is for those");
+  SKIM_EXPECTS(task.residual.empty() || task.residual.device == Device::cuda,
+               "select: the residual must be on a CUDA device, as the gradient");
+  SelectTask same = task;  // everything else is as on the CPU
+  same.grad.device = same.residual.device = Device::cpu;
+  selectors::check(same);
+  const auto aligned = [](const void* p, std::size_t to) {
+    return reinterpret_cast<std::uintptr_t>(p) % to == 0;
+  };
+  SKIM_EXPECTS(aligned(task.grad.data, task.grad.dtype == DType::f32 ? 4 : 2) &&
+                   aligned(task.residual.data, 4),
+               "select: gradient and residual must be aligned to their types");
+}
+
+inline SelectReport CudaSelector::select(const SelectTask& task, SparseBuffer& out) {
+  check(task);
+  engine_->use(task.grad.ordinal, task.grad.stream);
+  const std::size_t n = task.grad.n, k = task.keep.k;
+  if (n > 0) engine_->reserve(n, k, most(n, k));
+  out.reset(n);
+  out.reserve(most(n, k));
+  if (n == 0) return {};
+  pass_ = selectors::accumulation(task);
+  floor_ = task.keep.threshold > 0.0F ? std::bit_cast<std::uint32_t>(task.keep.threshold) - 1 : 0;
+  passes_ = 0;
+  const Report report = pick(task);
+
+  out.resize(kept_);
+  if (kept_ > 0) {
+    std::memcpy(out.indices().data(), engine_->body(), kept_ * sizeof(Index));
+    std::memcpy(out.values().data(), engine_->body() + kept_, kept_ * sizeof(float));
+  }
+  const float* const values = out.values().data();
+  const std::uint32_t least = kept_ > 0 ? kernels::smallest(values, kept_) : 0;
+  if (k > 0) learn(task, kept_, least);
+  return {.threshold = kept_ > 0 ? selectors::magnitude_of(least) : 0.0F,
+          .passes = passes_,
+          .kept_norm2 = kernels::norm2(values, kept_),
+          .total_norm2 = report.norms.total,
+          .gradient_norm2 = report.norms.gradient,
+          .non_finite = report.non_finite};
+}
+
+// What `exact` remembers of a slot. Unlike on the CPU, candidates cost next to nothing, and a
+// second look at all entries much: the margin settles where they are 1.25 to 2 times k.
+struct Carried {
+  std::uint64_t n = 0, k = 0;
+  float threshold = 0.0F;  // the k-th magnitude; 0: there was none
+  float margin = 0.04F;    // the next pass starts this fraction below it
+
+  static constexpr float kLeastMargin = 0.001F, kLargestMargin = 0.5F;
+
+  // The order above which entries become candidates of the next step; 0: not known.
+  std::uint32_t start(std::size_t next_n, std::size_t next_k) const {
+    if (next_n != n || threshold == 0.0F) return 0;
+    float t = threshold * (1.0F - margin);
+    // Exact where k falls as 1/t^2; lighter tails give more candidates.
+    if (next_k > k) t *= std::sqrt(static_cast<float>(k) / static_cast<float>(next_k));
+    return kernels::order(t);
+  }
+  void adapt(std::size_t found, std::size_t wanted) {
+    const double ratio = static_cast<double>(found) / static_cast<double>(wanted);
+    const float change = ratio < 1.0 ? 2.0F : ratio < 1.25 ? 1.25F : ratio > 2.0 ? 0.8F : 1.0F;
+    margin = std::clamp(change * margin, kLeastMargin, kLargestMargin);
+  }
+
+  template <class Self, class F>
+  static void each(Self& self, F f) {
+    f(self.n);
+    f(self.k);
+    f(self.threshold);
+    f(self.margin);
+  }
+  bool valid() const {
+    return n <= std::numeric_limits<Index>::max() && k <= n && std::isfinite(threshold) &&
+           threshold >= 0.0F && margin >= kLeastMargin && margin <= kLargestMargin;
+  }
+};
+
+class CudaExact final : public CudaSelector {
+ public:
+  explicit CudaExact(std::unique_ptr<Engine> engine)
+      : CudaSelector(SelectAlgo::exact, std::move(engine)) {}
+  void save(std::ostream& out) const override { carried_.save(out, kMagic); }
+  void load(std::istream& in) override { carried_.load(in, kMagic); }
+
+ private:
+  static constexpr std::string_view kMagic = "SKIMCUDA";
+
+  std::size_t most(std::size_t, std::size_t k) const override { return k; }
+
+  Report pick(const SelectTask& task) override {
+    const std::size_t n = task.grad.n, k = task.keep.k;
+    Wanted wanted{.k = static_cast<std::uint32_t>(k),
+                  .most = static_cast<std::uint32_t>(k),
+                  .floor = floor_,
+                  .above = kernels::kAboveAll};
+    if (k == 0) return run(wanted);
+    Carried& carried = carried_[task.id.slot];
+    const std::uint32_t last = carried.start(n, k);
+    wanted.above = std::max(floor_, last);
+    if (last == 0) wanted.sample_rank = sample_rank(n, k);
+    const Report report = run(wanted);
+    if (last > floor_) carried.adapt(report.found, k);
+    return report;
+  }
+
+  void learn(const SelectTask& task, std::size_t kept, std::uint32_t least) override {
+    Carried& carried = carried_[task.id.slot];
+    carried.n = task.grad.n;
+    carried.k = task.keep.k;
+    const bool is_kth = kept == carried.k && least <= kernels::kLargestFinite;
+    carried.threshold = is_kth ? selectors::magnitude_of(least) : 0.0F;
+  }
+
+  // Of a sample's orders, the one that about k of n entries, and hardly ever fewer, will pass; 0 if
+  // a sample cannot tell.
+  static std::uint32_t sample_rank(std::size_t n, std::size_t k) {
+    if (n < 4 * std::size_t{kSample}) return 0;
+    // Of the k largest the sample holds x, with a deviation below sqrt(x).
+    const double x = double{kSample} / static_cast<double>(n) * static_cast<double>(k);
+    const double rank = x + 4.0 * std::sqrt(x) + 5.0;
+    return rank <= double{kSample} ? static_cast<std::uint32_t>(rank) : 0;
+  }
+
+  selectors::PerSlot<Carried> carried_;
+};
+
+// As in gaussian.cpp.
+class CudaGaussian final : public CudaSelector {
+ public:
+  explicit CudaGaussian(std::unique_ptr<Engine> engine)
+      : CudaSelector(SelectAlgo::gaussian, std::move(engine)) {}
+  void save(std::ostream& out) const override { fits_.save(out, kMagic); }
+  void load(std::istream& in) override { fits_.load(in, kMagic); }
+
+ private:
+  static constexpr std::string_view kMagic = "SKIMGAUS";
+
+  static std::size_t least(std::size_t k) { return (2 * k + 2) / 3; }
+  std::size_t most(std::size_t n, std::size_t k) const override { return std::min(4 * k / 3, n); }
+
+  Report pick(const SelectTask& task) override {
+    const std::size_t n = task.grad.n, k = task.keep.k;
+    std::uint32_t above = kernels::kAboveAll;
+    Wanted wanted{.k = static_cast<std::uint32_t>(k),
+                  .most = static_cast<std::uint32_t>(most(n, k)),
+                  .floor = floor_,
+                  .above = above,
+                  .falls_back = false};
+    if (k == 0) return run(wanted);
+    const selectors::Fit& fit = fits_[task.id.slot];
+    // A little more than k: too many cost less than too few.
+    const double count = static_cast<double>(k) + 2.0 * std::sqrt(static_cast<double>(k));
+    const double z = selectors::Fit::quantile(std::min(count, static_cast<double>(n)), n);
+    if (fit.n == n) above = selectors::order_of(fit.deviation * z);
+    wanted.above = std::max(above, floor_);
+    const Report first = run(wanted);
+    if (first.found >= least(k) || above <= floor_) return first;
+
+    double deviation = std::sqrt(first.norms.total / static_cast<double>(n));
+    if (first.found > 0)
+      deviation = std::min(deviation, selectors::Fit::deviation_of(above, first.found, n));
+    const std::uint32_t lower = selectors::order_of(deviation * z);
+    above = lower < above ? lower : 0;
+    wanted.accumulates = false;
+    wanted.above = std::max(above, floor_);
+    if (run(wanted).found < least(k) && above > floor_) {
+      wanted.above = floor_;
+      run(wanted);
+    }
+    return first;
+  }
+
+  void learn(const SelectTask& task, std::size_t kept, std::uint32_t order) override {
+    const std::size_t n = task.grad.n;
+    fits_[task.id.slot] = {
+        n, kept < least(task.keep.k) ? 0.0 : selectors::Fit::deviation_of(order, kept, n)};
+  }
+
+  selectors::PerSlot<selectors::Fit> fits_;
+};
+
+inline std::unique_ptr<Selector> make_rule(const SelectOptions& options,
+                                           std::unique_ptr<Engine> engine) {
+  SKIM_EXPECTS(!options.per_parameter, "select: per_parameter is for the CPU only");
+  if (options.algo == SelectAlgo::exact) return std::make_unique<CudaExact>(std::move(engine));
+  SKIM_EXPECTS(options.algo == SelectAlgo::gaussian,
+               "select: on a CUDA device there are `exact` and `gaussian` only");
+  return std::make_unique<CudaGaussian>(std::move(engine));
+}
+
+}  // namespace skim::cuda

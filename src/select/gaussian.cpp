@@ -1,0 +1,112 @@
+// Gaussian_k: the threshold that a fitted normal distribution gives, in its robust form and in the
+// two published ones. S. Shi, X. Chu, K. C. Cheung, S. See, "Understanding Top-k Sparsification in
+// Distributed Deep Learning", arXiv 1911.08772.
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "normal.hpp"
+#include "select/fit.hpp"
+#include "select/rule.hpp"
+
+namespace skim {
+namespace {
+
+using selectors::Fit;
+using selectors::order_of;
+using selectors::Rule;
+
+// Robust form, derived: the accumulating pass collects above the threshold of the last fit. Too
+// many candidates are cut to k; too few cost a pass with a fit to this step's entries and, where
+// these are far from normal, a last one from zero, which cannot fail.
+class Gaussian final : public Rule {
+ public:
+  Gaussian() : Rule(SelectAlgo::gaussian) {}
+  void save(std::ostream& out) const override { fits_.save(out, kMagic); }
+  void load(std::istream& in) override { fits_.load(in, kMagic); }
+
+ private:
+  static constexpr std::string_view kMagic = "SKIMGAUS";
+
+  Room room(std::size_t n, std::size_t k) const override { return room_for(n, k); }
+
+  void pick(const SelectTask& task) override {
+    const std::size_t n = task.grad.n, k = task.keep.k;
+    const std::size_t least = (2 * k + 2) / 3, most = 4 * k / 3;
+    Fit& fit = fits_[task.id.slot];
+    // A little more than k: too many cost less than too few.
+    const double wanted = static_cast<double>(k) + 2.0 * std::sqrt(static_cast<double>(k));
+    const double z = Fit::quantile(std::min(wanted, static_cast<double>(n)), n);
+
+    std::uint32_t above = fit.n == n ? order_of(fit.deviation * z) : kernels::kAboveAll;
+    accumulate(above);
+    if (candidates_.count < least && above > floor_) {
+      double deviation = std::sqrt(norm2() / static_cast<double>(n));
+      if (const std::size_t found = candidates_.count; found > 0) {
+        deviation = std::min(deviation, Fit::deviation_of(above, found, n));
+      }
+      const std::uint32_t lower = order_of(deviation * z);
+      above = lower < above ? lower : 0;
+      collect(above);
+      if (candidates_.count < least && above > floor_) collect(0);
+    }
+    // Where room ran out on the way, the count says nothing of how many passed.
+    if (candidates_.count > most || (pruned_ && candidates_.count > k)) keep_largest(k);
+    const std::size_t kept = candidates_.count;
+    fit.n = n;
+    fit.deviation =
+        kept < least ? 0.0 : Fit::deviation_of(kernels::smallest(candidates_.value, kept), kept, n);
+  }
+
+  selectors::PerSlot<Fit> fits_;
+};
+
+// As published: from the mean and the deviation of this step's entries, then at most three rounds
+// that halve the threshold or raise it by half. What was counted last is sent, however much it is.
+class PublishedGaussian final : public Rule {
+ public:
+  explicit PublishedGaussian(bool two_sided)
+      : Rule(two_sided ? SelectAlgo::gaussian_two_sided : SelectAlgo::gaussian_one_sided),
+        two_sided_(two_sided) {}
+
+ private:
+  void pick(const SelectTask& task) override {
+    const std::size_t k = task.keep.k;
+    const double n = static_cast<double>(task.grad.n);
+    accumulate();
+    const double mean = moments().sum / n;
+    const double variance = n > 1.0 ? std::max(0.0, norm2() - n * mean * mean) / (n - 1.0) : 0.0;
+    const double tail = static_cast<double>(k) / n;
+    const double threshold =
+        mean + std::sqrt(variance) * normal_upper_quantile(two_sided_ ? 0.5 * tail : tail);
+
+    // All that three rounds can come to: round r, after u raises, counts factor r (r + 1) / 2 + u.
+    constexpr std::array kFactors = {1.0, 0.5, 1.5, 0.25, 0.75, 2.25};
+    std::array<std::uint32_t, kFactors.size()> orders;
+    std::array<std::size_t, kFactors.size()> counts;
+    for (std::size_t f = 0; f < orders.size(); ++f) orders[f] = order_of(threshold * kFactors[f]);
+    count_above(orders, counts);
+    std::size_t at = 0;
+    for (std::size_t round = 0; round < 2; ++round) {
+      if (3 * counts[at] < 2 * k) {
+        at += round + 1;
+      } else if (3 * counts[at] > 4 * k) {
+        at += round + 2;
+      } else {
+        break;
+      }
+    }
+    collect(orders[at]);
+  }
+
+  bool two_sided_;
+};
+
+}  // namespace
+
+std::unique_ptr<Selector> selectors::make_gaussian() { return std::make_unique<Gaussian>(); }
+std::unique_ptr<Selector> selectors::make_published_gaussian(bool two_sided) {
+  return std::make_unique<PublishedGaussian>(two_sided);
+}
+
+}  // namespace skim

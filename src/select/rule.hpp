@@ -1,0 +1,155 @@
+// Internal: what every rule but `exact` shares: the course of a step, chance, and saved state.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "select/selectors.hpp"
+#include "select/statistics.hpp"
+#include "state.hpp"
+
+namespace skim::selectors {
+
+// A rule is one function, pick(); select() checks, prepares and reports around it.
+class Rule : public Selector {
+ public:
+  explicit Rule(SelectAlgo algo) noexcept : algo_(algo) {}
+  std::string_view name() const noexcept final;
+  SelectReport select(const SelectTask& task, SparseBuffer& out) final;
+
+ protected:
+  struct Room {
+    std::size_t candidates;  // more of them drop to the k largest; n: as many as there are
+    std::size_t orders;      // entries that keep_largest() or a sample looks at
+  };
+  // For rules of at most about k entries: pruning, O(k), frees room for k more (see exact.cpp).
+  static Room room_for(std::size_t n, std::size_t k);
+
+  virtual Room room(std::size_t n, std::size_t) const { return {n, 0}; }
+  // Preconditions of its own. Throws: InvalidArgument.
+  virtual void require(const SelectTask&) const {}
+  // Calls accumulate() once, after anything that may throw, and leaves its selection, ascending and
+  // without zeros, in candidates_. Requires: 0 < k <= n.
+  virtual void pick(const SelectTask& task) = 0;
+
+  // Dense passes. Candidates become the entries above a threshold and above keep.threshold.
+  void accumulate(std::uint32_t above = kernels::kAboveAll);  // the gradient to the residual
+  void collect(std::uint32_t above);                          // again, from the result
+  kernels::Moments moments();
+  void count_above(std::span<const std::uint32_t> above, std::span<std::size_t> counts);
+
+  // Leaves the k largest candidates, ties to the lower index. Returns the order of the k-th.
+  // Requires: 0 < k <= count.
+  std::uint32_t keep_largest(std::size_t k);
+  // The values of the candidates, for kernels.
+  kernels::Pass candidate_values() const noexcept {
+    return {.grad = candidates_.value, .n = candidates_.count};
+  }
+  // |values|^2 over the finite ones.
+  double norm2() const noexcept { return pass_.residual == nullptr ? sums_.gradient : sums_.total; }
+
+  std::vector<std::uint32_t> orders_;  // scratch
+  kernels::Candidates candidates_;
+  kernels::Pass pass_;    // the accumulation
+  kernels::Pass values_;  // reads its result, once that is done
+  kernels::Sums sums_;
+  std::uint32_t floor_ = 0;  // entries up to this order are never candidates: keep.threshold, zeros
+  int passes_ = 0;
+  bool pruned_ = false;  // the last pass dropped candidates for want of room
+
+ private:
+  void collect_all(const kernels::Pass& pass, std::uint32_t above, kernels::Sums& sums);
+
+  SelectAlgo algo_;
+  std::size_t k_ = 0;
+  // Never shrunk, and not initialised: pages that are never written cost no memory.
+  std::unique_ptr<Index[]> index_;
+  std::unique_ptr<float[]> value_;
+  std::size_t held_ = 0;
+};
+
+// A threshold as an order. Not above 0, or NaN: everything but zeros passes.
+std::uint32_t order_of(double threshold) noexcept;
+
+// The same numbers on every machine for the same seed, step and slot: SplitMix64 (G. Steele, D.
+// Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
+class Random {
+ public:
+  Random(std::uint64_t seed, StepId id) noexcept : state_(seed) {
+    state_ = next() ^ id.step;
+    state_ = next() ^ id.slot;
+  }
+  // Uniform in [0, bound), exactly (D. Lemire, "Fast Random Integer Generation in an Interval",
+  // 2019). Requires: 0 < bound < 2^32.
+  std::size_t below(std::size_t bound) noexcept {
+    const std::uint64_t rejected = (std::uint64_t{1} << 32U) % bound;
+    std::uint64_t product = 0;
+    do {
+      product = (next() >> 32U) * bound;
+    } while ((product & 0xffffffffU) < rejected);
+    return static_cast<std::size_t>(product >> 32U);
+  }
+
+ private:
+  std::uint64_t next() noexcept {
+    state_ += 0x9e3779b97f4a7c15U;
+    std::uint64_t z = state_;
+    z = (z ^ (z >> 30U)) * 0xbf58476d1ce4e5b9U;
+    z = (z ^ (z >> 27U)) * 0x94d049bb133111ebU;
+    return z ^ (z >> 31U);
+  }
+  std::uint64_t state_;
+};
+
+// What a rule remembers of every slot. State has each(state, f), which calls f for every field, and
+// valid(). Saved as a section (state.hpp): number of slots; for each, ascending: slot, fields.
+template <class State>
+class PerSlot {
+ public:
+  State& operator[](Slot slot) { return states_[slot]; }
+
+  void save(std::ostream& out, std::string_view magic) const {
+    SectionWriter section(out, magic, kVersion);
+    section.put(static_cast<std::uint64_t>(states_.size()));
+    for (const auto& [slot, state] : states_) {
+      section.put(slot);
+      State::each(state, [&](const auto& field) { section.put(field); });
+    }
+    section.end();
+  }
+  // Throws: StateError (nothing changed).
+  void load(std::istream& in, std::string_view magic) {
+    SectionReader section(in, "select: the saved thresholds", magic, kVersion);
+    const auto slots = section.get<std::uint64_t>();
+    std::map<Slot, State> loaded;
+    for (std::uint64_t s = 0; s < slots; ++s) {
+      const auto slot = section.get<Slot>();
+      State state;
+      State::each(state, [&](auto& field) {
+        field = section.template get<std::remove_reference_t<decltype(field)>>();
+      });
+      if (!state.valid() || (!loaded.empty() && loaded.rbegin()->first >= slot)) {
+        section.fail("slot " + std::to_string(slot) + " is damaged");
+      }
+      loaded.emplace_hint(loaded.end(), slot, state);
+    }
+    section.end();
+    states_ = std::move(loaded);
+  }
+
+ private:
+  static constexpr std::uint32_t kVersion = 1;
+  std::map<Slot, State> states_;
+};
+
+}  // namespace skim::selectors

@@ -1,0 +1,165 @@
+// Rules that search for a threshold between the mean or zero and the largest magnitude: RedSync and
+// MSTopK. Seven counts in one pass answer three rounds of bisection.
+#include <algorithm>
+#include <array>
+
+#include "select/rule.hpp"
+
+namespace skim {
+namespace {
+
+using selectors::order_of;
+using selectors::Rule;
+
+// J. Fang, H. Fu, G. Yang, C.-J. Hsieh, "RedSync", arXiv 1808.04357, as the authors of arXiv
+// 1911.08772 released it for comparison: thresholds mean |u| + ratio (max |u| - mean |u|).
+class RedSync final : public Rule {
+ public:
+  explicit RedSync(bool trim)
+      : Rule(trim ? SelectAlgo::redsync_trim : SelectAlgo::redsync), trim_(trim) {}
+
+ private:
+  void pick(const SelectTask& task) override {
+    accumulate();
+    const kernels::Moments m = moments();
+    const double mean = m.sum_abs / static_cast<double>(task.grad.n);
+    const double range = static_cast<double>(m.largest_abs) - mean;
+    const auto at = [&](double ratio) { return order_of(mean + ratio * range); };
+    collect(trim_ ? trimmed(at, task.keep.k) : bisected(at, task.keep.k));
+  }
+
+  // Ratio 0.8, then 0.2 less until k entries pass. Below the mean the next step is hardly ever
+  // above zero, so that everything is sent.
+  template <class F>
+  std::uint32_t trimmed(F at, std::size_t k) {
+    std::array<std::uint32_t, 5> orders;
+    for (std::size_t i = 0; i < orders.size(); ++i)
+      orders[i] = at(0.2 * static_cast<double>(4 - i));
+    std::array<std::size_t, orders.size()> counts;
+    count_above(orders, counts);
+    for (std::size_t i = 0; i < orders.size(); ++i) {
+      if (counts[i] >= k) return orders[i];
+    }
+    return 0;
+  }
+
+  // Ratios in [low, high] of [0, 1] are halved until the count lies between k and 2 k or the
+  // interval is at most 0.2 wide: three rounds, so that eighths are enough.
+  template <class F>
+  std::uint32_t bisected(F at, std::size_t k) {
+    std::array<std::uint32_t, 7> orders;
+    for (std::size_t i = 0; i < orders.size(); ++i)
+      orders[i] = at(static_cast<double>(i + 1) / 8.0);
+    std::array<std::size_t, orders.size()> counts;
+    count_above(orders, counts);
+    std::size_t low = 0, high = 8, middle = 0;
+    while (high - low > 1) {
+      middle = (low + high) / 2;
+      const std::size_t count = counts[middle - 1];
+      if (k < count && count < 2 * k) break;
+      (2 * count < k ? high : low) = middle;
+    }
+    return orders[middle - 1];
+  }
+
+  bool trim_;
+};
+
+// S. Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters",
+// arXiv 2010.10458: bisects for the lowest threshold that at most k entries pass and the highest
+// that more pass, takes all above the former and fills up with a run, at a random place, of those
+// between the two. From 0, not the mean: the mean's count may be below k.
+class MsTopK final : public Rule {
+ public:
+  explicit MsTopK(std::uint64_t seed) : Rule(SelectAlgo::mstopk), seed_(seed) {}
+
+ private:
+  static constexpr int kRounds = 30;
+
+  // What is known of a bisection: more than k entries pass low, at most k pass high.
+  struct Interval {
+    double low, high;
+    std::uint32_t low_order, high_order;
+    std::size_t above_low, above_high;
+  };
+
+  template <class Count>
+  static void three_rounds(Interval& in, std::size_t k, Count count) {
+    std::array<double, 7> thresholds;
+    std::array<std::uint32_t, 7> orders;
+    std::array<std::size_t, 7> counts;
+    for (std::size_t i = 0; i < orders.size(); ++i) {
+      thresholds[i] = in.low + (in.high - in.low) * static_cast<double>(i + 1) / 8.0;
+      orders[i] = order_of(thresholds[i]);
+    }
+    count(orders, counts);
+    for (std::size_t i = 0; i < orders.size(); ++i) {
+      if (counts[i] <= k) {
+        in.high = thresholds[i];
+        in.high_order = orders[i];
+        in.above_high = counts[i];
+        return;
+      }
+      in.low = thresholds[i];
+      in.low_order = orders[i];
+      in.above_low = counts[i];
+    }
+  }
+
+  void pick(const SelectTask& task) override {
+    const std::size_t n = task.grad.n, k = task.keep.k;
+    accumulate();
+    const kernels::Moments m = moments();
+    // An upper bound: some may be below keep.threshold or, with a residual, not finite.
+    const std::size_t non_zero = m.count + sums_.non_finite;
+    Interval in{static_cast<double>(selectors::magnitude_of(floor_)),
+                static_cast<double>(m.largest_abs),
+                floor_,
+                kernels::kAboveAll,
+                non_zero,
+                0};
+    int rounds = 0;
+    // Over all entries, until few enough remain to be collected.
+    while (rounds < kRounds && in.low < in.high && in.above_low > std::max(4 * k, n / 64)) {
+      three_rounds(in, k, [&](auto orders, std::span<std::size_t> c) { count_above(orders, c); });
+      rounds += 3;
+    }
+    collect(in.low_order);
+    in.above_low = candidates_.count;
+    if (in.above_low <= k) return;  // there are no more non-zeros
+    for (; rounds < kRounds && in.above_high < k; rounds += 3) {
+      three_rounds(in, k, [&](auto orders, std::span<std::size_t> c) {
+        kernels::count_above(candidate_values(), orders, c);
+      });
+    }
+
+    const std::size_t fill = k - in.above_high, between = in.above_low - in.above_high;
+    const std::size_t begin = selectors::Random(seed_, task.id).below(between - fill + 1);
+    std::size_t kept = 0, seen = 0;
+    for (std::size_t i = 0; i < candidates_.count; ++i) {
+      const std::uint32_t o = kernels::order(candidates_.value[i]);
+      if (o <= in.low_order) continue;
+      if (o <= in.high_order) {
+        const std::size_t place = seen++;
+        if (place < begin || place >= begin + fill) continue;
+      }
+      candidates_.index[kept] = candidates_.index[i];
+      candidates_.value[kept] = candidates_.value[i];
+      ++kept;
+    }
+    candidates_.count = kept;
+  }
+
+  std::uint64_t seed_;
+};
+
+}  // namespace
+
+std::unique_ptr<Selector> selectors::make_redsync(bool trim) {
+  return std::make_unique<RedSync>(trim);
+}
+std::unique_ptr<Selector> selectors::make_mstopk(std::uint64_t seed) {
+  return std::make_unique<MsTopK>(seed);
+}
+
+}  // namespace skim

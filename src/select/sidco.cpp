@@ -1,0 +1,92 @@
+// SIDCo with the exponential model: A. M. Abdelmoniem, A. Elzanaty, M.-S. Alouini, M. Canini, "An
+// Efficient Statistical-based Gradient Compression Technique for Distributed Training Systems",
+// MLSys 2021.
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "select/rule.hpp"
+
+namespace skim {
+namespace {
+
+// Magnitudes are taken to be exponential, so that a share r of them passes -mean ln r. With several
+// stages the first keeps a quarter and each further one fits what exceeds the stage before, which
+// follows any tail more closely.
+class Sidco final : public selectors::Rule {
+ public:
+  explicit Sidco(int stages) : Rule(SelectAlgo::sidco), stages_(stages) {}
+  void save(std::ostream& out) const override { slots_.save(out, kMagic); }
+  void load(std::istream& in) override { slots_.load(in, kMagic); }
+
+ private:
+  static constexpr std::string_view kMagic = "SKIMSIDC";
+  static constexpr double kFirst = 0.25;
+  static constexpr std::uint32_t kPeriod = 5, kMostStages = 8;
+
+  struct Adaptation {
+    std::uint32_t stages = 1, steps = 0;  // steps of this period
+    double achieved = 0.0;                // sum of count / k over them
+    // |ln(achieved / wanted)| of the last period with 1, 2, ... stages; 0: not tried yet.
+    std::array<double, kMostStages> error{};
+
+    template <class Self, class F>
+    static void each(Self& self, F f) {
+      f(self.stages);
+      f(self.steps);
+      f(self.achieved);
+      for (auto& e : self.error) f(e);
+    }
+    bool valid() const {
+      return stages >= 1 && stages <= kMostStages && steps < kPeriod && std::isfinite(achieved) &&
+             achieved >= 0.0 &&
+             std::ranges::all_of(error, [](double e) { return std::isfinite(e) && e >= 0.0; });
+    }
+
+    // Every kPeriod steps, as published, if the mean is off by more than 20 %. To which number of
+    // stages is derived: each is tried once, then the best so far. The count alone does not tell:
+    // for too many sent, a tail heavier than exponential wants more stages, a lighter one fewer.
+    void observe(double ratio) {
+      achieved += ratio;
+      if (++steps < kPeriod) return;
+      const double mean = achieved / kPeriod;
+      error[stages - 1] = std::abs(std::log(std::max(mean, 1e-6)));
+      if (std::abs(mean - 1.0) > 0.2) {
+        stages = static_cast<std::uint32_t>(std::ranges::min_element(error) - error.begin()) + 1;
+      }
+      steps = 0;
+      achieved = 0.0;
+    }
+  };
+
+  void pick(const SelectTask& task) override {
+    const double n = static_cast<double>(task.grad.n), k = static_cast<double>(task.keep.k);
+    Adaptation& slot = slots_[task.id.slot];
+    const double ratio = k / n;
+    int stages = stages_ > 0 ? stages_ : static_cast<int>(slot.stages);
+    if (ratio >= kFirst) stages = 1;
+
+    accumulate();
+    collect(selectors::order_of(-moments().sum_abs / n * std::log(stages > 1 ? kFirst : ratio)));
+    const double rest = std::log(ratio / kFirst) / (stages - 1);
+    for (int stage = 2; stage <= stages; ++stage) {
+      const kernels::Moments m = kernels::moments(candidate_values(), 0);
+      if (m.count == 0) break;
+      const double least = static_cast<double>(m.least_abs);
+      const double excess = m.sum_abs / static_cast<double>(m.count) - least;
+      kernels::keep_above(candidates_, selectors::order_of(least - excess * rest), 0);
+    }
+    if (stages_ == 0) slot.observe(static_cast<double>(candidates_.count) / k);
+  }
+
+  int stages_;
+  selectors::PerSlot<Adaptation> slots_;
+};
+
+}  // namespace
+
+std::unique_ptr<Selector> selectors::make_sidco(int stages) {
+  return std::make_unique<Sidco>(stages);
+}
+
+}  // namespace skim

@@ -1,0 +1,97 @@
+// Rules that need no model of the entries: a fixed threshold, and the top of every chunk.
+#include <algorithm>
+
+#include "select/rule.hpp"
+#include "skim/error.hpp"
+
+namespace skim {
+namespace {
+
+using kernels::Candidates;
+using selectors::Rule;
+
+// N. Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", INTERSPEECH
+// 2015: everything that is at least as large, however much.
+class Threshold final : public Rule {
+ public:
+  explicit Threshold(float threshold) : Rule(SelectAlgo::threshold), threshold_(threshold) {}
+
+ private:
+  void require(const SelectTask& task) const override {
+    SKIM_EXPECTS(threshold_ > 0.0F || task.keep.threshold > 0.0F,
+                 "select: the rule 'threshold' needs one > 0, in its options or as keep.threshold");
+  }
+  void pick(const SelectTask&) override {
+    accumulate(threshold_ > 0.0F ? kernels::order(threshold_) - 1 : 0);
+  }
+
+  float threshold_;
+};
+
+// The k largest of every chunk of `block` entries, as SparseLoCo (arXiv 2508.15706) and DeMo (B.
+// Peng, J. Quesnelle, D. P. Kingma, arXiv 2411.19870) select. Entries up to x get floor(x k / n) of
+// k, so that a chunk has its share to within one. A chunk is accumulated and cut while it is in the
+// cache; what it collects starts from the cut of the one before.
+class BlockTopK final : public Rule {
+ public:
+  explicit BlockTopK(std::size_t block) : Rule(SelectAlgo::blocktopk), block_(block) {}
+
+ private:
+  Room room(std::size_t n, std::size_t k) const override {
+    const std::size_t chunk = std::min(block_, n);
+    return {k + chunk, chunk};
+  }
+
+  // Entries [at, at + n) of a pass.
+  static kernels::Pass part(kernels::Pass pass, std::size_t at, std::size_t n) {
+    pass.grad = static_cast<const std::byte*>(pass.grad) + at * selectors::bytes_of(pass.type);
+    if (pass.residual != nullptr) pass.residual += at;
+    pass.n = n;
+    return pass;
+  }
+
+  void pick(const SelectTask& task) override {
+    const std::size_t n = task.grad.n, k = task.keep.k;
+    std::size_t read = 0, given = 0;
+    std::uint32_t last_cut = 0;
+    for (std::size_t at = 0; at < n; at += block_) {
+      const std::size_t size = std::min(block_, n - at);
+      const std::size_t share = (at + size) * k / n - given;
+      given += share;
+      Candidates chunk{candidates_.index + candidates_.count, candidates_.value + candidates_.count,
+                       0, size + kernels::kBlock};
+      // A quarter of a binary order below the last cut.
+      std::uint32_t above = std::max(floor_, last_cut - std::min(last_cut, 1U << 21U));
+      if (share == 0) above = kernels::kAboveAll;
+      kernels::collect(part(pass_, at, size), 0, above, chunk, sums_);
+      read += size;
+      if (chunk.count < share && above > floor_) {
+        kernels::Sums unused;
+        chunk.count = 0;
+        kernels::collect(part(values_, at, size), 0, floor_, chunk, unused);
+        read += size;
+      }
+      if (chunk.count > share) {
+        const selectors::Cut cut = selectors::cut_of(chunk.value, chunk.count, share, orders_);
+        kernels::keep_above(chunk, cut.order, cut.ties);
+        last_cut = cut.order;
+      }
+      for (std::size_t i = 0; i < chunk.count; ++i) chunk.index[i] += static_cast<Index>(at);
+      candidates_.count += chunk.count;
+    }
+    passes_ = static_cast<int>((read + n - 1) / n);
+  }
+
+  std::size_t block_;
+};
+
+}  // namespace
+
+std::unique_ptr<Selector> selectors::make_threshold(float threshold) {
+  return std::make_unique<Threshold>(threshold);
+}
+std::unique_ptr<Selector> selectors::make_blocktopk(std::size_t block) {
+  return std::make_unique<BlockTopK>(block);
+}
+
+}  // namespace skim

@@ -1,0 +1,183 @@
+// Moments and counts over n values, compiled for every CPU target like kernels.cpp, and the same
+// bits on all of them by the same means: 32 virtual lanes in blocks of kBlock.
+#include "select/statistics.hpp"
+
+// Vectors of unknown length cannot be kept in arrays; such CPUs run the fixed-length target.
+#ifndef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#endif
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "select/statistics.cpp"
+#include <hwy/foreach_target.h>
+//
+#include <hwy/highway.h>
+
+#ifndef SKIM_SELECT_STATISTICS_ONCE
+#define SKIM_SELECT_STATISTICS_ONCE
+namespace skim::kernels {
+namespace {
+
+constexpr std::size_t kSumLanes = 32;
+
+// Entries [at, at + n) as floats: where they lie, or in `room`; followed by zeros up to a multiple
+// of kSumLanes.
+const float* block_of(const Pass& values, std::size_t at, std::size_t n, float (&room)[kBlock]) {
+  if (values.type == DType::f32 && values.reciprocal == 1.0F && n % kSumLanes == 0) {
+    return static_cast<const float*>(values.grad) + at;
+  }
+  for (std::size_t i = 0; i < n; ++i) room[i] = result(values, at + i);
+  std::fill(room + n, room + kBlock, 0.0F);
+  return room;
+}
+
+// Lanes add up as a tree, the same one for any vector length.
+double sum_of(float* lanes) {
+  for (std::size_t width = kSumLanes / 2; width > 0; width /= 2) {
+    for (std::size_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return static_cast<double>(lanes[0]);
+}
+
+// For a block whose sums overflow in float.
+HWY_NOINLINE void add_in_double(const float* x, std::size_t n, std::uint32_t above, Moments& to) {
+  for (std::size_t i = 0; i < n; ++i) {
+    if (!std::isfinite(x[i]) || order(x[i]) <= above) continue;
+    to.sum += static_cast<double>(x[i]);
+    to.sum_abs += static_cast<double>(std::abs(x[i]));
+  }
+}
+
+}  // namespace
+}  // namespace skim::kernels
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace skim::kernels::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+namespace {
+
+using StatF = hn::CappedTag<float, kSumLanes>;
+using StatI = hn::RebindToSigned<StatF>;
+using StatVF = hn::Vec<StatF>;
+using StatVI = hn::Vec<StatI>;
+
+constexpr std::size_t kStatLanes = hn::MaxLanes(StatF());
+constexpr std::size_t kStatSums = kSumLanes / kStatLanes;  // accumulators of one sum
+
+// Signed comparisons: orders have no sign bit, and Gt on int32 exists on every target.
+HWY_INLINE StatVI Bits(std::uint32_t v) { return hn::Set(StatI(), static_cast<std::int32_t>(v)); }
+HWY_INLINE StatVI OrderOf(StatVF v) {
+  return hn::Min(hn::And(hn::BitCast(StatI(), v), Bits(0x7fffffffU)), Bits(kOrderOfNan));
+}
+
+template <class F>
+HWY_INLINE std::uint32_t Reduced(StatVI v, F combine) {
+  std::int32_t lanes[kStatLanes];
+  hn::StoreU(v, StatI(), lanes);
+  auto total = static_cast<std::uint32_t>(lanes[0]);
+  for (std::size_t i = 1; i < kStatLanes; ++i) {
+    total = combine(total, static_cast<std::uint32_t>(lanes[i]));
+  }
+  return total;
+}
+
+HWY_INLINE std::uint32_t Total(StatVI v) {
+  return Reduced(v, [](std::uint32_t a, std::uint32_t b) { return a + b; });
+}
+
+}  // namespace
+
+Moments MomentsOf(const Pass& values, std::uint32_t above) {
+  const StatF d;
+  const StatI di;
+  const StatVI gate = Bits(above), largest_finite = Bits(kLargestFinite);
+  Moments result;
+  StatVI least = Bits(kAboveAll), largest = Bits(0);
+  float room[kBlock];
+  for (std::size_t at = 0; at < values.n; at += kBlock) {
+    const std::size_t n = std::min(kBlock, values.n - at);
+    const float* const x = block_of(values, at, n, room);
+    StatVF sum[kStatSums], sum_abs[kStatSums];
+#pragma GCC unroll 32
+    for (std::size_t v = 0; v < kStatSums; ++v) sum[v] = sum_abs[v] = hn::Zero(d);
+    StatVI count = Bits(0);
+    for (std::size_t i = 0; i < n; i += kSumLanes) {
+#pragma GCC unroll 32
+      for (std::size_t v = 0; v < kStatSums; ++v) {
+        const StatVF entry = hn::LoadU(d, x + i + v * kStatLanes);
+        const StatVI o = OrderOf(entry);
+        const StatVI taken = hn::AndNot(hn::VecFromMask(di, hn::Gt(o, largest_finite)),
+                                        hn::VecFromMask(di, hn::Gt(o, gate)));
+        count = hn::Sub(count, taken);
+        const StatVF kept = hn::And(entry, hn::BitCast(d, taken));
+        sum[v] = hn::Add(sum[v], kept);
+        sum_abs[v] = hn::Add(sum_abs[v], hn::Abs(kept));
+        largest = hn::Max(largest, hn::And(o, taken));
+        least = hn::Min(least, hn::Or(hn::And(o, taken), hn::AndNot(taken, Bits(kAboveAll))));
+      }
+    }
+    result.count += Total(count);
+    float lanes[kSumLanes], lanes_abs[kSumLanes];
+#pragma GCC unroll 32
+    for (std::size_t v = 0; v < kStatSums; ++v) {
+      hn::StoreU(sum[v], d, lanes + v * kStatLanes);
+      hn::StoreU(sum_abs[v], d, lanes_abs + v * kStatLanes);
+    }
+    const double of_abs = sum_of(lanes_abs);
+    if (HWY_LIKELY(std::isfinite(of_abs))) {
+      result.sum += sum_of(lanes);
+      result.sum_abs += of_abs;
+    } else {
+      add_in_double(x, n, above, result);
+    }
+  }
+  const std::uint32_t largest_order =
+      Reduced(largest, [](std::uint32_t a, std::uint32_t b) { return std::max(a, b); });
+  if (largest_order > 0) {
+    result.largest_abs = std::bit_cast<float>(largest_order);
+    result.least_abs = std::bit_cast<float>(
+        Reduced(least, [](std::uint32_t a, std::uint32_t b) { return std::min(a, b); }));
+  }
+  return result;
+}
+
+void CountAbove(const Pass& values, const std::uint32_t* above, std::size_t thresholds,
+                std::size_t* counts) {
+  const StatI di;
+  float room[kBlock];
+  for (std::size_t at = 0; at < values.n; at += kBlock) {
+    const std::size_t n = std::min(kBlock, values.n - at);
+    const float* const x = block_of(values, at, n, room);  // stays in the cache
+    for (std::size_t t = 0; t < thresholds; ++t) {
+      const StatVI gate = Bits(above[t]);
+      StatVI count = Bits(0);
+      for (std::size_t i = 0; i < n; i += kStatLanes) {
+        const auto passes = hn::Gt(OrderOf(hn::LoadU(StatF(), x + i)), gate);
+        count = hn::Sub(count, hn::VecFromMask(di, passes));
+      }
+      counts[t] += Total(count);
+    }
+  }
+}
+
+}  // namespace skim::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace skim::kernels {
+
+HWY_EXPORT(MomentsOf);
+HWY_EXPORT(CountAbove);
+
+Moments moments(const Pass& values, std::uint32_t above) {
+  return HWY_DYNAMIC_DISPATCH(MomentsOf)(values, above);
+}
+
+void count_above(const Pass& values, std::span<const std::uint32_t> above,
+                 std::span<std::size_t> counts) {
+  std::fill(counts.begin(), counts.end(), std::size_t{0});
+  HWY_DYNAMIC_DISPATCH(CountAbove)(values, above.data(), above.size(), counts.data());
+}
+
+}  // namespace skim::kernels
+#endif

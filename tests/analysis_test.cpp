@@ -1,0 +1,370 @@
+// Bounds against the table of their values, closed forms against samples, measures against
+// definitions.
+#include "skim/analysis.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <numbers>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "normal.hpp"
+#include "oracle.hpp"
+#include "skim/error.hpp"
+
+namespace skim::analysis {
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// ---- samples of unimodal, symmetric distributions -------------------------------------------
+
+using Rng = std::mt19937_64;
+struct Shape {
+  std::string name;
+  std::function<double(Rng&)> draw;
+};
+
+double normal(Rng& rng) { return std::normal_distribution<double>()(rng); }
+double laplace(Rng& rng) {
+  const double x = std::exponential_distribution<double>()(rng);
+  return std::bernoulli_distribution()(rng) ? x : -x;
+}
+std::function<double(Rng&)> student_t(double freedom) {
+  return [=](Rng& rng) { return std::student_t_distribution<double>(freedom)(rng); };
+}
+// Of two draws, the first with probability p.
+std::function<double(Rng&)> mixture(double p, std::function<double(Rng&)> a,
+                                    std::function<double(Rng&)> b) {
+  return [=](Rng& rng) { return std::bernoulli_distribution(p)(rng) ? a(rng) : b(rng); };
+}
+
+const std::vector<Shape>& shapes() {
+  static const std::vector<Shape> all{
+      {"normal", normal},
+      {"laplace", laplace},
+      {"student_t4", student_t(4.0)},
+      {"student_t2.5", student_t(2.5)},
+      {"cauchy", student_t(1.0)},
+      {"uniform", [](Rng& r) { return std::uniform_real_distribution<double>(-1.0, 1.0)(r); }},
+      {"triangle",
+       [](Rng& r) {
+         std::uniform_real_distribution<double> half(-0.5, 0.5);
+         return half(r) + half(r);
+       }},
+      {"two_normals", mixture(0.9, normal, [](Rng& r) { return 5.0 * normal(r); })},
+      {"zeros_and_laplace", mixture(
+                                0.7, [](Rng&) { return 0.0; }, laplace)},
+      {"uniform_and_normal",
+       mixture(
+           0.5, [](Rng& r) { return std::uniform_real_distribution<double>(-2.0, 2.0)(r); },
+           normal)},
+  };
+  return all;
+}
+
+std::vector<float> sample(const std::function<double(Rng&)>& draw, std::size_t d,
+                          std::uint64_t seed) {
+  Rng rng(seed);
+  std::vector<float> u(d);
+  for (float& v : u) v = static_cast<float>(draw(rng));
+  return u;
+}
+
+// ---- closed forms -----------------------------------------------------------------------------
+
+TEST(NormalQuantile, KnownValues) {
+  // NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.1, and well-known quantiles.
+  const std::vector<std::pair<double, double>> known{
+      {0.5, 0.0},
+      {0.25, 0.6744897501960817},
+      {0.1, 1.2815515655446004},
+      {0.05, 1.6448536269514722},
+      {0.025, 1.959963984540054},
+      {0.01, 2.3263478740408408},
+      {0.005, 2.575829303548901},
+      {0.001, 3.090232306167813},
+      {0.0005, 3.2905267314918945},
+  };
+  for (const auto& [q, z] : known) {
+    EXPECT_NEAR(normal_upper_quantile(q), z, 4e-15 * std::max(1.0, z)) << q;
+    EXPECT_NEAR(normal_upper_quantile(1.0 - q), -z, 1e-12) << q;
+  }
+  EXPECT_EQ(normal_upper_quantile(0.0), std::numeric_limits<double>::infinity());
+  EXPECT_EQ(normal_upper_quantile(1.0), -std::numeric_limits<double>::infinity());
+}
+
+TEST(NormalQuantile, IsTheInverseOfTheTailDownToTheSmallestDensities) {
+  for (double q = 0.5; q > 1e-300; q *= 0.37) {
+    const double z = normal_upper_quantile(q);
+    // d(tail)/tail is about -z dz: as many digits as z allows.
+    EXPECT_NEAR(0.5 * std::erfc(z / std::numbers::sqrt2) / q, 1.0, 1e-14 * (1.0 + z * z)) << q;
+  }
+}
+
+struct Values {
+  double kappa, general, bell, unimodal, normal, laplace;
+};
+// Computed independently of this code; the normal distribution's at 0.05 to four digits.
+constexpr std::array<Values, 6> kTable{{
+    {1e-4, .9999, .9998, .9997, .998297, .994737},
+    {1e-3, .999, .998001, .997003, .987304, .968234},
+    {1e-2, .99, .9801, .970299, .915508, .837910},
+    {.05, .95, .9025, .857375, .7209, .575853},
+    {.1, .9, .81, .729, .560714, .404647},
+    {.3, .7, .49, .343, .216693, .121376},
+}};
+
+TEST(Bounds, TableOfValues) {
+  for (const Values& v : kTable) {
+    EXPECT_NEAR(general_bound(v.kappa), v.general, 1e-6) << v.kappa;
+    EXPECT_NEAR(bell_bound(v.kappa), v.bell, 1e-6) << v.kappa;
+    EXPECT_NEAR(unimodal_bound(v.kappa), v.unimodal, 1e-6) << v.kappa;
+    EXPECT_NEAR(normal_ratio(v.kappa), v.normal, v.kappa == .05 ? 5e-5 : 1e-6) << v.kappa;
+    EXPECT_NEAR(laplace_ratio(v.kappa), v.laplace, 1e-6) << v.kappa;
+  }
+}
+
+TEST(Bounds, AtTheEnds) {
+  for (const auto f : {general_bound, bell_bound, unimodal_bound, normal_ratio, laplace_ratio}) {
+    EXPECT_EQ(f(0.0), 1.0);
+    EXPECT_EQ(f(1.0), 0.0);
+    EXPECT_THROW(f(-1e-9), InvalidArgument);
+    EXPECT_THROW(f(1.0 + 1e-9), InvalidArgument);
+    EXPECT_THROW(f(std::numeric_limits<double>::quiet_NaN()), InvalidArgument);
+  }
+}
+
+TEST(Bounds, EachIsSharperThanTheOneBefore) {
+  for (double kappa = 1e-6; kappa < 1.0; kappa = std::min(1.0, kappa * 1.7)) {
+    EXPECT_LT(bell_bound(kappa), general_bound(kappa));
+    EXPECT_LT(unimodal_bound(kappa), bell_bound(kappa));
+    EXPECT_LT(normal_ratio(kappa), unimodal_bound(kappa));
+    EXPECT_LT(laplace_ratio(kappa), normal_ratio(kappa));
+  }
+}
+
+TEST(Bounds, ContractionIsWhatTheBellBoundLeaves) {
+  for (const auto& [k, d] : {std::pair<std::size_t, std::size_t>{0, 7},
+                             {1, 1},
+                             {1, 1000},
+                             {25'000, 25'000'000},
+                             {3, 4}}) {
+    const double kappa = static_cast<double>(k) / static_cast<double>(d);
+    EXPECT_NEAR(bell_contraction(k, d), 1.0 - bell_bound(kappa), 1e-15);
+  }
+  EXPECT_EQ(bell_contraction(1, 2), 0.75);  // (2 * 1 * 2 - 1) / 4
+  EXPECT_THROW(bell_contraction(2, 1), InvalidArgument);
+  EXPECT_THROW(bell_contraction(0, 0), InvalidArgument);
+}
+
+TEST(Convergence, IsItsFormula) {
+  // (2 * 3 + 2 * 5) / sqrt(4) + 4 * 4 * 5 * 0.5 / (0.25 * 4) = 8 + 40
+  const Convergence c{
+      .gap = 3.0, .smoothness = 2.0, .second_moment = 5.0, .delta = 0.5, .steps = 3.0};
+  EXPECT_DOUBLE_EQ(convergence_bound(c), 48.0);
+  EXPECT_THROW(convergence_bound({.delta = 0.0}), InvalidArgument);
+  EXPECT_THROW(convergence_bound({.gap = -1.0}), InvalidArgument);
+}
+
+TEST(Convergence, WithoutCompressionItIsThatOfSgdAndWithItOnlyTheSecondTermGrows) {
+  Convergence c{.gap = 1.0, .smoothness = 1.0, .second_moment = 1.0, .delta = 1.0, .steps = 99.0};
+  EXPECT_DOUBLE_EQ(convergence_bound(c), 3.0 / 10.0);
+  // The step from which the first term leads grows with 1 / delta^2: four times sooner with the
+  // contraction of bell-shaped gradients than with k / d.
+  const auto second_term = [&](double delta, double steps) {
+    c.delta = delta;
+    c.steps = steps;
+    return convergence_bound(c) - 3.0 / std::sqrt(steps + 1.0);
+  };
+  const double general = second_term(0.001, 1e6),
+               bell = second_term(bell_contraction(1, 1000), 1e6);
+  EXPECT_NEAR(general / bell, 4.0, 0.01);
+}
+
+// ---- the ratio of samples -----------------------------------------------------------------------
+
+TEST(Ratio, IsItsDefinition) {
+  for (const std::size_t d : {std::size_t{1}, std::size_t{2}, std::size_t{17}, std::size_t{1000}}) {
+    const std::vector<float> u = test::normal(d, d);
+    for (std::size_t k = 0; k <= d; k += std::max<std::size_t>(1, d / 7)) {
+      const std::vector<float> kept = test::dense(test::top_k(u, k).view());
+      double lost = 0.0, total = 0.0;
+      for (std::size_t i = 0; i < d; ++i) {
+        lost += std::pow(double{u[i]} - double{kept[i]}, 2.0);
+        total += std::pow(double{u[i]}, 2.0);
+      }
+      EXPECT_NEAR(top_k_ratio(u, k), lost / total, 1e-13) << d << " " << k;
+    }
+  }
+}
+
+TEST(Ratio, Edges) {
+  const std::vector<float> u{3.0F, -4.0F};
+  EXPECT_EQ(top_k_ratio(u, 0), 1.0);
+  EXPECT_EQ(top_k_ratio(u, 1), 9.0 / 25.0);
+  EXPECT_EQ(top_k_ratio(u, 2), 0.0);
+  EXPECT_EQ(top_k_ratio({}, 0), 0.0);
+  EXPECT_EQ(top_k_ratio(std::vector<float>(5, 0.0F), 2), 0.0);
+  EXPECT_THROW(top_k_ratio(u, 3), InvalidArgument);
+  EXPECT_THROW(top_k_ratio(std::vector<float>{1.0F, kNaN}, 1), InvalidArgument);
+  EXPECT_THROW(top_k_ratio(std::vector<float>{1.0F, -kInfinity}, 1), InvalidArgument);
+  // No overflow: squares of the largest floats, no loss of the smallest.
+  const float largest = std::numeric_limits<float>::max();
+  EXPECT_EQ(top_k_ratio(std::vector<float>{largest, -largest}, 1), 0.5);
+  const float smallest = std::numeric_limits<float>::denorm_min();
+  EXPECT_EQ(top_k_ratio(std::vector<float>{smallest, smallest}, 1), 0.5);
+}
+
+TEST(Ratio, ClosedFormsAgreeWithSamples) {
+  constexpr std::size_t kD = 2'000'000;
+  const std::vector<float> normal_u = sample(normal, kD, 1), laplace_u = sample(laplace, kD, 2);
+  // Samples without noise: every entry at the middle of its share of the probability.
+  std::vector<float> normal_grid(kD), laplace_grid(kD);
+  for (std::size_t i = 0; i < kD; ++i) {
+    const double above = (static_cast<double>(i) + 0.5) / kD;
+    normal_grid[i] = static_cast<float>(normal_upper_quantile(above));
+    laplace_grid[i] =
+        static_cast<float>(above < 0.5 ? -std::log(2.0 * above) : std::log(2.0 * (1.0 - above)));
+  }
+  for (const Values& v : kTable) {
+    const auto k = static_cast<std::size_t>(v.kappa * kD + 0.5);
+    EXPECT_NEAR(top_k_ratio(normal_grid, k), normal_ratio(v.kappa), 2e-5) << v.kappa;
+    EXPECT_NEAR(top_k_ratio(laplace_grid, k), laplace_ratio(v.kappa), 5e-5) << v.kappa;
+    // The standard error of |u|^2 alone is sqrt(2 / d) = 0.001 of it for the normal distribution,
+    // and sqrt(5 / d) = 0.0016 for the Laplace distribution: three digits.
+    EXPECT_NEAR(top_k_ratio(normal_u, k), normal_ratio(v.kappa), 1e-3) << v.kappa;
+    EXPECT_NEAR(top_k_ratio(laplace_u, k), laplace_ratio(v.kappa), 2e-3) << v.kappa;
+  }
+}
+
+TEST(Ratio, UnimodalSamplesStayBelowTheCubicBound) {
+  constexpr std::size_t kD = 200'000;
+  for (const Shape& s : shapes()) {
+    const std::vector<float> u = sample(s.draw, kD, 3);
+    for (const double kappa : {1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.3, 0.7}) {
+      const auto k = static_cast<std::size_t>(kappa * kD + 0.5);
+      // Noise of a sum over k of d random entries; only the uniform distribution comes near.
+      const double noise = 5.0 * std::sqrt(kappa * (1.0 - kappa) / kD);
+      EXPECT_LE(top_k_ratio(u, k), unimodal_bound(kappa) + noise) << s.name << " " << kappa;
+    }
+  }
+}
+
+TEST(Ratio, TheUniformDistributionReachesTheCubicBound) {
+  constexpr std::size_t kD = 200'000;
+  std::vector<float> u(kD);  // a grid: no noise
+  for (std::size_t i = 0; i < kD; ++i) u[i] = (static_cast<float>(i) + 0.5F) / kD - 0.5F;
+  for (const double kappa : {1e-3, 0.1, 0.5}) {
+    EXPECT_NEAR(top_k_ratio(u, static_cast<std::size_t>(kappa * kD)), unimodal_bound(kappa), 1e-5);
+  }
+}
+
+TEST(Ratio, SignsReachTheGeneralBoundAndBreakTheOthers) {
+  constexpr std::size_t kD = 10'000;
+  std::vector<float> u(kD);
+  for (std::size_t i = 0; i < kD; ++i) u[i] = i % 3 == 0 ? -1.0F : 1.0F;
+  for (const std::size_t k : {std::size_t{1}, std::size_t{10}, std::size_t{3'000}}) {
+    const double kappa = static_cast<double>(k) / kD;
+    EXPECT_DOUBLE_EQ(top_k_ratio(u, k), general_bound(kappa));
+    EXPECT_GT(top_k_ratio(u, k), bell_bound(kappa));
+  }
+}
+
+// ---- measures
+// -------------------------------------------------------------------------------------
+
+TEST(MomentsOf, SmallSetsByHand) {
+  const Moments m = moments(std::vector<float>{1.0F, 2.0F, 3.0F, 6.0F});
+  EXPECT_DOUBLE_EQ(m.mean, 3.0);
+  EXPECT_DOUBLE_EQ(m.std, std::sqrt(3.5));                        // (4 + 1 + 0 + 9) / 4
+  EXPECT_DOUBLE_EQ(m.skewness, 4.5 / std::pow(3.5, 1.5));         // (-8 - 1 + 0 + 27) / 4
+  EXPECT_DOUBLE_EQ(m.excess_kurtosis, 24.5 / (3.5 * 3.5) - 3.0);  // (16 + 1 + 0 + 81) / 4
+  const Moments constant = moments(std::vector<float>(9, 2.5F));
+  EXPECT_EQ(constant.mean, 2.5);
+  EXPECT_EQ(constant.std, 0.0);
+  EXPECT_EQ(constant.skewness, 0.0);
+  EXPECT_EQ(constant.excess_kurtosis, 0.0);
+  EXPECT_THROW(moments({}), InvalidArgument);
+  EXPECT_THROW(moments(std::vector<float>{kNaN}), InvalidArgument);
+}
+
+TEST(MomentsOf, KnownDistributions) {
+  constexpr std::size_t kD = 1'000'000;
+  const Moments n = moments(sample(normal, kD, 4));
+  EXPECT_NEAR(n.mean, 0.0, 0.005);
+  EXPECT_NEAR(n.std, 1.0, 0.005);
+  EXPECT_NEAR(n.skewness, 0.0, 0.02);
+  EXPECT_NEAR(n.excess_kurtosis, 0.0, 0.05);
+  const Moments l = moments(sample(laplace, kD, 5));
+  EXPECT_NEAR(l.std, std::sqrt(2.0), 0.01);
+  EXPECT_NEAR(l.excess_kurtosis, 3.0, 0.2);
+}
+
+TEST(HistogramOf, EveryEntryIsInTheBinOfItsEdges) {
+  std::vector<float> u = test::normal(20'000, 6);
+  for (const float edge : {-0.7F, -0.1F, 0.0F, 0.3F, 0.7F}) u.push_back(edge);
+  const Histogram h = histogram(u, -0.7F, 0.7F, 14);
+  ASSERT_EQ(h.count.size(), 14U);
+  EXPECT_EQ(h.edge(0), double{-0.7F});
+  EXPECT_EQ(h.edge(14), double{0.7F});
+  const auto count_if = [&](const auto& rule) {
+    return static_cast<std::uint64_t>(std::ranges::count_if(u, rule));
+  };
+  EXPECT_EQ(h.below, count_if([&](float v) { return v < h.low; }));
+  EXPECT_EQ(h.above, count_if([&](float v) { return v > h.high; }));
+  for (std::size_t b = 0; b < 14; ++b) {
+    const bool last = b == 13;
+    EXPECT_EQ(h.count[b], count_if([&](float v) {
+                return v >= h.edge(b) && (v < h.edge(b + 1) || (last && v == h.high));
+              }))
+        << b;
+  }
+  const std::vector<double> c = cumulative(h);
+  ASSERT_EQ(c.size(), 15U);
+  for (std::size_t b = 0; b < 14; ++b) {
+    EXPECT_DOUBLE_EQ(c[b] * static_cast<double>(u.size()),
+                     static_cast<double>(count_if([&](float v) { return v < h.edge(b); })));
+  }
+  EXPECT_DOUBLE_EQ(c[14], 1.0 - static_cast<double>(h.above) / static_cast<double>(u.size()));
+}
+
+TEST(HistogramOf, WhatIsRefused) {
+  const std::vector<float> u{1.0F};
+  EXPECT_THROW(histogram(u, 1.0, 1.0, 3), InvalidArgument);
+  EXPECT_THROW(histogram(u, 0.0, 1.0, 0), InvalidArgument);
+  EXPECT_THROW(histogram(u, 0.0, std::numeric_limits<double>::infinity(), 3), InvalidArgument);
+  EXPECT_THROW(histogram(std::vector<float>{kNaN}, 0.0, 1.0, 3), InvalidArgument);
+  EXPECT_THROW(cumulative(histogram({}, 0.0, 1.0, 3)), InvalidArgument);
+}
+
+TEST(DistanceFromUnimodal, IsNoiseForUnimodalSamples) {
+  constexpr std::size_t kD = 200'000;
+  for (const Shape& s : shapes()) {
+    // 1.95 / sqrt(d): what the Kolmogorov distance of a sample exceeds once in 1000 times.
+    EXPECT_LT(distance_from_unimodal(sample(s.draw, kD, 7)), 1.95 / std::sqrt(kD)) << s.name;
+  }
+}
+
+TEST(DistanceFromUnimodal, ShapesWithAnotherModeAreFar) {
+  // All magnitudes 1: the distribution jumps there, the concave function above it is x itself.
+  EXPECT_NEAR(distance_from_unimodal(std::vector<float>{-1.0F, 1.0F, 1.0F}), 1.0, 1e-6);
+  // |u| uniform on [1, 2]: 0 up to 1, where the concave function x / 2 is 1/2.
+  std::vector<float> u(100'001);
+  for (std::size_t i = 0; i < u.size(); ++i) u[i] = 1.0F + static_cast<float>(i) * 1e-5F;
+  EXPECT_NEAR(distance_from_unimodal(u), 0.5, 1e-4);
+  // A quarter of zeros agrees with the assumption: the rest decides.
+  EXPECT_NEAR(distance_from_unimodal(std::vector<float>{0.0F, 0.0F, 2.0F, 2.0F}), 0.5, 1e-6);
+  EXPECT_EQ(distance_from_unimodal({}), 0.0);
+  EXPECT_EQ(distance_from_unimodal(std::vector<float>(4, 0.0F)), 0.0);
+}
+
+}  // namespace
+}  // namespace skim::analysis
