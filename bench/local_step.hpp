@@ -67,15 +67,20 @@ class LocalStep {
     gradients_.write(t, first_, grad_.span());
   }
   // residual += gradient, the selection, and residual -= selection.
-  SelectReport select() {
+  SelectReport select(bool clear = false) {
     const SelectReport report = selector_->select(
-        {{step_, 0}, grad_.span(), feedback_.residual(0), feedback_.layout(0), {k_}}, out_);
+        {{step_, 0}, grad_.span(), feedback_.residual(0), feedback_.layout(0), {k_}, 1.0F, clear},
+        out_);
     feedback_.commit(0, out_.view(), nothing_.view());
     feedback_.end_step();
     return report;
   }
-  // The gradient becomes the sum over the ranks, of which there is one here.
-  void apply() { scatter(out_.view(), 1.0F, grad_.span()); }
+  // And the gradient becomes the sum over the ranks, of which there is one here.
+  SelectReport whole() {
+    const SelectReport report = select(true);
+    scatter(out_.view(), 1.0F, grad_.span(), report.cleared);
+    return report;
+  }
 
   void bare() { add(feedback_.residual(1).data, grad_.span().data(), grad_.span().size()); }
   void triad() {

@@ -12,6 +12,8 @@
 
 namespace skim {
 
+constexpr std::size_t bytes_of(DType type) noexcept { return type == DType::f32 ? 4 : 2; }
+
 // The float that the bits of a half or a bfloat16 stand for, exactly; NaN stays NaN.
 inline float from_f16(std::uint16_t h) noexcept {
   const std::uint32_t magnitude = h & 0x7fffU, sign = (h & 0x8000U) << 16U;

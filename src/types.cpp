@@ -133,8 +133,9 @@ void sum(std::span<const SparseView> parts, SparseBuffer& out) {
 
 namespace {
 
-void scatter16(const SparseView& s, float factor, const GradView& dense) {
-  std::ranges::fill(dense.bits16(), std::uint16_t{0});
+void scatter16(const SparseView& s, float factor, const GradView& dense, bool is_zero) {
+  const std::span<std::uint16_t> out = dense.bits16();
+  if (!is_zero) std::ranges::fill(out, std::uint16_t{0});
   for (std::size_t e = 0; e < s.nnz(); ++e) {
     set_entry(dense.dtype, dense.data, s.index[e], product(s.value[e], factor));
   }
@@ -142,17 +143,16 @@ void scatter16(const SparseView& s, float factor, const GradView& dense) {
 
 }  // namespace
 
-void scatter(const SparseView& s, float factor, GradView dense) {
+void scatter(const SparseView& s, float factor, GradView dense, bool is_zero) {
   SKIM_EXPECTS(dense.n == s.dim,
                "scatter: dense length must be the sparse dim (n=" + std::to_string(dense.n) +
                    ", dim=" + std::to_string(s.dim) + ")");
-  if (dense.dtype != DType::f32) return scatter16(s, factor, dense);
+  if (dense.dtype != DType::f32) return scatter16(s, factor, dense, is_zero);
   const std::span<float> out = dense.f32();
   if (out.empty()) return;  // memset wants an address
-  if (out.empty()) return;
   const std::size_t nnz = s.nnz();
   std::size_t e = 0;
-  if (nnz > out.size() / 32) {  // most cache lines: while a piece is in the cache
+  if (!is_zero && nnz > out.size() / 32) {  // most cache lines: while a piece is in the cache
     constexpr std::size_t kPiece = 1024;
     for (std::size_t at = 0; at < out.size(); at += kPiece) {
       const std::size_t end = std::min(at + kPiece, out.size());
@@ -161,8 +161,8 @@ void scatter(const SparseView& s, float factor, GradView dense) {
     }
     return;
   }
-  std::memset(out.data(), 0, out.size_bytes());  // past the caches, where it is long
-  constexpr std::size_t kAhead = 64;             // what is asked for early need not be waited for
+  if (!is_zero) std::memset(out.data(), 0, out.size_bytes());  // past the caches, where it is long
+  constexpr std::size_t kAhead = 64;  // what is asked for early need not be waited for
   for (; e < nnz; ++e) {
     __builtin_prefetch(out.data() + s.index[std::min(e + kAhead, nnz - 1)], 1, 2);
     out[s.index[e]] = factor * s.value[e];

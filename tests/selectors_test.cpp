@@ -11,6 +11,7 @@
 #include <string>
 
 #include "allocations.hpp"
+#include "half.hpp"
 #include "normal.hpp"
 #include "oracle.hpp"
 #include "select/kernels.hpp"
@@ -305,6 +306,49 @@ TEST_P(EveryRule, SixteenBitGradientsAreTheFloatsTheyStandFor) {
         EXPECT_EQ(got.non_finite, wanted.non_finite);
         EXPECT_EQ(got.total_norm2, wanted.total_norm2);
       }
+    }
+  }
+}
+
+// Zeros behind the pass change nothing else; without a residual there is nothing to clear for.
+TEST_P(EveryRule, ClearsTheGradientOnRequest) {
+  const std::size_t n = 5003, k = 50;
+  const std::vector<Segment> layout{{"a", 0, 1027}, {"b", 1027, n - 1027}};
+  for (const DType type : {DType::f32, DType::bf16}) {
+    for (const bool per_parameter : {false, true}) {
+      SelectOptions options = options_of(rule().algo);
+      options.per_parameter = per_parameter;
+      const auto kept = make_selector(options), cleared = make_selector(options);
+      Floats residual = test::normal(n, 3), same = residual;
+      SparseBuffer out, expected;
+      for (std::uint64_t t = 0; t < 3; ++t) {
+        std::vector<std::byte> grad(n * bytes_of(type));
+        const Floats values = test::normal(n, t);
+        for (std::size_t i = 0; i < n; ++i) set_entry(type, grad.data(), i, values[i]);
+        GradView view;
+        view.data = grad.data();
+        view.n = n;
+        view.dtype = type;
+        SelectTask task{{t, 0}, view, DenseView(same), layout, {k}};
+        const SelectReport wanted = kept->select(task, expected);
+        EXPECT_FALSE(wanted.cleared);
+        task.clear = true;
+        task.residual = DenseView(residual);
+        const SelectReport got = cleared->select(task, out);
+        EXPECT_TRUE(got.cleared);
+        EXPECT_TRUE(std::ranges::all_of(grad, [](std::byte b) { return b == std::byte{0}; }));
+        EXPECT_TRUE(same_bits(residual, same));
+        EXPECT_TRUE(std::ranges::equal(out.view().index, expected.view().index));
+        EXPECT_TRUE(std::ranges::equal(out.view().value, expected.view().value));
+        EXPECT_EQ(got.total_norm2, wanted.total_norm2);
+        EXPECT_EQ(got.gradient_norm2, wanted.gradient_norm2);
+      }
+      Floats grad = test::normal(n, 7);
+      const Floats before = grad;
+      SelectTask task{{9, 1}, std::span(grad), {}, layout, {k}};
+      task.clear = true;
+      EXPECT_FALSE(cleared->select(task, out).cleared);
+      EXPECT_TRUE(same_bits(grad, before));
     }
   }
 }

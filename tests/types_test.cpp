@@ -211,6 +211,19 @@ TEST(types, scatter_is_the_dense_form_at_every_density) {
   }
 }
 
+TEST(types, scatter_into_zeros_writes_its_entries_only) {
+  std::vector<float> dense(6, 7.0F);  // not zeros, to see what is written
+  scatter(sparse(6, {{0, 2.0F}, {5, -4.0F}}).view(), 0.5F, std::span(dense), true);
+  EXPECT_EQ(dense, (std::vector<float>{1.0F, 7.0F, 7.0F, 7.0F, 7.0F, -2.0F}));
+  std::vector<std::uint16_t> bits(3, 9);
+  GradView half;
+  half.data = bits.data();
+  half.n = 3;
+  half.dtype = DType::bf16;
+  scatter(sparse(3, {{1, 1.0F}}).view(), 1.0F, half, true);
+  EXPECT_EQ(bits, (std::vector<std::uint16_t>{9, 0x3f80, 9}));
+}
+
 TEST(types, scatter_rounds_to_the_gradients_type) {
   const float max = std::numeric_limits<float>::max();
   const float inf = std::numeric_limits<float>::infinity();

@@ -62,11 +62,14 @@ struct SelectOptions {
 
 struct SelectTask {
   StepId id;
-  GradView grad;       // [n]  read only, of any type; any alignment; n < 2^32
+  GradView grad;       // [n]  read only (but see clear), of any type; any alignment; n < 2^32
   DenseView residual;  // [n]  what was not sent before; or empty: selects from grad alone
   std::span<const Segment> layout;  // the bucket's parameters; may be empty
   Keep keep;                        // 0 <= k <= n
   float decay = 1.0F;               // of the residual, before the addition; in [0, 1]
+  // With a residual, grad may be overwritten by zeros behind the pass that reads it, which is
+  // cheaper than later: SelectReport::cleared says whether it was.
+  bool clear = false;
 };
 
 struct SelectReport {
@@ -77,6 +80,7 @@ struct SelectReport {
   double total_norm2 = 0.0;      // |residual|^2 before anything is taken out; without one, of grad
   double gradient_norm2 = 0.0;   // |grad / scale|^2
   std::uint64_t non_finite = 0;  // entries of grad that were NaN or infinite
+  bool cleared = false;          // grad is all zeros now (SelectTask::clear)
 };
 
 // Not thread-safe (owns scratch and, per slot, the last threshold); one per thread. Scratch is

@@ -147,7 +147,8 @@ void sum(std::span<const SparseView> parts, SparseBuffer& out);
 
 // dense = 0, then dense[index] = factor * value. A 16-bit gradient gets the nearest of its type,
 // ties to even; what is finite stays finite: beyond the type's range it becomes its largest number.
-// Requires: dense is on the CPU. Cost: O(n). Throws: InvalidArgument if dense.n != s.dim.
-void scatter(const SparseView& s, float factor, GradView dense);
+// is_zero: dense holds zeros already, so that the cost is O(nnz), otherwise O(n).
+// Requires: dense is on the CPU. Throws: InvalidArgument if dense.n != s.dim.
+void scatter(const SparseView& s, float factor, GradView dense, bool is_zero = false);
 
 }  // namespace skim

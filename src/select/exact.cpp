@@ -211,6 +211,7 @@ SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
   report.total_norm2 = has_residual ? sums.total : sums.gradient;
   report.gradient_norm2 = sums.gradient;
   report.non_finite = sums.non_finite;
+  report.cleared = pass.clear != nullptr;
 
   const bool is_kth = kept == k && std::isfinite(report.threshold);
   carried.update(n, k, is_kth ? report.threshold : 0.0F);

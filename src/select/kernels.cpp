@@ -5,6 +5,9 @@
 // intrinsics).
 #include "select/kernels.hpp"
 
+#include <cstddef>
+#include <cstring>
+
 // Vectors of unknown length cannot be kept in arrays; such CPUs run the fixed-length target.
 #ifndef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
@@ -355,6 +358,10 @@ HWY_INLINE std::size_t CollectAs(const Pass& pass, std::size_t first, std::uint3
     if constexpr (kResidual) {
       sums.total.add(BlockNorm2(values, size, 1.0F, total_sum));
       if (values == made) std::copy_n(made, size, pass.residual + at);
+      if (pass.clear != nullptr) {
+        const std::size_t bytes = bytes_of(pass.type);
+        std::memset(static_cast<std::byte*>(pass.clear) + at * bytes, 0, size * bytes);
+      }
     }
   }
   candidates.count = to.count;

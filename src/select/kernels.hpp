@@ -86,6 +86,7 @@ struct Pass {
   float decay = 1.0F;         // of the residual, in [0, 1]
   float* residual = nullptr;  // null: selects from grad alone
   std::size_t n = 0;
+  void* clear = nullptr;  // grad, if zeros are to be left in it: while a block is in the cache
 
   // An entry of grad, as a float.
   float gradient(std::size_t i) const noexcept { return entry(type, grad, i); }

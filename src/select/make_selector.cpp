@@ -45,7 +45,8 @@ kernels::Pass accumulation(const SelectTask& task) noexcept {
           .reciprocal = 1.0F / task.grad.scale,
           .decay = task.decay,
           .residual = task.residual.empty() ? nullptr : task.residual.data,
-          .n = task.grad.n};
+          .n = task.grad.n,
+          .clear = task.clear && !task.residual.empty() ? task.grad.data : nullptr};
 }
 
 Cut cut_of(std::span<std::uint32_t> orders, std::size_t k) {

@@ -80,13 +80,14 @@ SelectReport PerParameter::select(const SelectTask& task, SparseBuffer& out) {
   whole_.reserve(task.keep.k);
   out.reserve(task.keep.k);
   SelectReport report;
+  report.cleared = true;
   std::uint32_t least = kernels::kAboveAll;
   for (std::size_t i = 0; i < task.layout.size(); ++i) {
     const Segment& s = task.layout[i];
     SelectTask inside = task;
     inside.id.slot = task.id.slot * kParametersPerSlot + static_cast<Slot>(i);
     inside.grad.data =
-        static_cast<std::byte*>(task.grad.data) + s.offset * selectors::bytes_of(task.grad.dtype);
+        static_cast<std::byte*>(task.grad.data) + s.offset * bytes_of(task.grad.dtype);
     inside.grad.n = s.length;
     if (!task.residual.empty()) {
       inside.residual.data += s.offset;
@@ -105,6 +106,7 @@ SelectReport PerParameter::select(const SelectTask& task, SparseBuffer& out) {
     report.total_norm2 += got.total_norm2;
     report.gradient_norm2 += got.gradient_norm2;
     report.non_finite += got.non_finite;
+    report.cleared = report.cleared && got.cleared;
   }
   if (whole_.nnz() > 0) report.threshold = selectors::magnitude_of(least);
   out.assign(whole_.view());

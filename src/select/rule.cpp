@@ -58,6 +58,7 @@ SelectReport Rule::select(const SelectTask& task, SparseBuffer& out) {
   report.total_norm2 = norm2();
   report.gradient_norm2 = sums_.gradient;
   report.non_finite = sums_.non_finite;
+  report.cleared = pass_.clear != nullptr;
   return report;
 }
 

@@ -45,6 +45,4 @@ Cut cut_of(const float* value, std::size_t n, std::size_t k, std::vector<std::ui
 
 float magnitude_of(std::uint32_t order);
 
-constexpr std::size_t bytes_of(DType type) noexcept { return type == DType::f32 ? 4 : 2; }
-
 }  // namespace skim::selectors

@@ -44,7 +44,9 @@ class BlockTopK final : public Rule {
 
   // Entries [at, at + n) of a pass.
   static kernels::Pass part(kernels::Pass pass, std::size_t at, std::size_t n) {
-    pass.grad = static_cast<const std::byte*>(pass.grad) + at * selectors::bytes_of(pass.type);
+    const std::size_t skipped = at * bytes_of(pass.type);
+    pass.grad = static_cast<const std::byte*>(pass.grad) + skipped;
+    if (pass.clear != nullptr) pass.clear = static_cast<std::byte*>(pass.clear) + skipped;
     if (pass.residual != nullptr) pass.residual += at;
     pass.n = n;
     return pass;
