@@ -67,8 +67,8 @@ struct SelectTask {
   std::span<const Segment> layout;  // the bucket's parameters; may be empty
   Keep keep;                        // 0 <= k <= n
   float decay = 1.0F;               // of the residual, before the addition; in [0, 1]
-  // With a residual, grad may be overwritten by zeros behind the pass that reads it, which is
-  // cheaper than later: SelectReport::cleared says whether it was.
+  // With a residual, grad may be overwritten by zeros behind the pass that reads it. Where few
+  // entries are kept that is cheaper than later, and done: SelectReport::cleared says whether.
   bool clear = false;
 };
 
