@@ -11,16 +11,14 @@
 #include <cmath>
 #include <functional>
 #include <limits>
-#include <map>
-#include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "assert.hpp"
 #include "select/kernels.hpp"
+#include "select/per_slot.hpp"
 #include "select/selectors.hpp"
-#include "state.hpp"
+#include "select/statistics.hpp"
 
 namespace skim {
 namespace {
@@ -73,6 +71,14 @@ struct Carried {
     threshold = new_threshold;
   }
 
+  template <class Self, class F>
+  static void each(Self& self, F f) {
+    f(self.n);
+    f(self.k);
+    f(self.threshold);
+    f(self.growth);
+    f(self.margin);
+  }
   bool valid() const {
     return n <= std::numeric_limits<Index>::max() && k <= n && std::isfinite(threshold) &&
            threshold >= 0.0F && growth >= 1.0F / kLargestGrowth && growth <= kLargestGrowth &&
@@ -84,17 +90,19 @@ class Exact final : public Selector {
  public:
   std::string_view name() const noexcept override { return "exact"; }
   SelectReport select(const SelectTask& task, SparseBuffer& out) override;
-  void save(std::ostream& out) const override;
-  void load(std::istream& in) override;
+  void save(std::ostream& out) const override { carried_.save(out, kMagic); }
+  void load(std::istream& in) override { carried_.load(in, kMagic); }
 
  private:
+  static constexpr std::string_view kMagic = "SKIMEXAC";
+
   void reserve(std::size_t n, std::size_t k);
   std::uint32_t sampled(const kernels::Pass& pass, std::size_t k);
   std::uint32_t prune(std::size_t k);
   void collect_all(const kernels::Pass& pass, std::uint32_t above, std::size_t k,
                    kernels::Sums& sums);
 
-  std::map<Slot, Carried> carried_;
+  selectors::PerSlot<Carried> carried_;
   // Scratch, never shrunk: room for the candidates of the largest task so far.
   std::vector<Index> index_;
   std::vector<float> value_;
@@ -126,12 +134,7 @@ std::uint32_t Exact::sampled(const kernels::Pass& pass, std::size_t k) {
   if (rank >= kSample) return 0;
   const std::size_t stride = pass.n / kSample;
   for (std::size_t s = 0; s < kSample; ++s) {
-    const float g = pass.gradient(s * stride);
-    float v = std::isfinite(g) ? kernels::scaled(g, pass.reciprocal) : 0.0F;
-    if (pass.residual != nullptr) {
-      v = kernels::accumulated(pass.decay * pass.residual[s * stride], v);
-    }
-    orders_[s] = kernels::order(v);
+    orders_[s] = kernels::order(kernels::result(pass, s * stride));
   }
   const auto at = orders_.begin() + static_cast<std::ptrdiff_t>(rank);
   std::nth_element(orders_.begin(), at, orders_.begin() + kSample, std::greater<>());
@@ -216,46 +219,6 @@ SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
   const bool is_kth = kept == k && std::isfinite(report.threshold);
   carried.update(n, k, is_kth ? report.threshold : 0.0F);
   return report;
-}
-
-// A section (state.hpp) of the carried thresholds: number of slots; then for each slot, ascending:
-// slot, n, k, threshold, growth, margin.
-constexpr std::string_view kMagic = "SKIMSEL1";
-constexpr std::uint32_t kVersion = 2;
-
-void Exact::save(std::ostream& out) const {
-  SectionWriter section(out, kMagic, kVersion);
-  section.put(static_cast<std::uint64_t>(carried_.size()));
-  for (const auto& [slot, c] : carried_) {
-    section.put(slot);
-    section.put(c.n);
-    section.put(c.k);
-    section.put(c.threshold);
-    section.put(c.growth);
-    section.put(c.margin);
-  }
-  section.end();
-}
-
-void Exact::load(std::istream& in) {
-  SectionReader section(in, "select: the saved thresholds", kMagic, kVersion);
-  const auto slots = section.get<std::uint64_t>();
-  std::map<Slot, Carried> loaded;
-  for (std::uint64_t s = 0; s < slots; ++s) {
-    const auto slot = section.get<Slot>();
-    Carried c;
-    c.n = section.get<std::uint64_t>();
-    c.k = section.get<std::uint64_t>();
-    c.threshold = section.get<float>();
-    c.growth = section.get<float>();
-    c.margin = section.get<float>();
-    if (!c.valid() || (!loaded.empty() && loaded.rbegin()->first >= slot)) {
-      section.fail("slot " + std::to_string(slot) + " is damaged");
-    }
-    loaded.emplace_hint(loaded.end(), slot, c);
-  }
-  section.end();
-  carried_ = std::move(loaded);
 }
 
 }  // namespace

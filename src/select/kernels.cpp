@@ -23,8 +23,7 @@
 namespace skim::kernels {
 namespace {
 
-constexpr std::size_t kVirtualLanes = 32;  // of Sums
-constexpr std::size_t kWord = 64;          // entries that one word of bits stands for
+constexpr std::size_t kWord = 64;  // entries that one word of bits stands for
 static_assert(kBlock % kWord == 0 && kBlock / kWord <= 32 && kWord % kVirtualLanes == 0);
 
 // Below this a float sum of squares may have lost terms to underflow: each of the block's 1024
@@ -44,14 +43,6 @@ struct PackTable {
   }
 };
 constexpr PackTable kPack;
-
-// Lanes add up as a tree, the same one for any vector length.
-double fold(float* lanes) {
-  for (std::size_t width = kVirtualLanes / 2; width > 0; width /= 2) {
-    for (std::size_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return static_cast<double>(lanes[0]);
-}
 
 bool trusted(double sum) {
   return sum >= static_cast<double>(kTinySum) &&

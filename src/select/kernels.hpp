@@ -36,6 +36,16 @@ inline float accumulated(float residual, float x) noexcept {
   return std::isnan(sum) ? 0.0F : sum;
 }
 
+// Sums over n are the same on every target because a block is added up in virtual lanes, whatever
+// the length of a vector, and the lanes [kVirtualLanes] as a tree. Overwrites them.
+inline constexpr std::size_t kVirtualLanes = 32;
+inline double fold(float* lanes) noexcept {
+  for (std::size_t width = kVirtualLanes / 2; width > 0; width /= 2) {
+    for (std::size_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return static_cast<double>(lanes[0]);
+}
+
 inline constexpr std::size_t kBlock = 1024;  // entries between two looks at the room left
 inline constexpr std::size_t kSlack = 64;    // entries that a store may write past the last one
 

@@ -1,22 +1,19 @@
-// Internal: what every rule but `exact` shares: the course of a step, chance, and saved state.
+// Internal: what every rule but `exact` shares: the course of a step, and chance.
 #pragma once
 
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
+#include "select/per_slot.hpp"
 #include "select/selectors.hpp"
 #include "select/statistics.hpp"
-#include "state.hpp"
 
 namespace skim::selectors {
 
@@ -109,47 +106,6 @@ class Random {
     return z ^ (z >> 31U);
   }
   std::uint64_t state_;
-};
-
-// What a rule remembers of every slot. State has each(state, f), which calls f for every field, and
-// valid(). Saved as a section (state.hpp): number of slots; for each, ascending: slot, fields.
-template <class State>
-class PerSlot {
- public:
-  State& operator[](Slot slot) { return states_[slot]; }
-
-  void save(std::ostream& out, std::string_view magic) const {
-    SectionWriter section(out, magic, kVersion);
-    section.put(static_cast<std::uint64_t>(states_.size()));
-    for (const auto& [slot, state] : states_) {
-      section.put(slot);
-      State::each(state, [&](const auto& field) { section.put(field); });
-    }
-    section.end();
-  }
-  // Throws: StateError (nothing changed).
-  void load(std::istream& in, std::string_view magic) {
-    SectionReader section(in, "select: the saved thresholds", magic, kVersion);
-    const auto slots = section.get<std::uint64_t>();
-    std::map<Slot, State> loaded;
-    for (std::uint64_t s = 0; s < slots; ++s) {
-      const auto slot = section.get<Slot>();
-      State state;
-      State::each(state, [&](auto& field) {
-        field = section.template get<std::remove_reference_t<decltype(field)>>();
-      });
-      if (!state.valid() || (!loaded.empty() && loaded.rbegin()->first >= slot)) {
-        section.fail("slot " + std::to_string(slot) + " is damaged");
-      }
-      loaded.emplace_hint(loaded.end(), slot, state);
-    }
-    section.end();
-    states_ = std::move(loaded);
-  }
-
- private:
-  static constexpr std::uint32_t kVersion = 1;
-  std::map<Slot, State> states_;
 };
 
 }  // namespace skim::selectors

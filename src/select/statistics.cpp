@@ -17,25 +17,15 @@
 namespace skim::kernels {
 namespace {
 
-constexpr std::size_t kSumLanes = 32;
-
 // Entries [at, at + n) as floats: where they lie, or in `room`; followed by zeros up to a multiple
-// of kSumLanes.
+// of kVirtualLanes.
 const float* block_of(const Pass& values, std::size_t at, std::size_t n, float (&room)[kBlock]) {
-  if (values.type == DType::f32 && values.reciprocal == 1.0F && n % kSumLanes == 0) {
+  if (values.type == DType::f32 && values.reciprocal == 1.0F && n % kVirtualLanes == 0) {
     return static_cast<const float*>(values.grad) + at;
   }
   for (std::size_t i = 0; i < n; ++i) room[i] = result(values, at + i);
   std::fill(room + n, room + kBlock, 0.0F);
   return room;
-}
-
-// Lanes add up as a tree, the same one for any vector length.
-double sum_of(float* lanes) {
-  for (std::size_t width = kSumLanes / 2; width > 0; width /= 2) {
-    for (std::size_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return static_cast<double>(lanes[0]);
 }
 
 // For a block whose sums overflow in float.
@@ -56,13 +46,13 @@ namespace skim::kernels::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 namespace {
 
-using StatF = hn::CappedTag<float, kSumLanes>;
+using StatF = hn::CappedTag<float, kVirtualLanes>;
 using StatI = hn::RebindToSigned<StatF>;
 using StatVF = hn::Vec<StatF>;
 using StatVI = hn::Vec<StatI>;
 
 constexpr std::size_t kStatLanes = hn::MaxLanes(StatF());
-constexpr std::size_t kStatSums = kSumLanes / kStatLanes;  // accumulators of one sum
+constexpr std::size_t kStatSums = kVirtualLanes / kStatLanes;  // accumulators of one sum
 
 // Signed comparisons: orders have no sign bit, and Gt on int32 exists on every target.
 HWY_INLINE StatVI Bits(std::uint32_t v) { return hn::Set(StatI(), static_cast<std::int32_t>(v)); }
@@ -101,7 +91,7 @@ Moments MomentsOf(const Pass& values, std::uint32_t above) {
 #pragma GCC unroll 32
     for (std::size_t v = 0; v < kStatSums; ++v) sum[v] = sum_abs[v] = hn::Zero(d);
     StatVI count = Bits(0);
-    for (std::size_t i = 0; i < n; i += kSumLanes) {
+    for (std::size_t i = 0; i < n; i += kVirtualLanes) {
 #pragma GCC unroll 32
       for (std::size_t v = 0; v < kStatSums; ++v) {
         const StatVF entry = hn::LoadU(d, x + i + v * kStatLanes);
@@ -117,15 +107,15 @@ Moments MomentsOf(const Pass& values, std::uint32_t above) {
       }
     }
     result.count += Total(count);
-    float lanes[kSumLanes], lanes_abs[kSumLanes];
+    float lanes[kVirtualLanes], lanes_abs[kVirtualLanes];
 #pragma GCC unroll 32
     for (std::size_t v = 0; v < kStatSums; ++v) {
       hn::StoreU(sum[v], d, lanes + v * kStatLanes);
       hn::StoreU(sum_abs[v], d, lanes_abs + v * kStatLanes);
     }
-    const double of_abs = sum_of(lanes_abs);
+    const double of_abs = fold(lanes_abs);
     if (HWY_LIKELY(std::isfinite(of_abs))) {
-      result.sum += sum_of(lanes);
+      result.sum += fold(lanes);
       result.sum_abs += of_abs;
     } else {
       add_in_double(x, n, above, result);
