@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -544,7 +545,7 @@ void declare(CLI::App& app, BenchOptions& o) {
                    kTorchTopk))
       ->check(CLI::IsMember(names));
   list("--n", o.lengths, "N", "entries of the gradient [exact: 4^8 .. 4^14; others: 25000000]")
-      ->check(positive());
+      ->check(CLI::Range(std::size_t{1}, std::size_t{std::numeric_limits<Index>::max()}));
   list("--density", o.densities, "D", "k/n [exact: 0.1 .. 0.0001; others: 0.01,0.001]");
   list("--shape", o.shapes, "NAME", "gradients: " + described + " [others: normal,recorded]")
       ->check(CLI::IsMember(shapes(bench::kShapes.size())));

@@ -90,6 +90,7 @@ class Bench(Case):
         self.assert_refused(bench("--shape", "round"), "laplace")
         self.assert_refused(bench("--density", 0), "--density", "(0, 1]")
         self.assert_refused(bench("--n", 1, "--threads", 2), "--n", "threads=2")
+        self.assert_refused(bench("--n", 2**32), "--n", "4294967295")
         self.assert_refused(bench("--json", self.dir / "no" / "f.json"), "--json", "cannot open")
         self.assert_refused(bench("--recorded", self.dir / "none.npy"), "none.npy")
 
