@@ -102,7 +102,7 @@ def main():
                       "--exchange", exchange, *(["--density", density] if density else [])],
                      options.keep))
 
-    unit = 1 if text else 100
+    unit, digits = (1, 3) if text else (100, 2)
     dense = [unit * r[figure] for r in runs["dense"]]
     print(f"{options.task}: {runs['dense'][0]['parameters']} parameters, {options.ranks} ranks, "
           f"{epochs:g} epochs, lr {rate}, seeds {options.seeds}\n")
@@ -120,7 +120,8 @@ def main():
         worse = difference if text else -difference
         sent = statistics.mean(r["sent_bytes_per_step"] for r in of_seed)
         print(f"| {name} | {statistics.mean(r['train_loss'] for r in of_seed):.4f} "
-              f"| {mean:.2f} ± {deviation:.2f} | {difference:+.2f} | {allowed:.2f} "
+              f"| {mean:.{digits}f} ± {deviation:.{digits}f} | {difference:+.{digits}f} "
+              f"| {allowed:.{digits}f} "
               f"| {'-' if name == 'dense' else 'yes' if worse <= allowed else 'no'} "
               f"| {sent:,.0f} | {100 * sent / of_seed[0]['dense_bytes_per_step']:.2f} % |")
 
