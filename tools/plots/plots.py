@@ -303,7 +303,8 @@ def sensitivity(arguments):
     lines = {}
     for argument in arguments.files:
         data, given = read_json(argument)
-        for run in data:
+        # A --keep file of bench/rules.py has the runs by their command lines.
+        for run in data.values() if isinstance(data, dict) else data:
             if run.get(key) is None:
                 fail(f"'{argument}': run '{run['run']}' has no {key}")
             name = "dense" if run["density"] == 1 else run["select"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How do approximate selectors train, against exact top-k, random-k and dense? For docs/results.md.
 
-  bench/selectors.py TASK [--densities 0.001,0.005,0.01] [--seeds 1,2,3] [--lr X] [--ranks P]
+  bench/rules.py TASK [--densities 0.001,0.005,0.01] [--seeds 1,2,3] [--lr X] [--ranks P]
                      [--epochs E] [--batch B] [--keep FILE]
 
 The study of arXiv 1911.08772: exact top-k, Gaussian_k (robust, and as published), random-k with and
