@@ -140,7 +140,8 @@ struct Reducer::Impl {
                     .k_down = density.down > 0.0 ? entries(density.down, n) : 0};
     const std::int64_t t0 = comm.now_ns();
     const Incoming in = begin(report.id, grad);
-    // What of the gradient is not in the residual is in the mean: its memory can be cleared early.
+    // The mean will stand where the gradient does: it may be cleared once the residual has it. A
+    // velocity, which takes its place with momentum, may not.
     const SelectReport chosen =
         selector->select({report.id, in.grad, feedback.residual(slot), feedback.layout(slot), keep,
                           options.feedback.decay, in.grad.data == grad.data},
@@ -153,8 +154,7 @@ struct Reducer::Impl {
     const std::int64_t t2 = comm.now_ns();
 
     const double change = feedback.commit(slot, local.view(), got.returned);
-    scatter(got.sum, grad.scale / static_cast<float>(got.contributors), grad,
-            chosen.cleared && in.grad.data == grad.data);
+    scatter(got.sum, grad.scale / static_cast<float>(got.contributors), grad, chosen.cleared);
     const std::int64_t t3 = comm.now_ns();
 
     report.k = keep.k;

@@ -38,7 +38,8 @@ int main(int argc, char** argv) {
     std::fputs(kHelp, stdout);
     return argc > 1 ? 0 : 2;
   }
-  std::fprintf(stderr, "skim: unknown command '%s', expected one of train, inspect, bench, version\n",
+  std::fprintf(stderr,
+               "skim: unknown command '%s', expected one of train, inspect, bench, version\n",
                argv[1]);
   return 2;
 }

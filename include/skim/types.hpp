@@ -65,7 +65,7 @@ struct DenseView {
 
 // What to keep of one bucket in one step; equal on all ranks.
 struct Keep {
-  std::size_t k = 0;       // entries per rank; with a threshold, at most this many
+  std::size_t k = 0;       // entries per rank, as far as the selector promises a count
   float threshold = 0.0F;  // if > 0: only entries at least this large
   std::size_t k_down = 0;  // entries of the result, where the exchange compresses it too; 0: k
 };
