@@ -82,16 +82,19 @@ float finite_sum(float residual, float v) {
 class Journal {
  public:
   bool empty() const noexcept { return runs_.empty(); }
-  // Room for what stands at base + index[...]: where to write it.
-  float* extend(std::size_t base, std::span<const Index> index) {
-    if (used_ + index.size() > index_.size()) {
-      index_.resize(used_ + index.size());
-      before_.resize(used_ + index.size());
+  struct Entries {
+    Index* index;
+    float* before;  // what stood at base + index
+  };
+  // Room for `count` entries, which the caller fills.
+  Entries extend(std::size_t base, std::size_t count) {
+    if (used_ + count > index_.size()) {
+      index_.resize(used_ + count);
+      before_.resize(used_ + count);
     }
-    if (!index.empty()) runs_.push_back({base, used_});
-    std::ranges::copy(index, index_.begin() + static_cast<std::ptrdiff_t>(used_));
-    used_ += index.size();
-    return before_.data() + used_ - index.size();
+    if (count > 0) runs_.push_back({base, used_});
+    used_ += count;
+    return {index_.data() + used_ - count, before_.data() + used_ - count};
   }
   // Backwards, so that an entry that changed twice gets its first value.
   void undo(float* arena) const {
@@ -172,14 +175,15 @@ struct ErrorFeedback::Impl {
 
   void mask(const SlotState& s, const SparseView& sent, const SparseView& returned) {
     float* const m = velocity.data() + s.at;
-    float* const before = masked.extend(s.at, sent.index);
+    const Journal::Entries was = masked.extend(s.at, sent.nnz());
     std::size_t back = 0;
     for (std::size_t e = 0; e < sent.nnz(); ++e) {
       const Index i = sent.index[e];
       while (back < returned.nnz() && returned.index[back] < i) ++back;
       const bool all_came_back = back < returned.nnz() && returned.index[back] == i &&
                                  returned.value[back] == sent.value[e];
-      before[e] = m[i];
+      was.index[e] = i;
+      was.before[e] = m[i];
       if (!all_came_back) m[i] = 0.0F;
     }
   }
@@ -332,16 +336,16 @@ double ErrorFeedback::commit(Slot slot, const SparseView& sent, const SparseView
                    std::to_string(s.n) + ")");
   if (!impl_->options.enabled) return 0.0;
   float* const r = impl_->arena.data() + s.at;
-  double change = 0.0;
+  double even = 0.0, odd = 0.0;  // one sum would wait for itself longer than for the memory
   const auto add = [&](const SparseView& part, float sign) {
     const std::size_t nnz = part.nnz();
-    float* const before = impl_->journal.extend(s.at, part.index);
+    const Journal::Entries was = impl_->journal.extend(s.at, nnz);
     // Entries lie far apart, and one that is not in a cache takes longer to come than hundreds of
     // instructions: few of them are asked for some entries ahead, many come with all their block.
     constexpr std::size_t kAhead = 64, kBlock = 1024, kLine = 16;
     const bool is_dense = nnz > s.n / 32;
     std::size_t fetched = 0;  // up to here
-    for (std::size_t e = 0; e < nnz; ++e) {
+    const auto change = [&](std::size_t e) {
       const Index i = part.index[e];
       if (!is_dense) {
         __builtin_prefetch(r + part.index[std::min(e + kAhead, nnz - 1)], 1, 2);
@@ -353,17 +357,24 @@ double ErrorFeedback::commit(Slot slot, const SparseView& sent, const SparseView
         }
       }
       const float old = r[i], now = finite_sum(old, sign * part.value[e]);
-      before[e] = old;
+      was.index[e] = i;
+      was.before[e] = old;
       r[i] = now;
-      change += double{now} * double{now} - double{old} * double{old};
+      return double{now} * double{now} - double{old} * double{old};
+    };
+    std::size_t e = 0;
+    for (; e + 1 < nnz; e += 2) {
+      even += change(e);
+      odd += change(e + 1);
     }
+    if (e < nnz) even += change(e);
   };
   add(sent, -1.0F);
   add(returned, 1.0F);
   if (impl_->options.momentum > 0.0F && impl_->options.factor_masking) {
     impl_->mask(s, sent, returned);
   }
-  return change;
+  return even + odd;
 }
 
 void ErrorFeedback::commit_all(Slot slot) {

@@ -101,8 +101,8 @@ class SparseBuffer {
     index_.reserve(nnz);
     value_.reserve(nnz);
   }
-  // Becomes nnz entries long; new ones are zero and not yet canonical: for kernels that write
-  // through indices() and values(). Requires: canonical again before anyone else reads it.
+  // Becomes nnz entries long, new ones of any content: for kernels that write through indices() and
+  // values(). Requires: canonical again before anyone else reads it.
   void resize(std::size_t nnz) {
     index_.resize(nnz);
     value_.resize(nnz);
@@ -117,8 +117,14 @@ class SparseBuffer {
   std::span<float> values() noexcept { return value_; }
 
  private:
-  std::vector<Index> index_;
-  std::vector<float> value_;
+  // A kernel's output need not be filled with zeros first.
+  template <class T>
+  struct Unfilled : std::allocator<T> {
+    void construct(T*) noexcept {}
+    void construct(T* at, const T& value) noexcept { *at = value; }
+  };
+  std::vector<Index, Unfilled<Index>> index_;
+  std::vector<float, Unfilled<float>> value_;
   std::size_t dim_ = 0;
 };
 

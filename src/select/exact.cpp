@@ -96,31 +96,26 @@ class Exact final : public Selector {
  private:
   static constexpr std::string_view kMagic = "SKIMEXAC";
 
-  void reserve(std::size_t n, std::size_t k);
+  void reserve(std::size_t n, std::size_t k, SparseBuffer& out);
   std::uint32_t sampled(const kernels::Pass& pass, std::size_t k);
   std::uint32_t prune(std::size_t k);
   void collect_all(const kernels::Pass& pass, std::uint32_t above, std::size_t k,
                    kernels::Sums& sums);
 
   selectors::PerSlot<Carried> carried_;
-  // Scratch, never shrunk: room for the candidates of the largest task so far.
-  std::vector<Index> index_;
-  std::vector<float> value_;
-  std::vector<std::uint32_t> orders_;
-  Candidates candidates_;
-  bool pruned_ = false;  // in this pass
+  std::vector<std::uint32_t> orders_;  // scratch, never shrunk: one for each candidate
+  Candidates candidates_;              // of this step
+  bool pruned_ = false;                // in this pass
 };
 
-// Room for 2 k candidates makes a prune, O(k), free room for k more; the constant keeps prunes rare
-// for small k.
-void Exact::reserve(std::size_t n, std::size_t k) {
+// Candidates lie in the output. Room for 2 k of them makes a prune, O(k), free room for k more; the
+// constant keeps prunes rare for small k.
+void Exact::reserve(std::size_t n, std::size_t k, SparseBuffer& out) {
   const std::size_t room = std::min(2 * k + 16384, n) + kernels::kBlock;
-  if (value_.size() < room + kernels::kSlack) {
-    index_.resize(room + kernels::kSlack);
-    value_.resize(room + kernels::kSlack);
-    orders_.resize(room + kernels::kSlack);
-  }
-  candidates_ = {index_.data(), value_.data(), 0, room};
+  if (orders_.size() < room + kernels::kSlack) orders_.resize(room + kernels::kSlack);
+  out.set_dim(n);
+  out.resize(room + kernels::kSlack);
+  candidates_ = {out.indices().data(), out.values().data(), 0, room};
 }
 
 // A threshold that about k entries, and hardly ever fewer, will pass; 0 if a sample cannot tell.
@@ -166,8 +161,7 @@ SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
   const std::size_t n = task.grad.n, k = task.keep.k;
   // Everything that may throw comes before the residual changes.
   Carried& carried = carried_[task.id.slot];
-  reserve(n, k);
-  out.reserve(k + kernels::kSlack);
+  reserve(n, k, out);
 
   const bool has_residual = !task.residual.empty();
   const kernels::Pass pass = selectors::accumulation(task);
@@ -204,12 +198,9 @@ SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
   } else if (kept > 0) {
     report.threshold = selectors::magnitude_of(kernels::smallest(candidates_.value, kept));
   }
-  out.set_dim(n);
-  out.resize(kept + kernels::kSlack);
-  Candidates chosen{out.indices().data(), out.values().data(), 0, kept};
-  kernels::keep_above(candidates_, cut.order, cut.ties, chosen);
+  if (candidates_.count > kept) kernels::keep_above(candidates_, cut.order, cut.ties);
+  SKIM_ASSERT(candidates_.count == kept);
   out.resize(kept);
-  SKIM_ASSERT(chosen.count == kept);
   report.kept_norm2 = kernels::norm2(out.values().data(), kept);
   report.total_norm2 = has_residual ? sums.total : sums.gradient;
   report.gradient_norm2 = sums.gradient;
