@@ -12,9 +12,11 @@
 #include <new>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "bench/cases.hpp"
+#include "skim/error.hpp"
 #include "skim/feedback.hpp"
 #include "skim/select.hpp"
 
@@ -33,6 +35,16 @@ inline void add_and_clear(float* __restrict r, float* __restrict g, std::size_t 
     r[i] += g[i];
     g[i] = 0.0F;
   }
+}
+
+// What a residual will be once a gradient is added to it.
+inline std::vector<float> accumulated(std::span<const float> residual,
+                                      std::span<const float> grad) {
+  std::vector<float> sum(residual.begin(), residual.end());
+  for (std::size_t i = 0; i < sum.size(); ++i) {
+    if (std::isfinite(grad[i])) sum[i] += grad[i];
+  }
+  return sum;
 }
 
 // Not initialised; aligned as a framework's tensors are.
@@ -90,14 +102,8 @@ class LocalStep {
     add_and_clear(feedback_.residual(1).data, grad_.span().data(), grad_.span().size());
   }
 
-  // What the residual will be once the loaded gradient is added to it.
   std::vector<float> accumulated() {
-    const std::span<const float> r = feedback_.residual(0).span();
-    std::vector<float> sum(r.begin(), r.end());
-    for (std::size_t i = 0; i < sum.size(); ++i) {
-      if (const float g = grad_.span()[i]; std::isfinite(g)) sum[i] += g;
-    }
-    return sum;
+    return bench::accumulated(feedback_.residual(0).span(), grad_.span());
   }
   SparseView selection() const { return out_.view(); }
   std::size_t k() const { return k_; }
@@ -112,19 +118,24 @@ class LocalStep {
   SparseBuffer out_, nothing_;
 };
 
+// 0 of nothing.
+inline float smallest_magnitude(std::span<const float> values) {
+  float least = values.empty() ? 0.0F : std::numeric_limits<float>::infinity();
+  for (const float v : values) least = std::min(least, std::abs(v));
+  return least;
+}
+
 // What is wrong with a selection whatever the rule, in words; empty: nothing. `accumulated` is the
 // residual before anything is taken out.
 inline std::string wrong_entries(std::span<const float> accumulated, const SparseView& out,
                                  float threshold) {
   if (!is_canonical(out) || out.dim != accumulated.size()) return "the indices are not canonical";
-  float least = out.nnz() > 0 ? std::numeric_limits<float>::infinity() : 0.0F;
   for (std::size_t e = 0; e < out.nnz(); ++e) {
     if (accumulated[out.index[e]] != out.value[e]) {
       return "a wrong value at " + std::to_string(out.index[e]);
     }
-    least = std::min(least, std::abs(out.value[e]));
   }
-  if (least != threshold) {
+  if (const float least = smallest_magnitude(out.value); least != threshold) {
     return "the threshold is " + std::to_string(threshold) + ", the smallest entry " +
            std::to_string(least);
   }
@@ -152,6 +163,18 @@ inline std::string not_the_largest(std::span<const float> accumulated, std::size
            std::to_string(above_kept) + " are selected";
   }
   return {};
+}
+
+// is_exact: the rule finds the k largest. Throws: Error, which names what is wrong.
+inline void verify(std::string_view algo, bool is_exact, std::string_view shape,
+                   std::span<const float> accumulated, std::size_t k, const SparseView& out,
+                   float threshold) {
+  std::string wrong = wrong_entries(accumulated, out, threshold);
+  if (wrong.empty() && is_exact) wrong = not_the_largest(accumulated, k, out, threshold);
+  if (!wrong.empty()) {
+    throw Error("wrong result of " + std::string(algo) + " on " + std::string(shape) +
+                ", n=" + std::to_string(accumulated.size()) + ": " + wrong);
+  }
 }
 
 }  // namespace skim::bench

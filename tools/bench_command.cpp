@@ -1,4 +1,4 @@
-// skim bench select: how long selection takes, beside the bare pass r += g.
+// skim bench select: how long selection takes, beside the bare pass r += g, on the CPU or a device.
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <hwy/targets.h>
@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -20,8 +21,11 @@
 #include <vector>
 
 #include "bench/cases.hpp"
+#include "bench/cuda_step.hpp"
 #include "bench/local_step.hpp"
+#include "bench/measure.hpp"
 #include "select/kernels.hpp"
+#include "skim/cuda.hpp"
 #include "skim/error.hpp"
 #include "tools/commands.hpp"
 #include "tools/npy.hpp"
@@ -35,81 +39,88 @@ constexpr std::string_view kNthElement = "std::nth_element", kTorchTopk = "torch
 
 // ---- baselines: what one does without Skim, as selectors
 
-// residual += gradient; the k-th magnitude by `kth`; the entries above it, and ties from the left.
-class Baseline : public Selector {
+// residual += gradient; the k-th magnitude; the entries above it, and ties from the left.
+class NthElement final : public Selector {
  public:
+  std::string_view name() const noexcept override { return kNthElement; }
   SelectReport select(const SelectTask& task, SparseBuffer& out) override {
     const std::span<float> r = task.residual.span();
     bench::add(r.data(), task.grad.f32().data(), r.size());
-    out.reset(r.size());
-    choose(r, task.keep.k, out);
-    SelectReport report;
-    report.threshold = std::numeric_limits<float>::infinity();
-    for (const float v : out.view().value) {
-      report.threshold = std::min(report.threshold, std::abs(v));
-    }
-    return report;
-  }
-
- private:
-  virtual void choose(std::span<const float> r, std::size_t k, SparseBuffer& out) = 0;
-};
-
-class NthElement final : public Baseline {
-  std::string_view name() const noexcept override { return kNthElement; }
-  void choose(std::span<const float> r, std::size_t k, SparseBuffer& out) override {
     magnitude_.resize(r.size());
     std::ranges::transform(r, magnitude_.begin(), [](float v) { return std::abs(v); });
-    const auto kth = magnitude_.begin() + static_cast<std::ptrdiff_t>(k - 1);
+    const auto kth = magnitude_.begin() + static_cast<std::ptrdiff_t>(task.keep.k - 1);
     std::nth_element(magnitude_.begin(), kth, magnitude_.end(), std::greater<>());
     const float t = *kth;
     auto ties = static_cast<std::size_t>(std::count(magnitude_.begin(), kth + 1, t));
+    out.reset(r.size());
     for (std::size_t i = 0; i < r.size(); ++i) {
       const float m = std::abs(r[i]);
       if (m < t || (m == t && ties == 0)) continue;
       if (m == t) --ties;
       out.append(static_cast<Index>(i), r[i]);
     }
+    SelectReport report;
+    report.threshold = bench::smallest_magnitude(out.view().value);
+    return report;
   }
+
+ private:
   std::vector<float> magnitude_;
 };
 
-class TorchTopk final : public Baseline {
+// Where the arrays are: on the CPU or, where libtorch has CUDA, on a device.
+class TorchTopk final : public Selector {
+ public:
   std::string_view name() const noexcept override { return kTorchTopk; }
-  void choose(std::span<const float> r, std::size_t k, SparseBuffer& out) override {
+  SelectReport select(const SelectTask& task, SparseBuffer& out) override {
     const torch::NoGradGuard no_grad;
-    const torch::Tensor x =
-        torch::from_blob(const_cast<float*>(r.data()), {static_cast<std::int64_t>(r.size())});
-    const auto top = x.abs().topk(static_cast<std::int64_t>(k), 0, true, /*sorted=*/false);
+    const auto n = static_cast<std::int64_t>(task.grad.n);
+    const auto k = static_cast<std::int64_t>(task.keep.k);
+    const torch::Device device = task.grad.device == Device::cuda ? torch::Device(torch::kCUDA, 0)
+                                                                  : torch::Device(torch::kCPU);
+    const torch::Tensor r = torch::from_blob(task.residual.data, {n}, device);
+    r.add_(torch::from_blob(task.grad.data, {n}, device));
+    const auto top = r.abs().topk(k, 0, true, /*sorted=*/false);
     const torch::Tensor index = std::get<0>(std::get<1>(top).sort());
-    const auto* const at = index.data_ptr<std::int64_t>();
-    for (std::size_t e = 0; e < k; ++e) {
-      out.append(static_cast<Index>(at[e]), r[static_cast<std::size_t>(at[e])]);
-    }
+    const torch::Tensor value = r.index_select(0, index).cpu(), place = index.cpu();
+    out.reset(task.grad.n);
+    out.resize(task.keep.k);
+    std::copy_n(place.data_ptr<std::int64_t>(), k, out.indices().begin());
+    std::copy_n(value.data_ptr<float>(), k, out.values().begin());
+    SelectReport report;
+    report.threshold = bench::smallest_magnitude(out.view().value);
+    return report;
   }
 };
 
 // ---- one case
+
+constexpr double kAddBytes = 12.0;  // of an entry: two reads and a write
 
 struct BenchCase {
   std::string algo, shape;
   std::size_t n = 0;
   double density = 0.0;
   int threads = 1;
+  Device device = Device::cpu;
 };
 
-bool is_baseline(std::string_view algo) { return algo == kNthElement || algo == kTorchTopk; }
+bool is_baseline(std::string_view algo) {
+  const auto names = select_algo_names();
+  return std::ranges::find(names, algo) == names.end();
+}
 bool is_exact(std::string_view algo) { return algo == "exact" || is_baseline(algo); }
 
 // threshold: of the rule that is told one.
-std::unique_ptr<Selector> selector_of(const std::string& algo, float threshold) {
+std::unique_ptr<Selector> selector_of(const std::string& algo, Device device, float threshold) {
   if (algo == kNthElement) return std::make_unique<NthElement>();
   if (algo == kTorchTopk) return std::make_unique<TorchTopk>();
+  if (is_baseline(algo)) return bench::make_cub_selector();
   const auto names = select_algo_names();
   SelectOptions options;
   options.algo = static_cast<SelectAlgo>(std::ranges::find(names, algo) - names.begin());
   options.threshold = threshold;
-  return make_selector(options);
+  return device == Device::cuda ? make_cuda_selector(options) : make_selector(options);
 }
 
 // Threads that do a job together; the caller is one of them.
@@ -152,96 +163,74 @@ class Team {
   std::vector<std::jthread> others_;  // last: they end before what they use
 };
 
-double median(std::vector<double> x) {
-  const auto middle = x.begin() + static_cast<std::ptrdiff_t>(x.size() / 2);
-  std::ranges::nth_element(x, middle);
-  return *middle;
-}
-
 struct Result {
   BenchCase of;
-  std::size_t k = 0, selected = 0;
-  double ns = 0.0, worst_ns = 0.0, local_ns = 0.0, cold_ns = 0.0;
-  double add_ns = 0.0, add_and_clear_ns = 0.0, triad_ns = 0.0;
-  int passes = 0;
-  std::string input;
-
-  double ratio() const { return ns / add_ns; }
-  double local_ratio() const { return local_ns / add_and_clear_ns; }
+  bench::Times times;
+  std::string device, input;
 };
 
-// What was judged wrong before a case was timed.
-struct WrongResult : Error {
-  using Error::Error;
-};
-
-// One bucket, in as many parts as there are threads.
-class Run {
+// One bucket on the CPU, in as many parts as there are threads.
+class CpuSteps final : public bench::Timed {
  public:
-  Run(const BenchCase& c, const bench::Gradients& gradients) : case_(c), team_(c.threads) {
+  CpuSteps(const BenchCase& c, const bench::Gradients& gradients) : case_(c), team_(c.threads) {
     const auto parts = static_cast<std::size_t>(c.threads);
     for (std::size_t t = 0; t < parts; ++t) {
       const std::size_t first = c.n * t / parts, n = c.n * (t + 1) / parts - first;
       const float threshold = c.algo == "threshold" ? known_threshold(gradients, first, n) : 0.0F;
-      steps_.push_back(std::make_unique<bench::LocalStep>(selector_of(c.algo, threshold), gradients,
-                                                          first, n, bench::kept(c.density, n)));
+      steps_.push_back(
+          std::make_unique<bench::LocalStep>(selector_of(c.algo, Device::cpu, threshold), gradients,
+                                             first, n, bench::kept(c.density, n)));
     }
     reports_.resize(parts);
   }
 
-  Result measure(double seconds) {
-    constexpr std::uint64_t kStepsBefore = 20;
-    constexpr std::size_t kLeast = bench::Gradients::kInTurn, kMost = 400;
-    Result result;
-    result.of = case_;
-    std::uint64_t step = 0;
-    load(step);
-    result.cold_ns = select();
-    // A baseline carries nothing from step to step but the residual.
-    while (++step < (is_baseline(case_.algo) ? bench::Gradients::kInTurn : kStepsBefore)) {
-      load(step);
-      select();
+  void load(std::uint64_t step) override {
+    each([step](bench::LocalStep& s) { s.load(step); });
+  }
+  double select() override {
+    return team_.run([&](int t) {
+      const auto at = static_cast<std::size_t>(t);
+      reports_[at] = steps_[at]->select();
+    });
+  }
+  double whole() override {
+    return team_.run([&](int t) {
+      const auto at = static_cast<std::size_t>(t);
+      reports_[at] = steps_[at]->whole();
+    });
+  }
+  double bare() override {
+    return each([](bench::LocalStep& s) { s.bare(); });
+  }
+  double bare_local() override {
+    return each([](bench::LocalStep& s) { s.bare_local(); });
+  }
+  double memory_rate() override {
+    const double ns = each([](bench::LocalStep& s) { s.triad(); });
+    return 1e9 * kAddBytes * static_cast<double>(case_.n) / ns;
+  }
+  void verify() override {
+    std::vector<std::vector<float>> expected(steps_.size());
+    for (std::size_t t = 0; t < steps_.size(); ++t) expected[t] = steps_[t]->accumulated();
+    select();
+    for (std::size_t t = 0; t < steps_.size(); ++t) {
+      bench::verify(case_.algo, is_exact(case_.algo), case_.shape, expected[t], steps_[t]->k(),
+                    steps_[t]->selection(), reports_[t].threshold);
     }
-    verify(step++);
+  }
 
-    std::vector<double> ns, local, add, add_and_clear, triad;
-    std::array<std::vector<double>, bench::Gradients::kInTurn> of_turn;
-    const auto start = std::chrono::steady_clock::now();
-    const auto spent = [&] {
-      return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    };
-    // Interleaved, so that what else the machine does falls on all alike.
-    while (ns.size() < kLeast || (ns.size() < kMost && spent() < seconds)) {
-      load(step);
-      add.push_back(each([](bench::LocalStep& s) { s.bare(); }));
-      triad.push_back(each([](bench::LocalStep& s) { s.triad(); }));
-      // In this order and the other, so that each gets all gradients in turn.
-      const bool whole_first = ns.size() / 2 % 2 == 1;
-      for (const bool is_whole : {whole_first, !whole_first}) {
-        load(step);
-        if (is_whole) {
-          local.push_back(whole());
-        } else {
-          ns.push_back(select());
-          of_turn[step % bench::Gradients::kInTurn].push_back(ns.back());
-        }
-        for (const SelectReport& r : reports_) result.passes = std::max(result.passes, r.passes);
-        ++step;
-      }
-      load(step);
-      add_and_clear.push_back(each([](bench::LocalStep& s) { s.bare_local(); }));
-    }
-    for (const auto& s : steps_) {
-      result.k += s->k();
-      result.selected += s->selection().nnz();
-    }
-    result.ns = median(ns);
-    for (const auto& turn : of_turn) result.worst_ns = std::max(result.worst_ns, median(turn));
-    result.local_ns = median(local);
-    result.add_ns = median(add);
-    result.add_and_clear_ns = median(add_and_clear);
-    result.triad_ns = median(triad);
-    return result;
+  std::size_t k() const override {
+    std::size_t k = 0;
+    for (const auto& s : steps_) k += s->k();
+    return k;
+  }
+  std::size_t selected() const override {
+    std::size_t selected = 0;
+    for (const auto& s : steps_) selected += s->selection().nnz();
+    return selected;
+  }
+  int passes() const override {
+    return std::ranges::max(reports_, {}, &SelectReport::passes).passes;
   }
 
  private:
@@ -250,7 +239,7 @@ class Run {
                                std::size_t k) {
     bench::LocalStep exact(make_selector({}), gradients, first, n, k);
     SelectReport last;
-    for (std::uint64_t step = 0; step < 20; ++step) {
+    for (std::uint64_t step = 0; step < bench::kStepsBefore; ++step) {
       exact.load(step);
       last = exact.select();
     }
@@ -262,39 +251,6 @@ class Run {
 
   double each(const std::function<void(bench::LocalStep&)>& job) {
     return team_.run([&](int t) { job(*steps_[static_cast<std::size_t>(t)]); });
-  }
-  void load(std::uint64_t step) {
-    each([step](bench::LocalStep& s) { s.load(step); });
-  }
-  double select() {
-    return team_.run([&](int t) {
-      const auto at = static_cast<std::size_t>(t);
-      reports_[at] = steps_[at]->select();
-    });
-  }
-  double whole() {
-    return team_.run([&](int t) {
-      const auto at = static_cast<std::size_t>(t);
-      reports_[at] = steps_[at]->whole();
-    });
-  }
-
-  void verify(std::uint64_t step) {
-    load(step);
-    std::vector<std::vector<float>> expected(steps_.size());
-    for (std::size_t t = 0; t < steps_.size(); ++t) expected[t] = steps_[t]->accumulated();
-    select();
-    for (std::size_t t = 0; t < steps_.size(); ++t) {
-      const SparseView chosen = steps_[t]->selection();
-      std::string wrong = bench::wrong_entries(expected[t], chosen, reports_[t].threshold);
-      if (wrong.empty() && is_exact(case_.algo)) {
-        wrong = bench::not_the_largest(expected[t], steps_[t]->k(), chosen, reports_[t].threshold);
-      }
-      if (!wrong.empty()) {
-        throw WrongResult("bench select: " + case_.algo + " on " + case_.shape +
-                          ", n=" + std::to_string(case_.n) + ": " + wrong);
-      }
-    }
   }
 
   BenchCase case_;
@@ -311,14 +267,23 @@ struct BenchOptions {
   std::vector<double> densities;
   std::vector<int> threads;
   std::filesystem::path recorded;
-  std::string target, json;
+  std::string device, target, json;
   double seconds = 0.0;
   bool quick = false;
+
+  bool on_device() const { return device == "cuda"; }
 };
 
-std::vector<std::string> algorithms() {
+std::vector<std::string> algorithms(bool on_device) {
+  if (on_device) return {"exact", "gaussian"};
   const auto names = select_algo_names();
   return {names.begin(), names.end()};
+}
+std::vector<std::string> baselines(bool on_device) {
+  if (!on_device) return {std::string(kNthElement), std::string(kTorchTopk)};
+  std::vector<std::string> names{std::string(bench::make_cub_selector()->name())};
+  if (torch::cuda::is_available()) names.emplace_back(kTorchTopk);
+  return names;
 }
 
 std::vector<std::string> shapes(std::size_t count) {
@@ -334,6 +299,12 @@ std::vector<std::pair<std::string, std::int64_t>> targets() {
   for (; bits != 0; bits &= bits - 1)
     list.emplace_back(hwy::TargetName(bits & -bits), bits & -bits);
   return list;
+}
+
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& n : names) text += (text.empty() ? "" : ", ") + n;
+  return text;
 }
 
 template <class T>
@@ -353,7 +324,7 @@ std::vector<BenchCase> cases_of(const BenchOptions& o) {
           for (const int t : threads) {
             for (const std::string& algo : algos) {
               if (is_baseline(algo) && shape == "nonfinite") continue;  // they add NaN up
-              list.push_back({algo, shape, n, d, t});
+              list.push_back({algo, shape, n, d, t, o.on_device() ? Device::cuda : Device::cpu});
             }
           }
         }
@@ -366,7 +337,7 @@ std::vector<BenchCase> cases_of(const BenchOptions& o) {
   const std::size_t middle = o.quick ? lengths.back() : bench::kMiddleLength;
   const std::vector<int> threads = or_else(o.threads, {1});
 
-  std::vector<std::string> others = or_else(o.algos, algorithms());
+  std::vector<std::string> others = or_else(o.algos, algorithms(o.on_device()));
   const bool with_exact = std::erase(others, "exact") > 0;
   const bool axes_given = !(o.lengths.empty() && o.shapes.empty() && o.densities.empty());
   if (with_exact && axes_given) {
@@ -378,48 +349,52 @@ std::vector<BenchCase> cases_of(const BenchOptions& o) {
       add({"exact"}, {middle}, {"normal", "recorded"}, {0.1, 0.01, 0.0001}, threads);
     }
     add({"exact"}, {middle}, shapes(bench::kShapes.size()), {0.001}, threads);
-    if (o.threads.empty() && !o.quick) add({"exact"}, {middle}, {"normal"}, all_densities, {2});
+    if (o.threads.empty() && !o.quick && !o.on_device()) {
+      add({"exact"}, {middle}, {"normal"}, all_densities, {2});
+    }
   }
   if (o.algos.empty()) {
-    others.emplace_back(kNthElement);
-    others.emplace_back(kTorchTopk);
+    std::ranges::move(baselines(o.on_device()), std::back_inserter(others));
   }
   add(others, or_else(o.lengths, {middle}), or_else(o.shapes, {"normal", "recorded"}),
       or_else(o.densities, {0.01, 0.001}), threads);
   return list;
 }
 
-// Bytes that a step must move: the passes, the entries and the journal of the commit. Counted, not
-// measured: what caches save or reload is not in it.
+// Bytes that a step must move: the passes, the entries and, on the CPU, the journal of the commit.
+// Counted, not measured: what caches save or reload is not in it.
 nlohmann::json to_json(const Result& r) {
-  const auto n = static_cast<double>(r.of.n), kept = static_cast<double>(r.selected);
-  const double add_bytes = 12.0 * n;
+  const bench::Times& t = r.times;
+  const bool on_device = r.of.device == Device::cuda;
+  const auto n = static_cast<double>(r.of.n), kept = static_cast<double>(t.selected);
   nlohmann::json j{{"algo", r.of.algo},
                    {"n", r.of.n},
                    {"density", r.of.density},
-                   {"k", r.k},
-                   {"selected", r.selected},
+                   {"k", t.k},
+                   {"selected", t.selected},
                    {"shape", r.of.shape},
                    {"input", r.input},
-                   {"target", hwy::TargetName(kernels::running_target())},
+                   {"device", r.device},
+                   {"target", on_device ? "cuda" : hwy::TargetName(kernels::running_target())},
                    {"threads", r.of.threads},
-                   {"ns", r.ns},
-                   {"worst_ns", r.worst_ns},
-                   {"add_pass_ns", r.add_ns},
-                   {"ratio", r.ratio()},
-                   {"local_step_ns", r.local_ns},
-                   {"add_and_clear_pass_ns", r.add_and_clear_ns},
-                   {"local_step_ratio", r.local_ratio()},
-                   {"cold_ns", r.cold_ns},
-                   {"memory_bytes_per_second", 1e9 * add_bytes / r.triad_ns},
-                   {"add_pass_of_memory_rate", r.triad_ns / r.add_ns}};
+                   {"ns", t.ns},
+                   {"worst_ns", t.worst_ns},
+                   {"add_pass_ns", t.add_ns},
+                   {"ratio", t.ratio()},
+                   {"local_step_ns", t.local_ns},
+                   {"add_and_clear_pass_ns", t.add_and_clear_ns},
+                   {"local_step_ratio", t.local_ratio()},
+                   {"cold_ns", t.cold_ns},
+                   {"memory_bytes_per_second", t.memory_rate},
+                   {"add_pass_of_memory_rate", 1e9 * kAddBytes * n / t.add_ns / t.memory_rate}};
   if (is_baseline(r.of.algo)) {
-    j["target"] = r.of.algo == kTorchTopk ? "torch" : "g++";
+    if (r.of.algo == kTorchTopk) j["target"] = "torch";
+    if (r.of.algo == kNthElement) j["target"] = "g++";
     return j;
   }
-  j["passes"] = r.passes;
-  j["bytes_read"] = 8.0 * n + 4.0 * n * (r.passes - 1) + 12.0 * kept;
-  j["bytes_written"] = 4.0 * n + 20.0 * kept;
+  j["passes"] = t.passes;
+  j["bytes_read"] = 8.0 * n + 4.0 * n * (t.passes - 1) + 12.0 * kept;
+  j["bytes_written"] = 4.0 * n + (on_device ? 12.0 : 20.0) * kept;
   return j;
 }
 
@@ -430,13 +405,14 @@ void print_header(std::FILE* out) {
              "local", "cold ms", "passes");
 }
 void print_row(std::FILE* out, const Result& r) {
+  const bench::Times& t = r.times;
   fmt::print(
       out,
       "{:<18} {:<12} {:>10} {:>8g} {:>9} {:>2} {:>10.4f} {:>10.4f} {:>7.3f} {:>7.3f} {:>7.3f} "
       "{:>10.3f} {}\n",
-      r.of.algo, r.of.shape, r.of.n, r.of.density, r.selected, r.of.threads, 1e-6 * r.ns,
-      1e-6 * r.add_ns, r.ratio(), r.worst_ns / r.add_ns, r.local_ratio(), 1e-6 * r.cold_ns,
-      is_baseline(r.of.algo) ? std::string("-") : std::to_string(r.passes));
+      r.of.algo, r.of.shape, r.of.n, r.of.density, t.selected, r.of.threads, 1e-6 * t.ns,
+      1e-6 * t.add_ns, t.ratio(), t.worst_ns / t.add_ns, t.local_ratio(), 1e-6 * t.cold_ns,
+      is_baseline(r.of.algo) ? std::string("-") : std::to_string(t.passes));
   std::fflush(out);
 }
 
@@ -467,7 +443,39 @@ class JsonFile {
   std::unique_ptr<std::FILE, Closer> file_;
 };
 
+bench::Times measure(const BenchCase& c, const bench::Gradients& gradients, double seconds) {
+  // A baseline carries nothing from step to step but the residual.
+  const std::uint64_t before =
+      is_baseline(c.algo) ? bench::Gradients::kInTurn : bench::kStepsBefore;
+  if (c.device == Device::cpu) {
+    CpuSteps steps(c, gradients);
+    return bench::measure(steps, before, seconds);
+  }
+  const auto steps = bench::make_cuda_step(selector_of(c.algo, c.device, 0.0F), is_exact(c.algo),
+                                           gradients, bench::kept(c.density, c.n));
+  return bench::measure(*steps, before, seconds);
+}
+
+// The device's name. Throws: InvalidArgument: none is there, or an option is not for devices.
+std::string device_of(const BenchOptions& o) {
+  if (!o.on_device()) return "cpu";
+  const std::vector<std::string> known = algorithms(true);
+  for (const std::string& algo : o.algos) {
+    if (std::ranges::find(known, algo) == known.end()) {
+      throw InvalidArgument("--algo: on a device there are " + joined(known) + ", got " + algo);
+    }
+  }
+  if (!o.target.empty()) throw InvalidArgument("--target: of the CPU, not with --device cuda");
+  for (const int t : o.threads) {
+    if (t != 1) {
+      throw InvalidArgument("--threads: expected 1 with --device cuda, got " + std::to_string(t));
+    }
+  }
+  return bench::cuda_device();
+}
+
 int run(const BenchOptions& o) {
+  const std::string device = device_of(o);
   for (const double d : o.densities) {
     if (!(d > 0.0 && d <= 1.0)) {
       throw InvalidArgument("--density: expected numbers in (0, 1], got " +
@@ -504,7 +512,7 @@ int run(const BenchOptions& o) {
       gradients = std::make_unique<bench::Gradients>(c.shape, c.n, recorded);
     }
     at::set_num_threads(c.threads);
-    Result result = Run(c, *gradients).measure(seconds);
+    Result result{c, measure(c, *gradients, seconds), device, {}};
     result.input = c.shape != "recorded" ? "generated"
                    : recorded.empty()    ? "generated: rows of Laplace, lognormal scales"
                                          : o.recorded.filename().string();
@@ -514,16 +522,12 @@ int run(const BenchOptions& o) {
   fmt::print(people,
              "ms: accumulate + select + commit, median; ratio: over the pass r += g; worst: the "
              "slowest of the 4 gradients\nin turn; local: with the sum scattered into the zeroed "
-             "gradient, over r += g, g = 0. CPU target: {}.\n",
-             hwy::TargetName(kernels::running_target()));
+             "gradient, over r += g, g = 0. {}.\n",
+             o.on_device()
+                 ? device
+                 : "CPU target: " + std::string(hwy::TargetName(kernels::running_target())));
   json.write(results);
   return 0;
-}
-
-std::string joined(const std::vector<std::string>& names) {
-  std::string text;
-  for (const std::string& n : names) text += (text.empty() ? "" : ", ") + n;
-  return text;
 }
 
 void declare(CLI::App& app, BenchOptions& o) {
@@ -531,7 +535,7 @@ void declare(CLI::App& app, BenchOptions& o) {
   const auto list = [&](const char* name, auto& value, const char* type, const std::string& what) {
     return line.plain(name, value, type, what)->delimiter(',');
   };
-  const std::vector<std::string> names = algorithms();
+  const std::vector<std::string> names = algorithms(false);
   std::vector<std::string> target_names;
   for (const auto& [name, bit] : targets()) target_names.push_back(name);
   std::string described;
@@ -553,6 +557,10 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->check(CLI::Range(1, 1024));
 
   line.group("How");
+  line.plain("--device", o.device, "NAME",
+             fmt::format("cpu, or cuda: {}, and CUB and torch.topk there [cpu]",
+                         joined(algorithms(true))))
+      ->check(CLI::IsMember({"cpu", "cuda"}));
   line.plain("--recorded", o.recorded, "FILE",
              "a gradient of training, .npy, for the shape recorded; repeated to the length");
   line.plain("--target", o.target, "NAME",
