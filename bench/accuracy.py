@@ -55,6 +55,17 @@ def skim(arguments, keep=None):
     return kept[words]
 
 
+def result(run, figure):
+    """nan for a run that diverged, where it is null."""
+    return math.nan if run[figure] is None else run[figure]
+
+
+def train_loss(runs):
+    """The mean over runs."""
+    losses = [run["train_loss"] for run in runs]
+    return "diverged" if None in losses else f"{statistics.mean(losses):.4f}"
+
+
 def length(task, epochs):
     """Options for so many epochs, the learning-rate schedule scaled with them."""
     drops = ",".join(f"{part * epochs:g}" for part in DROPS.get(task, ()))
@@ -81,8 +92,8 @@ def main():
     figure = "test_loss" if text else "test_accuracy"
 
     def good(run):
-        value = run[figure]
-        return -math.inf if value is None else (-value if text else value)
+        value = result(run, figure)
+        return -math.inf if math.isnan(value) else (-value if text else value)
 
     if options.tune:
         tried = {}
@@ -103,14 +114,14 @@ def main():
                      options.keep))
 
     unit, digits = (1, 3) if text else (100, 2)
-    dense = [unit * r[figure] for r in runs["dense"]]
+    dense = [unit * result(r, figure) for r in runs["dense"]]
     print(f"{options.task}: {runs['dense'][0]['parameters']} parameters, {options.ranks} ranks, "
           f"{epochs:g} epochs, lr {rate}, seeds {options.seeds}\n")
     print(f"| run | train loss | {'test loss' if text else 'accuracy %'} | difference to dense | allowed "
           "| within | bytes sent per step and rank | of dense |")
     print("|---|---|---|---|---|---|---|---|")
     for name, of_seed in runs.items():
-        values = [unit * r[figure] for r in of_seed]
+        values = [unit * result(r, figure) for r in of_seed]
         mean = statistics.mean(values)
         deviation = statistics.stdev(values) if len(values) > 1 else 0.0
         spread = statistics.stdev(dense) if len(dense) > 1 else 0.0
@@ -119,7 +130,7 @@ def main():
         allowed = max(0.03 if text else 0.3, 2 * pooled)
         worse = difference if text else -difference
         sent = statistics.mean(r["sent_bytes_per_step"] for r in of_seed)
-        print(f"| {name} | {statistics.mean(r['train_loss'] for r in of_seed):.4f} "
+        print(f"| {name} | {train_loss(of_seed)} "
               f"| {mean:.{digits}f} ± {deviation:.{digits}f} | {difference:+.{digits}f} "
               f"| {allowed:.{digits}f} "
               f"| {'-' if name == 'dense' else 'yes' if worse <= allowed else 'no'} "

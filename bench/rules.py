@@ -16,7 +16,7 @@ import pathlib
 import statistics
 import sys
 
-from accuracy import TASKS, length, skim
+from accuracy import TASKS, length, result, skim, train_loss
 
 SELECTORS = [("exact", "residual"), ("gaussian", "residual"), ("gaussian-two-sided", "residual"),
              ("randomk", "residual"), ("randomk", "none")]
@@ -60,10 +60,10 @@ def main():
     for select, feedback, density, more in rows:
         runs = [skim([*arguments, *more, "--seed", seed], options.keep)
                 for seed in options.seeds.split(",")]
-        values = [unit * run[figure] for run in runs]
+        values = [unit * result(run, figure) for run in runs]
         spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
         print(f"| {select} | {feedback} | {density} "
-              f"| {statistics.mean(run['train_loss'] for run in runs):.4f} "
+              f"| {train_loss(runs)} "
               f"| {statistics.mean(values):.2f}{spread} "
               f"| {statistics.mean(run['sent_bytes_per_step'] for run in runs):,.0f} |", flush=True)
 
