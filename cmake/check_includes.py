@@ -19,7 +19,7 @@ LAYERS = [
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 # One module in two headers: the communicator, and the one of a caller's MPI_Comm; selection, and on a device.
 SAME = {"mpi": "communicator", "cuda": "select"}
-FREE = {"assert", "half", "normal", "state"}  # internal headers that any module may use
+FREE = {"assert", "half", "normal", "random", "state"}  # internal headers that any module may use
 
 
 def module_of(path: str) -> str:

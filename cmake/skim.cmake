@@ -6,8 +6,8 @@ function(skim_compile_options target)
     -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wnon-virtual-dtor
     -Woverloaded-virtual -Wnull-dereference
     # g++ 12 sees overflows in std::string at -O3 that are none (GCC bug 105651).
-    -Wno-restrict -Wno-stringop-overflow -Wno-array-bounds)
-  if(SKIM_DEVELOPER)
+    "$<$<CXX_COMPILER_ID:GNU>:-Wno-restrict;-Wno-stringop-overflow;-Wno-array-bounds>")
+  if(SKIM_DEVELOPER AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)  # others warn of other things
     target_compile_options(${target} PRIVATE -Werror)
   endif()
   skim_sanitize(${target})

@@ -88,9 +88,12 @@ class Journal {
   };
   // Room for `count` entries, which the caller fills.
   Entries extend(std::size_t base, std::size_t count) {
-    if (used_ + count > index_.size()) {
-      index_.resize(used_ + count);
-      before_.resize(used_ + count);
+    // How much comes back differs from step to step, so a step gets room for several like the
+    // first, and a warm one does not grow it.
+    const std::size_t needed = std::max(used_ + count, 4 * first_step_);
+    if (index_.size() < needed) {
+      index_.resize(needed);
+      before_.resize(needed);
     }
     if (count > 0) runs_.push_back({base, used_});
     used_ += count;
@@ -108,6 +111,7 @@ class Journal {
   }
   void clear() noexcept {
     runs_.clear();
+    if (first_step_ == 0) first_step_ = used_;
     used_ = 0;
   }
 
@@ -118,7 +122,7 @@ class Journal {
   std::vector<Run> runs_;
   std::vector<Index> index_;
   std::vector<float> before_;
-  std::size_t used_ = 0;
+  std::size_t used_ = 0, first_step_ = 0;
 };
 
 // Not std::clamp: its branches keep loops from being vectorised.
@@ -184,7 +188,7 @@ struct ErrorFeedback::Impl {
                                  returned.value[back] == sent.value[e];
       was.index[e] = i;
       was.before[e] = m[i];
-      if (!all_came_back) m[i] = 0.0F;
+      if (!all_came_back && sent.value[e] != 0.0F) m[i] = 0.0F;
     }
   }
 };

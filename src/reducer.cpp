@@ -154,12 +154,19 @@ struct Reducer::Impl {
     const std::int64_t t2 = comm.now_ns();
 
     const double change = feedback.commit(slot, local.view(), got.returned);
-    scatter(got.sum, grad.scale / static_cast<float>(got.contributors), grad, chosen.cleared);
+    const float factor = grad.scale / static_cast<float>(got.contributors);
+    bool finite = false;
+    if (got.dense_sum.empty()) {
+      finite = all_finite(got.sum.value);
+      scatter(got.sum, factor, grad, chosen.cleared);
+    } else {
+      finite = apply(got.dense_sum.span(), factor, grad);
+    }
     const std::int64_t t3 = comm.now_ns();
 
     report.k = keep.k;
     report.sent_nnz = local.nnz();
-    report.sum_nnz = got.sum.nnz();
+    report.sum_nnz = got.dense_sum.empty() ? got.sum.nnz() : got.dense_sum.n;
     report.threshold = chosen.threshold;
     // The two norms are rounded differently.
     report.capture =
@@ -169,7 +176,7 @@ struct Reducer::Impl {
     report.select_ns = t1 - t0;
     report.exchange_ns = t2 - t1;
     report.apply_ns = t3 - t2;
-    return all_finite(got.sum.value);
+    return finite;
   }
 
   // Residual and gradient together, whole. Until the end of the step the residual keeps what was
@@ -205,28 +212,34 @@ struct Reducer::Impl {
     const std::int64_t t2 = comm.now_ns();
 
     feedback.commit_all(slot);
-    const float factor = grad.scale / static_cast<float>(comm.size());
+    const bool finite = apply(data, grad.scale / static_cast<float>(comm.size()), grad);
+    report.apply_ns = comm.now_ns() - t2;
+    report.k = report.sent_nnz = report.sum_nnz = grad.n;
+    report.capture = 1.0;
+    report.select_ns = t1 - t0;
+    report.exchange_ns = t2 - t1;
+    return finite;
+  }
+
+  // grad = factor * sum, which may be grad's own entries. Returns whether the sum is finite.
+  static bool apply(std::span<const float> sum, float factor, const GradView& grad) {
     // Without a branch, so that it is vectorised.
     std::uint32_t bad = 0;
     const auto is_bad = [](float v) {
       return std::abs(v) <= std::numeric_limits<float>::max() ? 0U : 1U;
     };
     if (grad.dtype == DType::f32) {
-      for (float& v : data) {
-        bad |= is_bad(v);
-        v *= factor;
+      const std::span<float> out = grad.f32();
+      for (std::size_t i = 0; i < out.size(); ++i) {
+        bad |= is_bad(sum[i]);
+        out[i] = sum[i] * factor;
       }
     } else {
       for (std::size_t i = 0; i < grad.n; ++i) {
-        bad |= is_bad(data[i]);
-        set_entry(grad.dtype, grad.data, i, product(data[i], factor));
+        bad |= is_bad(sum[i]);
+        set_entry(grad.dtype, grad.data, i, product(sum[i], factor));
       }
     }
-    report.apply_ns = comm.now_ns() - t2;
-    report.k = report.sent_nnz = report.sum_nnz = grad.n;
-    report.capture = 1.0;
-    report.select_ns = t1 - t0;
-    report.exchange_ns = t2 - t1;
     return bad == 0;
   }
 

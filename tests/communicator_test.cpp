@@ -17,6 +17,7 @@
 #include <string>
 
 #include "allocations.hpp"
+#include "exchange_oracle.hpp"
 #include "fault.hpp"
 #include "group.hpp"
 #include "oracle.hpp"
@@ -313,6 +314,72 @@ TEST(Collectives, AllgatherOfVariableLengths) {
     }
   });
 }
+
+// Messages known to be short: P = 1 to 9 and 16, so doubling, and Bruck's form with every
+// remainder.
+TEST(Collectives, AllgatherOfShortMessages) {
+  const auto body = [](Communicator& comm) {
+    const int size = comm.size();
+    MessageList all;
+    for (std::size_t turn = 0; turn < 4; ++turn) {
+      const auto length = [&](int r) { return turn == 3 ? 0 : (at(r) + turn) % 5 * 37; };
+      std::vector<std::uint64_t> lengths;
+      for (int r = 0; r < size; ++r) lengths.push_back(length(r));
+      const Message mine = message_of(length(comm.rank()), count(comm.rank()) + turn * 100);
+      const Traffic traffic = traffic_of(comm, [&] { comm.allgather(mine, all, 150); });
+      ASSERT_EQ(all.size(), at(size));
+      for (int r = 0; r < size; ++r) {
+        EXPECT_TRUE(std::ranges::equal(all[at(r)], message_of(length(r), count(r) + turn * 100)))
+            << "turn " << turn << ", from " << r;
+      }
+      const Traffic expected = test::gather_traffic(lengths, at(comm.rank()));
+      EXPECT_EQ(traffic.rounds, size <= 3 ? count(size - 1) : count(log2_ceil(size)));
+      EXPECT_EQ(traffic.rounds, expected.rounds);
+      EXPECT_EQ(traffic.messages, expected.messages);
+      EXPECT_EQ(traffic.sent_bytes, expected.sent_bytes);
+      EXPECT_EQ(traffic.received_bytes, expected.received_bytes);
+    }
+  };
+#ifdef SKIM_TEST_MPI
+  each_group(1, body);
+#else
+  for (const int ranks : {1, 2, 3, 4, 5, 6, 7, 8, 9, 16}) test::run_threads(ranks, body);
+#endif
+}
+
+TEST(Collectives, AllgatherFormDependsOnRanksAndLength) {
+  for (const int ranks : {1, 2, 3}) EXPECT_EQ(allgather_form(ranks, 1), AllgatherForm::ring);
+  EXPECT_EQ(allgather_form(4, 1), AllgatherForm::doubling);
+  EXPECT_EQ(allgather_form(5, 1), AllgatherForm::bruck);
+  EXPECT_EQ(allgather_form(16, 1000), AllgatherForm::doubling);
+  for (const int ranks : {4, 5, 16, 1000}) {
+    EXPECT_EQ(allgather_form(ranks, 0), AllgatherForm::ring) << "of unknown length";
+    EXPECT_NE(allgather_form(ranks, (std::size_t{4} << 20U) / at(ranks)), AllgatherForm::ring);
+    EXPECT_EQ(allgather_form(ranks, (std::size_t{4} << 20U) / at(ranks) + 1), AllgatherForm::ring);
+  }
+}
+
+#ifndef SKIM_TEST_MPI
+// Two messages in one: the length in front says more than there is.
+TEST(Collectives, AllgatherRefusesWhatIsNoPackOfMessages) {
+  std::vector<std::string> errors(4);
+  test::run_threads(4, [&](Communicator& comm) {
+    test::FaultyCommunicator faulty(
+        comm,
+        {.fault = comm.rank() == 1 ? test::Fault::truncate : test::Fault::none, .at_send = 1});
+    MessageList all;
+    const auto e = error_of([&] { faulty.allgather(Message(4), all, 4); });
+    if (e) {
+      errors[at(comm.rank())] = e->what();
+      faulty.abort(e->peer());
+    }
+  });
+  EXPECT_TRUE(contains(errors[3],
+                       "rank 3: a message of 8 bytes from rank 1 does not hold those of 2 ranks in "
+                       "'all-gather 2 of 2'"))
+      << errors[3];
+}
+#endif
 
 std::vector<float> addend(int rank, std::size_t n, bool integers) {
   return integers ? test::integers(n, count(rank) * 7919 + n)
@@ -931,6 +998,7 @@ TEST(Communicator, AllocatesNothingOnceWarm) {
       m.assign(mine.begin(), mine.end());
       comm.broadcast(m, 0);
       comm.allgather(mine, all);
+      comm.allgather(mine, all, 9000);
       comm.allreduce_sum(data, DenseSum::ring, mine, notes);
       comm.allreduce_sum(data, DenseSum::vendor, mine, notes);
       if (comm.size() > 1) {

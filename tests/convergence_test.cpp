@@ -146,6 +146,20 @@ TEST(convergence, every_exchange_that_keeps_all_mass_trains_as_far_as_dense) {
     EXPECT_LT(reached, 1e-3 * start) << c.name << ", dense " << dense << ", start " << start;
   }
 
+  // Rounded to a few bits, by senders and mergers.
+  options.exchange.kind = ExchangeKind::gtopk;
+  options.exchange.drop = DropPolicy::survivors;
+  for (const ValueCode value : {ValueCode::q4, ValueCode::q2}) {
+    for (const Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
+      options.exchange.codec.value = value;
+      options.exchange.codec.rounding = rounding;
+      EXPECT_LT(distance(all, least, options), 1e-3 * start)
+          << value_code_names()[static_cast<std::size_t>(value)] << ' '
+          << rounding_names()[static_cast<std::size_t>(rounding)];
+    }
+  }
+  options.exchange.codec = {};
+
   options.feedback.enabled = false;
   options.exchange.kind = ExchangeKind::allgather;
   EXPECT_GT(distance(all, least, options), 0.01 * start) << "without feedback";

@@ -2,9 +2,16 @@
 // and by maps, where the library works by rounds, frames and merges of lists.
 #pragma once
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "oracle.hpp"
@@ -14,37 +21,346 @@
 namespace skim::test {
 
 struct ExchangeOutcome {
-  SparseBuffer sum;
+  SparseBuffer sum;                    // if dense: all n entries
+  bool dense = false;                  // ExchangeResult::dense_sum
   std::vector<SparseBuffer> returned;  // [rank]
-  std::vector<Traffic> traffic;        // [rank], for frames with statistics
+  std::vector<Traffic> traffic;        // [rank], for raw frames
 };
 
-inline std::uint64_t frame_bytes(std::size_t nnz) { return 24 + 40 + 8 * nnz; }
+// With raw indices and f32 values.
+inline std::uint64_t frame_bytes(std::size_t nnz, bool stats = true) {
+  return 24 + (stats ? 40U : 0U) + 8 * nnz;
+}
 inline std::uint64_t log2_ceil(std::size_t p) {
   return static_cast<std::uint64_t>(std::bit_width(p - 1));
 }
+inline void add(Traffic& to, const Traffic& t) {
+  to.sent_bytes += t.sent_bytes;
+  to.received_bytes += t.received_bytes;
+  to.messages += t.messages;
+  to.rounds += t.rounds;
+}
 
-// Every rank passes on, over P - 1 rounds, each frame but its right neighbour's.
-inline ExchangeOutcome allgather_oracle(const std::vector<SparseView>& mine) {
-  const std::size_t ranks = mine.size();
-  ExchangeOutcome out{.sum = sum(mine), .returned = {}, .traffic = {}};
+// Of an all-gather of short messages: up to 3 ranks pass on each message but their right
+// neighbour's, around a ring. More double what they hold in every round; a message of m others has
+// m - 1 lengths in front.
+inline Traffic gather_traffic(const std::vector<std::uint64_t>& length, std::size_t r) {
+  const std::size_t p = length.size();
   std::uint64_t all = 0;
-  for (const SparseView& s : mine) all += frame_bytes(s.nnz());
-  for (std::size_t r = 0; r < ranks; ++r) {
+  for (const std::uint64_t l : length) all += l;
+  if (p <= 3) {
+    return {.sent_bytes = all - length[(r + 1) % p],
+            .received_bytes = all - length[r],
+            .messages = p - 1,
+            .rounds = p - 1};
+  }
+  Traffic t;
+  const bool pairs = std::has_single_bit(p);
+  for (std::size_t have = 1; have < p; have *= 2) {
+    const std::size_t count = std::min(have, p - have);
+    const std::size_t own = pairs ? r / have * have : r;
+    const std::size_t others = pairs ? own ^ have : r + have;
+    t.sent_bytes += 8 * (count - 1);
+    t.received_bytes += 8 * (count - 1);
+    for (std::size_t i = 0; i < count; ++i) {
+      t.sent_bytes += length[(own + i) % p];
+      t.received_bytes += length[(others + i) % p];
+    }
+    ++t.messages;
+    ++t.rounds;
+  }
+  return t;
+}
+
+inline ExchangeOutcome allgather_oracle(const std::vector<SparseView>& mine) {
+  ExchangeOutcome out{.sum = sum(mine), .returned = {}, .traffic = {}};
+  std::vector<std::uint64_t> lengths;
+  for (const SparseView& s : mine) lengths.push_back(frame_bytes(s.nnz()));
+  for (std::size_t r = 0; r < mine.size(); ++r) {
     out.returned.emplace_back().reset(mine[r].dim);
-    out.traffic.push_back({.sent_bytes = all - frame_bytes(mine[(r + 1) % ranks].nnz()),
-                           .received_bytes = all - frame_bytes(mine[r].nnz()),
-                           .messages = ranks - 1,
-                           .rounds = ranks - 1});
+    out.traffic.push_back(gather_traffic(lengths, r));
   }
   return out;
 }
 
+inline std::set<Index> indices_of(const SparseView& s) { return {s.index.begin(), s.index.end()}; }
+inline SparseBuffer entries_where(const SparseView& s, const std::function<bool(Index)>& wanted) {
+  SparseBuffer out;
+  out.reset(s.dim);
+  for (std::size_t e = 0; e < s.nnz(); ++e) {
+    if (wanted(s.index[e])) out.append(s.index[e], s.value[e]);
+  }
+  return out;
+}
+
+inline ExchangeOutcome global_topk_oracle(const std::vector<SparseView>& mine, std::size_t k) {
+  ExchangeOutcome out = allgather_oracle(mine);
+  out.sum = top_k(dense(out.sum.view()), k);
+  const std::set<Index> kept = indices_of(out.sum.view());
+  for (std::size_t r = 0; r < mine.size(); ++r) {
+    out.returned[r] = entries_where(mine[r], [&](Index i) { return !kept.contains(i); });
+  }
+  return out;
+}
+
+// Runs of one slot, one after the other: regions and the cut stay.
+class OkTopKOracle {
+ public:
+  explicit OkTopKOracle(OkTopKOptions options) : options_(options) {}
+
+  ExchangeOutcome run(const std::vector<SparseView>& mine, std::size_t k) {
+    const std::size_t p = mine.size(), n = mine[0].dim;
+    ExchangeOutcome out;
+    out.traffic.resize(p);
+    const auto gathered = [&](const std::vector<std::uint64_t>& words) {
+      std::vector<std::uint64_t> lengths;
+      for (const std::uint64_t w : words) lengths.push_back(8 * (w + 1));
+      for (std::size_t r = 0; r < p; ++r) add(out.traffic[r], gather_traffic(lengths, r));
+    };
+
+    if (begin_.size() != p || region_age_ >= options_.regions_every) {
+      std::vector<std::uint64_t> words;
+      for (const SparseView& s : mine) words.push_back(1 + std::min(s.nnz(), 2 * p));
+      gathered(words);
+      find_regions(mine);
+    }
+    const auto owner = [&](Index i) {
+      return static_cast<std::size_t>(std::upper_bound(begin_.begin(), begin_.end(), i) -
+                                      begin_.begin() - 1);
+    };
+
+    // Parts: [rank][owner], the largest ones of each.
+    const std::size_t limit = options_.exact ? n : (4 * k + 3 * p - 1) / (3 * p);
+    std::vector<std::set<Index>> sent(p);
+    std::vector<SparseBuffer> sendings;
+    for (std::size_t r = 0; r < p; ++r) {
+      for (std::size_t o = 0; o < p; ++o) {
+        SparseBuffer part = entries_where(mine[r], [&](Index i) { return owner(i) == o; });
+        if (o != r && part.nnz() > limit) part = top_k(dense(part.view()), limit);
+        sent[r].merge(indices_of(part.view()));
+        if (o == r) continue;
+        add(out.traffic[r], {.sent_bytes = frame_bytes(part.nnz()), .messages = 1, .rounds = 1});
+        add(out.traffic[o], {.received_bytes = frame_bytes(part.nnz())});
+      }
+      sendings.push_back(entries_where(mine[r], [&](Index i) { return sent[r].contains(i); }));
+    }
+    std::vector<SparseView> views;
+    for (const auto& s : sendings) views.push_back(s.view());
+    const SparseBuffer total = entries_where(
+        sum(views).view(), [](Index) { return true; });  // zeros are never kept, below
+    const std::vector<float> all = dense(total.view());
+
+    // Cut.
+    std::vector<std::vector<std::pair<std::uint32_t, std::int64_t>>> keys(p);  // of each owner
+    for (const Index i : total.view().index) {
+      if (order(all[i]) > 0) keys[owner(i)].emplace_back(order(all[i]), -std::int64_t{i});
+    }
+    std::size_t count = 0, reached = 0;
+    for (auto& of_owner : keys) {
+      std::ranges::sort(of_owner, std::greater<>{});
+      count += of_owner.size();
+      for (const auto& key : of_owner) reached += key.first >= cut_ ? 1U : 0U;
+    }
+    bool exact = options_.exact || cut_age_ >= options_.cut_every;
+    if (!exact) {
+      gathered(std::vector<std::uint64_t>(p, 2));
+      exact = reached > 4 * k / 3 || (3 * reached < 2 * k && reached < count);
+    }
+    if (exact) {
+      out.sum = top_k(all, k);
+      find_cut(keys, k, gathered);
+    } else {
+      out.sum = entries_where(total.view(),
+                              [&](Index i) { return order(all[i]) > 0 && order(all[i]) >= cut_; });
+    }
+
+    // To all.
+    const std::size_t whole = out.sum.nnz();
+    std::vector<std::uint64_t> share;
+    std::vector<std::size_t> first(p + 1, 0);
+    std::size_t longest = 0;
+    for (const Index i : out.sum.view().index) ++first[owner(i) + 1];
+    for (std::size_t o = 0; o < p; ++o) {
+      longest = std::max(longest, first[o + 1]);
+      share.push_back(first[o + 1]);
+    }
+    for (std::size_t o = 0; o < p; ++o) first[o + 1] += first[o];
+    if ((p - 1) * (longest - whole / p) * 8 > 8192) {
+      ++balanced;
+      std::uint64_t rounds = 0;
+      std::vector<std::uint64_t> in(p, 0), gone(p, 0);
+      for (std::size_t o = 0; o < p; ++o) {
+        for (std::size_t j = 0; j < p; ++j) {
+          std::size_t moved = 0;
+          for (std::size_t e = first[o]; e < first[o + 1]; ++e) {
+            moved += whole * j / p <= e && e < whole * (j + 1) / p ? 1U : 0U;
+          }
+          if (j == o || moved == 0) continue;
+          rounds = std::max({rounds, ++gone[o], ++in[j]});
+          add(out.traffic[o], {.sent_bytes = frame_bytes(moved, false), .messages = 1});
+          add(out.traffic[j], {.received_bytes = frame_bytes(moved, false)});
+        }
+      }
+      for (std::size_t j = 0; j < p; ++j) {
+        share[j] = whole * (j + 1) / p - whole * j / p;
+        out.traffic[j].rounds += rounds;
+      }
+    }
+    std::vector<std::uint64_t> lengths;
+    for (const std::uint64_t s : share) lengths.push_back(frame_bytes(s, false));
+    for (std::size_t r = 0; r < p; ++r) add(out.traffic[r], gather_traffic(lengths, r));
+
+    const std::set<Index> kept = indices_of(out.sum.view());
+    for (std::size_t r = 0; r < p; ++r) {
+      out.returned.push_back(entries_where(
+          mine[r], [&](Index i) { return !kept.contains(i) || !sent[r].contains(i); }));
+    }
+    ++region_age_;
+    ++cut_age_;
+    return out;
+  }
+
+  std::size_t balanced = 0;  // runs with a round of balancing
+
+ private:
+  void find_regions(const std::vector<SparseView>& mine) {
+    const std::size_t p = mine.size();
+    std::multiset<std::pair<Index, double>> weight;
+    double total = 0.0;
+    for (const SparseView& s : mine) {
+      const std::size_t told = std::min(s.nnz(), 2 * p);
+      for (std::size_t i = 0; i < told; ++i) {
+        weight.emplace(s.index[i * s.nnz() / told],
+                       static_cast<double>(s.nnz()) / static_cast<double>(told));
+      }
+      total += static_cast<double>(s.nnz());
+    }
+    begin_.assign(1, 0);
+    region_age_ = total == 0.0 ? options_.regions_every : 0;
+    for (std::size_t o = 1; o < p; ++o) {
+      const double goal = total * static_cast<double>(o) / static_cast<double>(p);
+      Index at = static_cast<Index>(total == 0.0 ? mine[0].dim * o / p : mine[0].dim);
+      double before = 0.0;
+      for (const auto& [index, w] : weight) {
+        if (before >= goal) {
+          at = index;
+          break;
+        }
+        before += w;
+      }
+      begin_.push_back(at);
+    }
+  }
+
+  template <class Keys, class Gathered>
+  void find_cut(const Keys& keys, std::size_t k, const Gathered& gathered) {
+    std::vector<std::uint64_t> words;
+    std::map<typename Keys::value_type::value_type, std::size_t, std::greater<>> told;
+    std::size_t count = 0, slack = 0;
+    typename Keys::value_type all;
+    for (const auto& of_owner : keys) {
+      const auto step = std::max<std::size_t>(
+          1, static_cast<std::size_t>(std::sqrt(static_cast<double>(of_owner.size()) / 2)));
+      words.push_back(1 + of_owner.size() / step);
+      for (std::size_t i = step; i <= of_owner.size(); i += step) told[of_owner[i - 1]] = step;
+      count += of_owner.size();
+      slack += step - 1;
+      all.insert(all.end(), of_owner.begin(), of_owner.end());
+    }
+    gathered(words);
+    std::ranges::sort(all, std::greater<>{});
+    cut_age_ = 0;
+    cut_ = k == 0 ? ~0U : count <= k ? 0 : all[k - 1].first;
+    if (k == 0 || count <= k) return;
+    auto low = all.back(), high = std::pair{~0U, std::int64_t{0}};
+    std::size_t reach = 0;
+    for (const auto& [key, step] : told) {
+      reach += step;
+      if (reach + slack < k) high = key;
+      if (reach >= k) {
+        low = key;
+        break;
+      }
+    }
+    words.clear();
+    for (const auto& of_owner : keys) {
+      words.push_back(1 +
+                      static_cast<std::uint64_t>(std::ranges::count_if(
+                          of_owner, [&](const auto& key) { return low <= key && key < high; })));
+    }
+    gathered(words);
+  }
+
+  OkTopKOptions options_;
+  std::vector<Index> begin_;  // [P]
+  std::uint32_t cut_ = 0, region_age_ = 0, cut_age_ = ~0U / 2;
+};
+
+// Recursive doubling among the first Q ranks, Q the largest power of two; rank Q + i counts with i.
+class SparCMLOracle {
+ public:
+  explicit SparCMLOracle(const std::vector<SparseView>& mine)
+      : mine_(mine), inner_(std::bit_floor(mine.size())) {
+    out_.traffic.resize(mine.size());
+    const std::size_t n = mine[0].dim;
+    out_.sum = node(0, inner_);
+    for (std::size_t r = 0; r < mine.size(); ++r) {
+      out_.returned.emplace_back().reset(n);
+      out_.traffic[r].rounds = log2_ceil(inner_) + (mine.size() > inner_ ? 2U : 0U);
+      if (r >= inner_) {
+        move(r, r - inner_, mine[r].nnz());
+        move(r - inner_, r, out_.sum.nnz());
+      }
+    }
+    out_.dense = n > 0 && out_.sum.nnz() == n;
+  }
+  const ExchangeOutcome& outcome() const { return out_; }
+
+ private:
+  void move(std::size_t from, std::size_t to, std::size_t nnz) {
+    add(out_.traffic[from], {.sent_bytes = frame_bytes(nnz), .messages = 1});
+    add(out_.traffic[to], {.received_bytes = frame_bytes(nnz)});
+  }
+  SparseBuffer node(std::size_t first, std::size_t span) {
+    if (span == 1) {
+      SparseBuffer s;
+      s.assign(mine_[first]);
+      if (first + inner_ >= mine_.size()) return s;
+      return joined(s.view(), mine_[first + inner_]);
+    }
+    const SparseBuffer lower = node(first, span / 2), upper = node(first + span / 2, span / 2);
+    for (std::size_t r = first; r < first + span / 2; ++r) {
+      move(r, r + span / 2, lower.nnz());
+      move(r + span / 2, r, upper.nnz());
+    }
+    return joined(lower.view(), upper.view());
+  }
+  static SparseBuffer joined(const SparseView& a, const SparseView& b) {
+    if (a.nnz() + b.nnz() <= a.dim / 2) return sum({a, b});
+    const std::vector<float> x = dense(a), y = dense(b);
+    SparseBuffer full;
+    full.reset(a.dim);
+    for (std::size_t i = 0; i < x.size(); ++i) full.append(static_cast<Index>(i), x[i] + y[i]);
+    return full;
+  }
+
+  const std::vector<SparseView>& mine_;
+  std::size_t inner_;
+  ExchangeOutcome out_;
+};
+
 class GTopKOracle {
  public:
-  GTopKOracle(const std::vector<SparseView>& mine, std::size_t k, DropPolicy policy)
-      : mine_(mine), k_(k), dropped_(mine.size()), up_(mine.size()) {
+  GTopKOracle(const std::vector<SparseView>& mine, std::size_t k, DropPolicy policy,
+              const CodecOptions& codec)
+      : mine_(mine),
+        k_(k),
+        codec_(codec),
+        dropped_(mine.size()),
+        errors_(mine.size()),
+        up_(mine.size()) {
     out_.sum = node(0, std::bit_ceil(mine.size()));
+    round(0, out_.sum);
     for (std::size_t r = 0; r < mine.size(); ++r) {
       out_.returned.push_back(returned(r, policy));
       out_.traffic.push_back(traffic(r));
@@ -70,7 +386,8 @@ class GTopKOracle {
     const std::size_t half = span / 2, child = first + half;
     SparseBuffer lower = node(first, half);
     if (child >= mine_.size()) return lower;
-    const SparseBuffer upper = node(child, half);
+    SparseBuffer upper = node(child, half);
+    if (!dropped_[child].empty()) round(child, upper);
     up_[child] = upper.nnz();
     const SparseBuffer merged = sum({lower.view(), upper.view()});
     SparseBuffer kept = top_k(dense(merged.view()), k_);
@@ -78,6 +395,13 @@ class GTopKOracle {
     for (const Index i : kept.view().index) rest.erase(i);
     dropped_[first].push_back(rest);
     return kept;
+  }
+
+  // What a rank that merged sends on, to the nearest; the error is that rank's.
+  void round(std::size_t r, SparseBuffer& s) {
+    const Map before = map_of(s.view());
+    codec_.quantize(s, {}, 0);
+    for (const auto& [i, v] : map_of(s.view())) errors_[r][i] = before.at(i) - v;
   }
 
   SparseBuffer returned(std::size_t r, DropPolicy policy) const {
@@ -98,6 +422,9 @@ class GTopKOracle {
           if (policy == DropPolicy::merger_keeps || result.contains(i)) add(i, v);
         }
       }
+    }
+    for (const auto& [i, v] : errors_[r]) {
+      if (policy == DropPolicy::merger_keeps || result.contains(i)) add(i, v);
     }
     std::erase_if(back, [](const auto& e) { return e.second == 0.0F; });
     SparseBuffer s;
@@ -130,21 +457,121 @@ class GTopKOracle {
 
   const std::vector<SparseView>& mine_;
   std::size_t k_;
+  Codec codec_;
   std::vector<std::vector<Map>> dropped_;  // [rank]: of each merge
+  std::vector<Map> errors_;                // [rank]: what it rounded off
   std::vector<std::size_t> up_;            // [rank]: entries that it sent up
   ExchangeOutcome out_;
 };
 
-inline ExchangeOutcome oracle(const ExchangeOptions& options, const std::vector<SparseView>& mine,
-                              std::size_t k) {
-  if (mine.size() == 1) {
-    ExchangeOutcome out{.sum = sum(mine), .returned = {}, .traffic = {{}}};
-    out.returned.emplace_back().reset(mine[0].dim);
+// One exchange on all ranks, run after run of one slot. Values that are rounded to the nearest are
+// modelled for allgather, gtopk and global_topk.
+class ExchangeOracle {
+ public:
+  using HostOf = std::function<std::size_t(std::size_t rank)>;
+  explicit ExchangeOracle(
+      ExchangeOptions options, HostOf host_of = [](std::size_t) { return 0U; })
+      : options_(std::move(options)), host_of_(std::move(host_of)), oktopk_(options_.oktopk) {}
+
+  ExchangeOutcome run(const std::vector<SparseView>& mine, std::size_t k) {
+    if (mine.size() == 1) {
+      ExchangeOutcome out{.sum = sum(mine), .returned = {}, .traffic = {{}}};
+      out.returned.emplace_back().reset(mine[0].dim);
+      return out;
+    }
+    switch (options_.kind) {
+      case ExchangeKind::allgather:
+        return allgather_oracle(mine);
+      case ExchangeKind::gtopk:
+        return GTopKOracle(mine, k, options_.drop, options_.codec).outcome();
+      case ExchangeKind::global_topk:
+        return global_topk_oracle(mine, k);
+      case ExchangeKind::oktopk:
+        return oktopk_.run(mine, k);
+      case ExchangeKind::sparcml:
+        return SparCMLOracle(mine).outcome();
+      case ExchangeKind::hierarchical:
+        return hierarchical(mine, k);
+      case ExchangeKind::dense:
+        break;
+    }
+    return {};
+  }
+  std::size_t balanced() const { return oktopk_.balanced; }
+
+ private:
+  ExchangeOutcome hierarchical(const std::vector<SparseView>& mine, std::size_t k) {
+    std::map<std::size_t, std::vector<std::size_t>> hosts;  // ranks
+    for (std::size_t r = 0; r < mine.size(); ++r) hosts[host_of_(r)].push_back(r);
+    std::vector<std::vector<std::size_t>> by_leader;
+    for (const auto& [host, ranks] : hosts) by_leader.push_back(ranks);
+    std::ranges::sort(by_leader);
+    const auto part = [&](ExchangeKind kind, std::size_t which) -> ExchangeOracle& {
+      ExchangeOptions options = options_;
+      options.kind = kind;
+      while (parts_.size() <= which) parts_.emplace_back(options);
+      return parts_[which];
+    };
+    const auto nonzero = [](const ExchangeOutcome& o) {
+      return o.dense ? entries_where(o.sum.view(),
+                                     [&](Index i) { return o.sum.view().value[i] != 0.0F; })
+                     : o.sum;
+    };
+    std::vector<ExchangeOutcome> inside;
+    std::vector<SparseBuffer> sums;
+    std::vector<SparseView> host_sums;
+    for (std::size_t h = 0; h < by_leader.size(); ++h) {
+      std::vector<SparseView> theirs;
+      for (const std::size_t r : by_leader[h]) theirs.push_back(mine[r]);
+      inside.push_back(part(options_.hierarchy.inside, h).run(theirs, k));
+      sums.push_back(nonzero(inside[h]));
+    }
+    for (const auto& s : sums) host_sums.push_back(s.view());
+    if (!between_) {
+      ExchangeOptions options = options_;
+      options.kind = options_.hierarchy.between;
+      between_ = std::make_unique<ExchangeOracle>(options);
+    }
+    const ExchangeOutcome all = between_->run(host_sums, k);
+
+    ExchangeOutcome out;
+    out.sum = nonzero(all);
+    out.returned.resize(mine.size());
+    out.traffic.resize(mine.size());
+    const std::set<Index> kept = indices_of(out.sum.view());
+    const auto arrived = [&](Index i) { return kept.contains(i); };
+    for (std::size_t h = 0; h < by_leader.size(); ++h) {
+      const std::size_t size = by_leader[h].size();
+      for (std::size_t m = 0; m < size; ++m) {
+        const std::size_t r = by_leader[h][m];
+        SparseBuffer none;
+        none.reset(mine[r].dim);
+        const auto lost = entries_where(mine[r], [&](Index i) { return !kept.contains(i); });
+        const auto from_host = entries_where(inside[h].returned[m].view(), arrived);
+        const auto from_all = m == 0 ? entries_where(all.returned[h].view(), arrived) : none;
+        out.returned[r] = sum({lost.view(), from_host.view(), from_all.view()});
+        add(out.traffic[r], inside[h].traffic[m]);
+        if (m == 0) add(out.traffic[r], all.traffic[h]);
+        // The result goes down a tree.
+        const std::uint64_t frame = frame_bytes(out.sum.nnz());
+        Traffic down{.rounds = log2_ceil(size)};
+        if (m > 0) down.received_bytes = frame;
+        for (std::size_t below = std::bit_ceil(m + 1); m + below < size; below *= 2) {
+          down.sent_bytes += frame;
+          ++down.messages;
+        }
+        add(out.traffic[r], down);
+      }
+    }
     return out;
   }
-  if (options.kind == ExchangeKind::allgather) return allgather_oracle(mine);
-  return GTopKOracle(mine, k, options.drop).outcome();
-}
+
+  ExchangeOptions options_;
+  HostOf host_of_;
+  OkTopKOracle oktopk_;
+  std::vector<ExchangeOracle> parts_;  // inside each host
+  std::unique_ptr<ExchangeOracle> between_;
+};
 
 // Entries that are not zero: what the law of conservation sees.
 inline SparseBuffer without_zeros(const SparseView& s) {
@@ -156,11 +583,21 @@ inline SparseBuffer without_zeros(const SparseView& s) {
   return out;
 }
 
+// Frames are raw, so that their lengths are a formula.
 inline std::vector<ExchangeOptions> sparse_exchanges() {
-  return {{.kind = ExchangeKind::allgather},
-          {.kind = ExchangeKind::gtopk, .drop = DropPolicy::survivors},
-          {.kind = ExchangeKind::gtopk, .drop = DropPolicy::merger_keeps},
-          {.kind = ExchangeKind::gtopk, .drop = DropPolicy::sender_keeps}};
+  std::vector<ExchangeOptions> all = {
+      {.kind = ExchangeKind::allgather},
+      {.kind = ExchangeKind::gtopk, .drop = DropPolicy::survivors},
+      {.kind = ExchangeKind::gtopk, .drop = DropPolicy::merger_keeps},
+      {.kind = ExchangeKind::gtopk, .drop = DropPolicy::sender_keeps},
+      {.kind = ExchangeKind::global_topk},
+      {.kind = ExchangeKind::oktopk},
+      {.kind = ExchangeKind::oktopk, .oktopk = {.exact = true}},
+      {.kind = ExchangeKind::sparcml},
+      {.kind = ExchangeKind::hierarchical},
+  };
+  for (ExchangeOptions& o : all) o.codec.index = IndexCode::raw32;
+  return all;
 }
 inline std::string name_of(const ExchangeOptions& o) {
   std::string name(exchange_kind_names()[static_cast<std::size_t>(o.kind)]);
@@ -168,6 +605,7 @@ inline std::string name_of(const ExchangeOptions& o) {
     name += ' ';
     name += drop_policy_names()[static_cast<std::size_t>(o.drop)];
   }
+  if (o.kind == ExchangeKind::oktopk && o.oktopk.exact) name += " exact";
   return name;
 }
 

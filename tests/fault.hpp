@@ -12,10 +12,12 @@
 
 namespace skim::test {
 
-// Does what `to` does, with a Traffic of its own. `to` must outlive it.
+// Does what `to` does, with a Traffic of its own. `to` must outlive it, unless it is given away.
 class ForwardingCommunicator : public Communicator {
  public:
   explicit ForwardingCommunicator(Communicator& to) : Communicator(to.rank(), to.size()), to_(to) {}
+  explicit ForwardingCommunicator(std::unique_ptr<Communicator> to)
+      : Communicator(to->rank(), to->size()), owned_(std::move(to)), to_(*owned_) {}
 
   std::int64_t now_ns() const noexcept override { return to_.now_ns(); }
   int host() const noexcept override { return to_.host(); }
@@ -49,6 +51,7 @@ class ForwardingCommunicator : public Communicator {
   }
   std::size_t do_wait(Ticket ticket) override { return forward_wait(ticket); }
 
+  std::unique_ptr<Communicator> owned_;
   Communicator& to_;
 };
 
@@ -72,23 +75,42 @@ class InjectedFault : public CommError {
   using CommError::CommError;
 };
 
-// Spoils one send of this rank: the at_send-th. The counted traffic is as if it had not.
+// Spoils one send of this rank: the at_send-th, counted together with those of its parts (split).
+// The counted traffic is as if it had not.
 class FaultyCommunicator final : public ForwardingCommunicator {
  public:
   FaultyCommunicator(Communicator& to, FaultPlan plan)
-      : ForwardingCommunicator(to), plan_(std::move(plan)) {}
+      : ForwardingCommunicator(to),
+        state_(std::make_shared<State>(State{std::move(plan), 0, {}})) {}
 
-  std::uint64_t sends() const noexcept { return sends_; }
+  std::uint64_t sends() const noexcept { return state_->sends; }
   // A test that expects a failure must see that the fault happened.
-  bool happened() const noexcept { return plan_.fault != Fault::none && sends_ > plan_.at_send; }
+  bool happened() const noexcept {
+    return state_->plan.fault != Fault::none && state_->sends > state_->plan.at_send;
+  }
+
+  std::unique_ptr<Communicator> split(int color) override {
+    return std::unique_ptr<Communicator>(
+        new FaultyCommunicator(ForwardingCommunicator::split(color), state_));
+  }
 
  private:
+  struct State {
+    FaultPlan plan;
+    std::uint64_t sends;
+    std::vector<std::byte> spoiled;
+  };
+  FaultyCommunicator(std::unique_ptr<Communicator> part, std::shared_ptr<State> state)
+      : ForwardingCommunicator(std::move(part)), state_(std::move(state)) {}
+
   // No backend gives this ticket: it would take 2^32 open transfers.
   static constexpr Ticket kDropped = ~Ticket{0};
 
   Ticket do_isend(Bytes message, int peer) override {
-    if (sends_++ != plan_.at_send) return forward_isend(message, peer);
-    switch (plan_.fault) {
+    const FaultPlan& plan = state_->plan;
+    std::vector<std::byte>& spoiled = state_->spoiled;
+    if (state_->sends++ != plan.at_send) return forward_isend(message, peer);
+    switch (plan.fault) {
       case Fault::none:
         break;
       case Fault::drop:
@@ -96,16 +118,16 @@ class FaultyCommunicator final : public ForwardingCommunicator {
       case Fault::truncate:
         return forward_isend(message.first(message.size() / 2), peer);
       case Fault::corrupt:
-        spoiled_.assign(message.begin(), message.end());
-        if (spoiled_.empty()) spoiled_.push_back(std::byte{0});
-        spoiled_[spoiled_.size() / 2] ^= std::byte{0x10};
-        return forward_isend(spoiled_, peer);
+        spoiled.assign(message.begin(), message.end());
+        if (spoiled.empty()) spoiled.push_back(std::byte{0});
+        spoiled[spoiled.size() / 2] ^= std::byte{0x10};
+        return forward_isend(spoiled, peer);
       case Fault::delay:
-        plan_.until();
+        plan.until();
         break;
       case Fault::raise:
         throw InjectedFault("rank " + std::to_string(rank()) + ": injected fault at send " +
-                                std::to_string(plan_.at_send),
+                                std::to_string(plan.at_send),
                             rank(), phase().text());
     }
     return forward_isend(message, peer);
@@ -114,9 +136,7 @@ class FaultyCommunicator final : public ForwardingCommunicator {
     return ticket == kDropped ? 0 : forward_wait(ticket);
   }
 
-  FaultPlan plan_;
-  std::uint64_t sends_ = 0;
-  std::vector<std::byte> spoiled_;
+  std::shared_ptr<State> state_;  // shared with its parts
 };
 
 }  // namespace skim::test

@@ -138,8 +138,10 @@ class Training {
   Reducer reducer_;
 };
 
-const std::vector<ExchangeKind> kKinds = {ExchangeKind::dense, ExchangeKind::allgather,
-                                          ExchangeKind::gtopk};
+const std::vector<ExchangeKind> kKinds = {ExchangeKind::dense,       ExchangeKind::allgather,
+                                          ExchangeKind::gtopk,       ExchangeKind::global_topk,
+                                          ExchangeKind::oktopk,      ExchangeKind::sparcml,
+                                          ExchangeKind::hierarchical};
 std::string text_of(ExchangeKind kind, bool async) {
   return std::string(exchange_kind_names()[static_cast<std::size_t>(kind)]) +
          (async ? ", async" : ", sync");
@@ -160,7 +162,8 @@ class Throws final : public Selector {
 };
 
 TEST(fault, a_rank_that_throws_takes_the_others_along_at_once) {
-  for (const ExchangeKind kind : {ExchangeKind::allgather, ExchangeKind::gtopk}) {
+  for (const ExchangeKind kind : kKinds) {
+    if (kind == ExchangeKind::dense) continue;  // it has no selector
     for (const bool async : {false, true}) {
       for (const int culprit : {0, 2}) {
         for (const std::uint64_t at_step : {0U, 1U}) {
@@ -368,7 +371,8 @@ class Garbage final : public test::ForwardingCommunicator {
 TEST(fault, every_byte_of_a_frame_counts) {
   // 24 of the header, 40 of the statistics, two entries.
   const std::size_t frame = 24 + 40 + 2 * 8;
-  for (const ExchangeKind kind : {ExchangeKind::allgather, ExchangeKind::gtopk}) {
+  for (const ExchangeKind kind : {ExchangeKind::allgather, ExchangeKind::gtopk,
+                                  ExchangeKind::global_topk, ExchangeKind::sparcml}) {
     for (const auto how : {Garbage::How::flip, Garbage::How::cut, Garbage::How::append}) {
       for (std::size_t at = 0; at < frame; ++at) {
         SCOPED_TRACE(text_of(kind, false) + ", byte " + std::to_string(at) + ", way " +
@@ -379,6 +383,7 @@ TEST(fault, every_byte_of_a_frame_counts) {
             parts.schedule = constant_density(0.05);
             ReducerOptions o;
             o.exchange.kind = kind;
+            o.exchange.codec.index = IndexCode::raw32;
             o.dense_below = 0;
             Reducer reducer(o, std::move(parts), c);
             reducer.set_layout(buckets({40}));  // k = 2

@@ -576,14 +576,15 @@ TEST(feedback, options_out_of_range_are_refused) {
   EXPECT_NO_THROW(ErrorFeedback({.enabled = false, .clip_norm = 1.0F}));
 }
 
-// m is masked where something was delivered: not where the exchange gives the entry back whole.
+// m is masked where something was delivered: not where the exchange gives the entry back whole, or
+// where what was sent had been rounded to 0.
 TEST(feedback, masks_what_was_delivered) {
   ErrorFeedback f({.momentum = 0.5F});
   f.set_layout(buckets({6}));
   Floats g = {1, 2, 3, 4, 5, 6};
   SparseBuffer sent, returned;
   sent.reset(6);
-  for (const Index i : {1U, 2U, 3U, 5U}) sent.append(i, g[i]);
+  for (const Index i : {1U, 2U, 3U, 4U, 5U}) sent.append(i, i == 4 ? 0.0F : g[i]);  // rounded to 0
   returned.reset(6);
   returned.append(0, 7.0F);  // of another rank
   returned.append(2, 3.0F);  // whole

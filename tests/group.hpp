@@ -22,10 +22,10 @@ namespace skim::test {
 
 using Body = std::function<void(Communicator&)>;
 
-// Runs body on every rank of an in-process group and re-throws the first exception (of the lowest
-// rank) once all ranks have ended. A rank that throws aborts the group, so that no rank waits.
-inline void run_threads(int ranks, const Body& body, const CommOptions& options = {}) {
-  auto group = make_in_process_group(ranks, options);
+// Runs body on every rank of a group, each in a thread of its own, and re-throws the first
+// exception (of the lowest rank) once all ranks have ended. A rank that throws aborts the group, so
+// that no rank waits.
+inline void run_group_of(std::vector<std::unique_ptr<Communicator>> group, const Body& body) {
   std::vector<std::exception_ptr> failed(group.size());
   {
     std::vector<std::jthread> threads;
@@ -43,6 +43,10 @@ inline void run_threads(int ranks, const Body& body, const CommOptions& options 
   for (const auto& e : failed) {
     if (e) std::rethrow_exception(e);
   }
+}
+
+inline void run_threads(int ranks, const Body& body, const CommOptions& options = {}) {
+  run_group_of(make_in_process_group(ranks, options), body);
 }
 
 // What a test calls. Under threads: on groups of `ranks`. Under mpirun: once on this process's

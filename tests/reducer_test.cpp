@@ -52,8 +52,10 @@ ReducerOptions options_of(ExchangeKind kind, std::size_t dense_below = 0) {
   return o;
 }
 
-const std::vector<ExchangeKind> kKinds = {ExchangeKind::dense, ExchangeKind::allgather,
-                                          ExchangeKind::gtopk};
+const std::vector<ExchangeKind> kKinds = {ExchangeKind::dense,       ExchangeKind::allgather,
+                                          ExchangeKind::gtopk,       ExchangeKind::global_topk,
+                                          ExchangeKind::oktopk,      ExchangeKind::sparcml,
+                                          ExchangeKind::hierarchical};
 std::string name_of(ExchangeKind kind) {
   return std::string(exchange_kind_names()[static_cast<std::size_t>(kind)]);
 }
@@ -131,6 +133,7 @@ TEST(reducer, is_its_oracle) {
     std::vector<Floats> residual(ranks, Floats(n, 0.0F));
     std::vector<std::vector<Floats>> means, residuals;  // [step], [step][rank]
     means.resize(1);
+    test::ExchangeOracle oracle(exchange);
     for (std::uint64_t step = 0; step < 12; ++step) {
       std::vector<SparseBuffer> selected;
       std::vector<SparseView> views;
@@ -140,7 +143,7 @@ TEST(reducer, is_its_oracle) {
         selected.push_back(test::top_k(residual[r], k));
       }
       for (const auto& s : selected) views.push_back(s.view());
-      const test::ExchangeOutcome got = test::oracle(exchange, views, k);
+      const test::ExchangeOutcome got = oracle.run(views, k);
       for (std::size_t r = 0; r < ranks; ++r) {
         for (const Index i : views[r].index) residual[r][i] = 0.0F;
         const SparseView back = got.returned[r].view();
@@ -1044,13 +1047,15 @@ TEST(reducer, signals_reach_all_ranks_at_the_end_of_the_step) {
 
 // By all ranks together, in steps 10 to 40; every rank and step has gradients of its own.
 std::uint64_t allocations_when_warm(int ranks, ExchangeKind kind, double density, bool async,
-                                    const FeedbackOptions& feedback = {}, DType type = DType::f32) {
+                                    const FeedbackOptions& feedback = {}, DType type = DType::f32,
+                                    const CodecOptions& codec = {}) {
   const std::vector<std::size_t> sizes = {50, 3000, 5000};
   std::barrier<> together(ranks);
   std::uint64_t before = 0, after = 0;
   run_group(ranks, [&](Communicator& comm) {
     ReducerOptions o = options_of(kind, 100);
     o.feedback = feedback;
+    o.exchange.codec = codec;
     Reducer reducer(o, with_density(density), comm);
     reducer.set_layout(buckets(sizes));
     std::vector<std::vector<Floats>> grads(40);
@@ -1109,6 +1114,16 @@ TEST(reducer, a_warm_step_allocates_nothing_with_local_options_and_16_bits) {
             << name_of(kind) << " on " << ranks << " ranks";
       }
     }
+  }
+}
+
+TEST(reducer, a_warm_step_allocates_nothing_with_rounded_values) {
+  CodecOptions codec;
+  codec.value = ValueCode::q4;
+  codec.rounding = Rounding::stochastic;
+  for (const ExchangeKind kind : kKinds) {
+    EXPECT_EQ(allocations_when_warm(3, kind, 0.01, false, {}, DType::f32, codec), 0U)
+        << name_of(kind);
   }
 }
 

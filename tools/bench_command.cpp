@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <barrier>
-#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -28,11 +27,14 @@
 #include "skim/cuda.hpp"
 #include "skim/error.hpp"
 #include "tools/commands.hpp"
+#include "tools/json_file.hpp"
 #include "tools/npy.hpp"
 #include "tools/train_command.hpp"
 
 namespace skim::tool {
 namespace {
+
+using bench::median;
 
 constexpr int kUsageError = 2, kRunError = 1;
 constexpr std::string_view kNthElement = "std::nth_element", kTorchTopk = "torch.topk";
@@ -416,33 +418,6 @@ void print_row(std::FILE* out, const Result& r) {
   std::fflush(out);
 }
 
-// The file is opened first: a run of minutes must not end with "cannot open".
-class JsonFile {
- public:
-  explicit JsonFile(const std::string& path) : path_(path) {
-    if (path.empty() || path == "-") return;
-    file_.reset(std::fopen(path.c_str(), "w"));
-    if (!file_) {
-      throw InvalidArgument("--json: cannot open '" + path + "': " + std::strerror(errno));
-    }
-  }
-  void write(const nlohmann::json& array) {
-    if (path_.empty()) return;
-    std::FILE* const out = file_ ? file_.get() : stdout;
-    const std::string text = array.dump(1) + "\n";
-    if (std::fwrite(text.data(), 1, text.size(), out) != text.size() || std::fflush(out) != 0) {
-      throw Error("--json: cannot write '" + path_ + "': " + std::strerror(errno));
-    }
-  }
-
- private:
-  struct Closer {
-    void operator()(std::FILE* f) const { std::fclose(f); }
-  };
-  std::string path_;
-  std::unique_ptr<std::FILE, Closer> file_;
-};
-
 bench::Times measure(const BenchCase& c, const bench::Gradients& gradients, double seconds) {
   // A baseline carries nothing from step to step but the residual.
   const std::uint64_t before =
@@ -575,6 +550,9 @@ void declare(CLI::App& app, BenchOptions& o) {
 }  // namespace
 
 int bench_command(int argc, char** argv) {
+  const std::string_view what = argc > 1 ? argv[1] : "";
+  if (what == "wire") return bench_wire_command(argc - 1, argv + 1);
+  if (what == "network") return bench_network_command(argc - 1, argv + 1);
   BenchOptions o;
   CLI::App app(
       "Times selection with error feedback beside the bare pass r += g, in the steady state "
@@ -587,9 +565,8 @@ int bench_command(int argc, char** argv) {
       "then timed step by step, in turn with the bare passes.\n\n"
       "Example:\n"
       "  skim bench select --algo exact --n 25000000 --density 0.001 --shape normal");
-  const std::string_view what = argc > 1 ? argv[1] : "";
   if (what != "select" && what != "--help" && what != "-h") {
-    std::fprintf(stderr, "skim bench: expected select%s%s (skim bench --help)\n",
+    std::fprintf(stderr, "skim bench: expected select, wire or network%s%s (skim bench --help)\n",
                  what.empty() ? "" : ", got ", std::string(what).c_str());
     return kUsageError;
   }

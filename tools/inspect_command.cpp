@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "skim/analysis.hpp"
+#include "skim/codec.hpp"
 #include "skim/error.hpp"
 #include "tools/commands.hpp"
 #include "tools/npy.hpp"
@@ -27,7 +28,7 @@ struct InspectOptions {
   std::int64_t bins = 101;
   std::filesystem::path out = "inspect";
   std::string pictures = "png";
-  bool save = false;
+  bool save = false, save_frames = false;
 };
 
 // How often a measured ratio kept to a bound.
@@ -128,6 +129,8 @@ struct Snapshot {
   struct Part {
     std::vector<float> u;
     std::vector<Segment> layout;
+    Slot slot = 0;
+    SparseBuffer selected;
   };
   std::vector<Part> buckets;
   std::size_t k = 0;  // over the buckets
@@ -152,7 +155,9 @@ class InspectingSelector final : public Selector {
     const auto step = static_cast<std::int64_t>(task.id.step) + 1;
     if (step != 1 && step % every_ != 0) return report;
     Snapshot::Part part;
-    part.layout.assign(task.layout.begin(), task.layout.end());
+    part.layout = std::vector(task.layout.begin(), task.layout.end());
+    part.slot = task.id.slot;
+    part.selected.assign(out.view());
     if (!task.residual.empty()) {  // until the commit it holds residual + gradient
       part.u.assign(task.residual.span().begin(), task.residual.span().end());
     } else {
@@ -173,11 +178,26 @@ class InspectingSelector final : public Selector {
   Snapshot& snapshot_;
 };
 
+// One file a bucket, in the smallest code.
+void write_frame(const std::filesystem::path& folder, std::int64_t step, const Snapshot::Part& b) {
+  std::vector<std::byte> frame;
+  Codec().encode(b.selected.view(), nullptr, frame);
+  const std::string name =
+      "selected-" + std::to_string(step) + "-" + std::to_string(b.slot) + ".frame";
+  train::write_file(folder / name, [&](std::ostream& out) {
+    out.write(reinterpret_cast<const char*>(frame.data()),
+              static_cast<std::streamsize>(frame.size()));
+  });
+}
+
 nlohmann::json record(const InspectOptions& o, Inspector& inspector, const Snapshot& snapshot,
                       const train::StepRecord& step) {
   std::vector<float> all;
   for (const Snapshot::Part& b : snapshot.buckets) all.insert(all.end(), b.u.begin(), b.u.end());
   if (o.save) write_npy(o.out / ("u-" + std::to_string(step.step) + ".npy"), all);
+  for (const Snapshot::Part& b : snapshot.buckets) {
+    if (o.save_frames) write_frame(o.out, step.step, b);
+  }
   const auto id = static_cast<std::uint64_t>(step.step - 1);
   nlohmann::json parameters = nlohmann::json::array();
   nlohmann::json model = inspector.measure("model", all, snapshot.k, {id, 0});
@@ -310,6 +330,9 @@ int inspect_command(int argc, char** argv) {
                 std::array<std::string_view, 3>{"png", "svg", "none"});
     line.flag("--save", o.save,
               "also write u of the model to DIR/u-STEP.npy; with --feedback none, the gradient");
+    line.flag("--save-frames", o.save_frames,
+              "also write what was selected from each bucket to DIR/selected-STEP-BUCKET.frame, "
+              "frames for skim bench wire --recorded");
   };
   command.before = [&](const std::vector<Row>& rows) -> std::optional<int> {
     if (rows.size() != 1) throw InvalidArgument("--compare: skim inspect looks at one run");

@@ -10,7 +10,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
-#include <sstream>
 #include <thread>
 
 #include "skim/error.hpp"
@@ -60,79 +59,7 @@ struct Arguments {
   std::string summary;
 };
 
-// --help as a manual page has it: option, what it does with its valid names, default; 79 columns.
-class HelpFormatter final : public CLI::Formatter {
- public:
-  std::string make_option(const CLI::Option* option, bool) const override {
-    constexpr std::size_t kColumn = 26, kWidth = 79;
-    std::string text = "  " + option->get_name(false, true);
-    if (const std::size_t brace = text.find('{'); brace != std::string::npos) text.resize(brace);
-    const std::string type = option->get_option_text();
-    if (!type.empty()) text += " " + type;
-    text += text.size() + 2 > kColumn ? "\n" : "";
-    std::size_t column = text.back() == '\n' ? 0 : text.size();
-    std::string words = option->get_description();
-    if (!option->get_default_str().empty()) words += " [" + option->get_default_str() + "]";
-    std::istringstream in(words);
-    for (std::string word; in >> word;) {
-      if (column > kColumn && column + 1 + word.size() > kWidth) {
-        text += '\n';
-        column = 0;
-      }
-      if (column < kColumn) {
-        text.append(kColumn - column, ' ');
-        column = kColumn;
-      } else {
-        text += ' ';
-        ++column;
-      }
-      text += word;
-      column += word.size();
-    }
-    return text + "\n";
-  }
-};
-
-// CLI11's own messages for ranges print the largest double.
-CLI::Validator number(double least, bool itself, const std::string& words) {
-  return CLI::Validator(
-      [=](std::string& text) {
-        char* end = nullptr;
-        const double x = std::strtod(text.c_str(), &end);
-        const bool good = !text.empty() && *end == '\0' && (itself ? x >= least : x > least);
-        return good ? std::string() : "expected a number " + words + ", got '" + text + "'";
-      },
-      "");
-}
-
 }  // namespace
-
-CommandLine::CommandLine(CLI::App& app) : app_(app) {
-  app.formatter(std::make_shared<HelpFormatter>());
-  app.set_help_flag("--help,-h", "print this help and exit");
-  app.set_version_flag("--version", "skim " SKIM_VERSION, "print the version and exit");
-  app.set_config("--config", "", "read options from a TOML file: long names without dashes")
-      ->option_text("FILE");
-  app.allow_config_extras(CLI::config_extras_mode::error);
-}
-
-CLI::Option* CommandLine::styled(CLI::Option* option, const char* type) {
-  // Of an option that stands twice the last counts, so that scripts can be given more arguments.
-  if (option->get_items_expected_max() == 1) {
-    option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  }
-  return option->option_text(type)->group(group_);
-}
-
-std::string CommandLine::listed(const std::string& what, const std::vector<std::string>& names) {
-  std::string text = what + ": ";
-  for (const std::string& n : names) text += n + ", ";
-  text.resize(text.size() - 2);
-  return text;
-}
-
-CLI::Validator positive() { return number(0.0, false, "> 0"); }
-CLI::Validator not_negative() { return number(0.0, true, ">= 0"); }
 
 void add_training_options(CommandLine& line, train::TrainOptions& t) {
   line.group("What is trained");
@@ -195,6 +122,12 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
               "densities before that: none; dgc, gaussiank, gtopk (the lists of their papers); "
               "geometric:EPOCHS; or a list, one an epoch: 0.25,0.06");
   line.choice("--drop", t.drop, "gtopk: who keeps what a merge drops", drop_policy_names());
+  line.choice("--index-code", t.index_code, "indices in frames; auto: the smallest for each",
+              train::index_code_choices());
+  line.choice("--value-code", t.value_code, "values in frames: q8, q4, q2 with scales for blocks",
+              value_code_names());
+  line.choice("--rounding", t.rounding, "to the value code, by --seed where stochastic",
+              rounding_names());
   line.choice("--feedback", t.feedback, "what is not sent is kept, or lost",
               train::feedback_names());
   line.option("--momentum-correction", t.momentum_correction, "X",

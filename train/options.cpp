@@ -58,6 +58,11 @@ double LearningRate::at(double epoch, double epochs, std::int64_t steps_per_epoc
 }
 
 std::vector<std::string> feedback_names() { return {"residual", "none"}; }
+std::vector<std::string> index_code_choices() {
+  std::vector<std::string> names{"auto"};
+  names.insert(names.end(), index_code_names().begin(), index_code_names().end());
+  return names;
+}
 std::vector<std::string> select_seeds_names() { return {"same", "own"}; }
 std::vector<std::string> dense_sum_names() { return {"ring", "mpi"}; }
 std::vector<std::string> non_finite_names() { return {"skip", "raise", "pass"}; }
@@ -95,6 +100,8 @@ nlohmann::json identity(const TrainOptions& o) {
       {"select_seeds", o.select_seeds},
       {"per_layer", o.per_layer},
       {"drop", o.drop},
+      {"value_code", o.value_code},
+      {"rounding", o.rounding},
       {"feedback", o.feedback},
       {"momentum_correction", o.momentum_correction},
       {"nesterov_correction", o.nesterov_correction},
@@ -125,6 +132,15 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   r.exchange.kind =
       static_cast<ExchangeKind>(index_of(o.exchange, exchange_kind_names(), "--exchange"));
   r.exchange.drop = static_cast<DropPolicy>(index_of(o.drop, drop_policy_names(), "--drop"));
+  if (const std::size_t code = index_of(o.index_code, index_code_choices(), "--index-code");
+      code > 0) {
+    r.exchange.codec.index = static_cast<IndexCode>(code - 1);
+  }
+  r.exchange.codec.value =
+      static_cast<ValueCode>(index_of(o.value_code, value_code_names(), "--value-code"));
+  r.exchange.codec.rounding =
+      static_cast<Rounding>(index_of(o.rounding, rounding_names(), "--rounding"));
+  r.exchange.codec.seed = o.seed;
   const bool keeps = index_of(o.feedback, feedback_names(), "--feedback") == 0;
   const bool dense = r.exchange.kind == ExchangeKind::dense;
   if (!keeps && o.momentum_correction > 0.0) {

@@ -54,8 +54,10 @@ struct TrainOptions {
   std::string select_seeds = "same";  // or "own": what rules draw, on the ranks
   bool per_layer = false;             // select inside every parameter
   std::string drop = "survivors";
-  std::string feedback = "residual";  // or "none"
-  double momentum_correction = 0.0;   // FeedbackOptions::momentum, and so on
+  std::string index_code = "auto";  // of frames; auto: the smallest, found for each
+  std::string value_code = "f32", rounding = "nearest";  // of values in frames
+  std::string feedback = "residual";                     // or "none"
+  double momentum_correction = 0.0;                      // FeedbackOptions::momentum, and so on
   bool nesterov_correction = false;
   bool factor_masking = true;
   double local_clip = 0.0;
@@ -82,6 +84,7 @@ nlohmann::json identity(const TrainOptions& options);
 
 // Valid names of the options that are names, for messages and help.
 std::vector<std::string> feedback_names();
+std::vector<std::string> index_code_choices();  // auto, then those of the library
 std::vector<std::string> select_seeds_names();
 std::vector<std::string> dense_sum_names();
 std::vector<std::string> non_finite_names();

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -14,12 +16,39 @@ inline constexpr std::size_t kFrameHeaderBytes = 24;  // without statistics
 inline constexpr std::size_t kFrameStatsBytes = 40;   // where a frame carries GroupStats
 
 // Values are written on the wire: never renumber, only append.
-enum class IndexCode : std::uint8_t { raw32 = 0 };
-enum class ValueCode : std::uint8_t { f32 = 0 };
+enum class IndexCode : std::uint8_t {
+  raw32 = 0,
+  packed = 1,   // gaps between indices, all in as many bits as the largest needs
+  rice = 2,     // gaps in a Golomb-Rice code: for indices drawn uniformly
+  bitmap = 3,   // a bit for each of dim: for high densities
+  huffman = 4,  // Huffman-coded sizes of gaps, given those before: for indices that cluster
+};
+// The names that the command line knows, in enumerator order.
+std::span<const std::string_view> index_code_names() noexcept;
+
+enum class ValueCode : std::uint8_t {
+  f32 = 0,
+  f16 = 1,   // IEEE 754 binary16; beyond its range: its largest number
+  bf16 = 2,  // the upper half of a float
+  // Blocks of 64 entries.
+  q8 = 3,  // whole numbers of -127 to 127 times the block's power of two
+  q4 = 4,  // of -7 to 7
+  q2 = 5,  // sign, and one of the block's two magnitudes
+};
+// The names that the command line knows, in enumerator order.
+std::span<const std::string_view> value_code_names() noexcept;
+
+enum class Rounding : std::uint8_t {
+  nearest,
+  stochastic,  // to one of the two neighbours, so that the mean over many seeds is the value
+};
+std::span<const std::string_view> rounding_names() noexcept;
 
 struct CodecOptions {
-  IndexCode index = IndexCode::raw32;
+  std::optional<IndexCode> index = {};  // none: the smallest, found for each frame
   ValueCode value = ValueCode::f32;
+  Rounding rounding = Rounding::nearest;
+  std::uint64_t seed = 0;  // of stochastic rounding
 };
 
 enum class DecodeError : std::uint8_t {
@@ -28,9 +57,10 @@ enum class DecodeError : std::uint8_t {
   bad_magic,            // not a frame
   unsupported_version,  // of another release
   unsupported_code,     // an index or value code, or a flag, that this release does not know
-  bad_index,            // not ascending, or >= dim
+  bad_index,            // not ascending, or >= dim, or an index section that is damaged
   bad_length,           // dim is not the expected one, or nnz > dim
   bad_checksum,
+  bad_value,  // a value section that no encoder writes
 };
 std::string_view to_string(DecodeError e) noexcept;
 
@@ -46,11 +76,18 @@ class Codec {
   // Throws: InvalidArgument: a code that does not exist.
   explicit Codec(CodecOptions options = {});
 
-  // Rounds values to wire precision: the only lossy step of a sender. id and rank seed stochastic
-  // rounding. Idempotent. With f32 values: nothing to do.
-  void quantize(SparseBuffer& s, StepId id, int rank) const noexcept;
+  const CodecOptions& options() const noexcept { return options_; }
 
-  // Upper bound for encode() of any s with this nnz and dim.
+  // Rounds values to wire precision: the only lossy step of a sender. Idempotent. What is finite
+  // stays finite, and an entry that becomes 0 stays an entry. Bounds of the error, NaN and
+  // infinity: docs/wire-format.md. With f32 values: nothing to do.
+  // Blocks begin with the first entry, so a part of what was quantized is not quantized.
+  // Stochastic rounding draws from the seed, id, stream and the entry's place in s: two gradients
+  // rounded in one step and slot need two streams (the Reducer takes the rank).
+  void quantize(SparseBuffer& s, StepId id, int stream) const noexcept;
+
+  // Upper bound for encode() of any s with this nnz and dim; where no index code is set, also of
+  // any with fewer entries.
   std::size_t max_encoded_bytes(std::size_t nnz, std::size_t dim) const noexcept;
 
   // Appends one self-describing frame to out; returns its length in bytes. Lossless if s was

@@ -35,6 +35,10 @@ class MessageList {
     data_.clear();
     end_.clear();
   }
+  void reserve(std::size_t messages, std::size_t bytes) {
+    data_.reserve(bytes);
+    end_.reserve(messages);
+  }
   // A new last message; the span is valid until the next append.
   std::span<std::byte> append(std::size_t bytes) {
     const std::size_t begin = data_.size();
@@ -71,6 +75,14 @@ enum class DenseSum : std::uint8_t {
   vendor,  // the backend's own (MPI_Iallreduce), made bitwise equal; bytes by the ring's formula
 };
 
+enum class AllgatherForm : std::uint8_t {
+  ring,      // P - 1 rounds; a message is never packed
+  doubling,  // log2 P rounds, with one partner each; P a power of two
+  bruck,     // ceil(log2 P) rounds, any P
+};
+// What allgather() takes for P ranks whose messages have at most most_bytes; 0: not known.
+AllgatherForm allgather_form(int ranks, std::size_t most_bytes) noexcept;
+
 // Point-to-point is matched by (peer, order). Collectives are written once, here, over
 // point-to-point, so bytes and rounds mean the same on every backend: all ranks call them in the
 // same order. A receiver learns the length of a message from the message. Empty messages are
@@ -99,6 +111,8 @@ class Communicator {
   // Ends a dependent step of an algorithm over point-to-point, for Traffic::rounds. Algorithms call
   // it once per step of their schedule on every rank, also on one that is idle in that step.
   void end_round() noexcept { ++traffic_.rounds; }
+  // Counts what a communicator that was split from this one moved between two looks at its traffic.
+  void add_traffic(const Traffic& after, const Traffic& before) noexcept;
   // What this rank is doing now. Kept until the next call.
   void set_phase(Phase phase) noexcept { phase_ = phase; }
   const Phase& phase() const noexcept { return phase_; }
@@ -106,7 +120,10 @@ class Communicator {
   // Rounds and bytes per rank: docs/algorithms.md. All are the identity for one rank.
   void barrier();
   void broadcast(std::vector<std::byte>& message, int root);  // overwrites, except at root
-  void allgather(Bytes mine, MessageList& all);               // all[r] came from rank r
+  // all[r] came from rank r. most_bytes, equal on all ranks: what messages hardly ever exceed, or
+  // 0: not known. It decides the form, and makes room, so that messages of other lengths allocate
+  // nothing later.
+  void allgather(Bytes mine, MessageList& all, std::size_t most_bytes = 0);
   // Sum over the ranks, in place; bitwise equal on all ranks. `note`, at most a few hundred bytes,
   // rides along, so that it costs no round with `ring`: notes[r] is rank r's.
   void allreduce_sum(std::span<float> data, DenseSum how, Bytes note, MessageList& notes);
@@ -134,7 +151,9 @@ class Communicator {
   virtual bool do_allreduce_sum(std::span<float>) { return false; }
 
   void check_peer(const char* verb, int peer) const;
-  void gather_parts(Bytes mine);  // parts_[r], of every other rank r
+  // parts_[r], of every other rank r.
+  void gather_by_ring(Bytes mine);
+  void gather_by_doubling(Bytes mine, bool pairs);
   void ring_sum(std::span<float> data, Bytes note, MessageList& notes);
 
   int rank_;
@@ -149,6 +168,28 @@ class Communicator {
 // own. For tests, examples and single-machine runs. Throws: InvalidArgument if size < 1.
 std::vector<std::unique_ptr<Communicator>> make_in_process_group(int size,
                                                                  const CommOptions& options = {});
+
+// A rank's full-duplex link, as an alpha-beta model has it.
+struct Link {
+  double alpha_s = 0.0;          // of a message, however short; >= 0
+  double beta_s_per_byte = 0.0;  // inverse bandwidth, the same in each direction; >= 0
+};
+struct VirtualTime {
+  Link link;
+  // False: only the link takes time, so that equal messages give equal times, to the nanosecond.
+  bool processor_time = true;
+};
+// The same group on a network that is not there: bytes move as above, and now_ns(), which starts at
+// 0, is the processor time that the rank's thread spends between calls of its communicators (not
+// that of a thread which has never called), plus the time that its transfers would take. A message
+// of m bytes leaves when the ones before it have, comes in after alpha and after what the receiver
+// waited for before, and takes m beta for each; a wait for a send ends with the first, one for a
+// receive with the second. Ranks that are split off keep the clock and the link. Timeouts are of
+// real time. Throws: InvalidArgument if size < 1 or a number of the link is negative or not finite.
+// Source: Hockney, Parallel Computing 20, 1994, with the ports of LogGP (Alexandrov et al., SPAA
+// 1995).
+std::vector<std::unique_ptr<Communicator>> make_simulated_group(int size, const VirtualTime& time,
+                                                                const CommOptions& options = {});
 
 enum class Backend : std::uint8_t { in_process, mpi };
 // True if this build has the backend. It may still fail to start.

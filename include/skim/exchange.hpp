@@ -14,9 +14,13 @@
 namespace skim {
 
 enum class ExchangeKind : std::uint8_t {
-  dense,      // no selection: the Reducer sums whole gradients (make_exchange refuses it)
-  allgather,  // every rank gets every frame; exact sum of what was selected
-  gtopk,      // tree merge that keeps k entries per hop, and broadcast
+  dense,         // no selection: the Reducer sums whole gradients (make_exchange refuses it)
+  allgather,     // every rank gets every frame; exact sum of what was selected
+  gtopk,         // tree merge that keeps k entries per hop, and broadcast
+  global_topk,   // the k largest of the exact sum, by all-gather
+  oktopk,        // sums split by index range over the ranks, then all-gather of the largest
+  sparcml,       // recursive doubling; exact sum of what was selected, dense where it fills up
+  hierarchical,  // one exchange inside hosts, and one between them
 };
 // The names that the command line knows, in enumerator order.
 std::span<const std::string_view> exchange_kind_names() noexcept;
@@ -32,12 +36,14 @@ std::span<const std::string_view> drop_policy_names() noexcept;
 
 // Views are valid until the next run() on the same object.
 struct ExchangeResult {
-  SparseView sum;        // over all ranks; bitwise equal on every rank; canonical
-  SparseView returned;   // mass given back to this rank for its residual; canonical
-  int contributors = 0;  // the divisor of the mean
+  SparseView sum;            // over all ranks; bitwise equal on every rank; canonical
+  DenseView dense_sum = {};  // instead of sum, where the union filled up; empty otherwise
+  SparseView returned;       // mass given back to this rank for its residual; canonical
+  int contributors = 0;      // the divisor of the mean
 };
 
-// Not thread-safe; all ranks call run() with the same ids in the same order.
+// Not thread-safe; all ranks call run() with the same ids in the same order, and with one
+// communicator, which must outlive the exchange.
 class Exchange {
  public:
   virtual ~Exchange() = default;
@@ -62,9 +68,26 @@ class Exchange {
   virtual void load(std::istream&) {}
 };
 
+struct OkTopKOptions {
+  // The result is global_topk's, and nothing that was selected is held back. Otherwise an entry
+  // must reach the k-th largest sum of up to cut_every runs ago, and volume is bounded
+  // (docs/algorithms.md).
+  bool exact = false;
+  std::uint32_t cut_every = 32;      // runs of a slot until the cut is found anew; > 0
+  std::uint32_t regions_every = 64;  // the same for the ranks' index ranges; > 0
+};
+
+// Neither may be `dense` or `hierarchical`.
+struct HierarchyOptions {
+  ExchangeKind inside = ExchangeKind::allgather;  // of a host: its ranks
+  ExchangeKind between = ExchangeKind::gtopk;     // one rank of each host
+};
+
 struct ExchangeOptions {
   ExchangeKind kind = ExchangeKind::allgather;
   DropPolicy drop = DropPolicy::survivors;  // gtopk
+  OkTopKOptions oktopk = {};
+  HierarchyOptions hierarchy = {};
   CodecOptions codec = {};
 };
 

@@ -23,7 +23,7 @@ struct FeedbackOptions {
   float momentum = 0.0F;
   bool nesterov = false;
   // Momentum factor masking (section 3.3): where an entry of this rank was delivered, m becomes 0.
-  // An entry that the exchange gives back whole was not.
+  // An entry that the exchange gives back whole, or that was rounded to 0, was not.
   bool factor_masking = true;
   // Local gradient clipping (section 3.2), 0: off. A bucket's gradient is scaled down to a norm of
   // at most clip_norm * sqrt(n / (P * N)), n of N entries: the paper's rule where one bucket is the

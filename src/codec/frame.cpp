@@ -5,7 +5,8 @@
 #include <limits>
 
 #include "assert.hpp"
-#include "codec/codes.hpp"
+#include "codec/index_codes.hpp"
+#include "codec/value_codes.hpp"
 #include "skim/codec.hpp"
 #include "skim/error.hpp"
 #define XXH_INLINE_ALL
@@ -34,9 +35,6 @@ std::uint64_t checksum(Header header, Bytes rest) {
   return XXH3_64bits_withSeed(rest.data(), rest.size(), seed);
 }
 
-bool known(IndexCode c) { return c == IndexCode::raw32; }
-bool known(ValueCode c) { return c == ValueCode::f32; }
-
 }  // namespace
 
 std::string_view to_string(DecodeError e) noexcept {
@@ -52,24 +50,33 @@ std::string_view to_string(DecodeError e) noexcept {
     case DecodeError::unsupported_code:
       return "unknown index code, value code or flag";
     case DecodeError::bad_index:
-      return "indices not ascending or out of range";
+      return "indices not ascending, out of range or badly coded";
     case DecodeError::bad_length:
       return "another dense length, or more entries than that";
     case DecodeError::bad_checksum:
       return "checksum does not fit";
+    case DecodeError::bad_value:
+      return "values that no encoder writes";
   }
   return "unknown error";
 }
 
 Codec::Codec(CodecOptions options) : options_(options) {
-  SKIM_EXPECTS(known(options.index), "codec: unknown index code");
-  SKIM_EXPECTS(known(options.value), "codec: unknown value code");
+  SKIM_EXPECTS(!options.index || codes::known(*options.index), "codec: unknown index code");
+  SKIM_EXPECTS(codes::known(options.value), "codec: unknown value code");
+  SKIM_EXPECTS(static_cast<std::size_t>(options.rounding) < rounding_names().size(),
+               "codec: unknown rounding");
 }
 
-void Codec::quantize(SparseBuffer&, StepId, int) const noexcept {}  // f32 is exact
+void Codec::quantize(SparseBuffer& s, StepId id, int stream) const noexcept {
+  Random random(options_.seed, id, static_cast<std::uint64_t>(stream));
+  codes::quantize_values(options_.value, s.values(),
+                         options_.rounding == Rounding::stochastic ? &random : nullptr);
+}
 
-std::size_t Codec::max_encoded_bytes(std::size_t nnz, std::size_t) const noexcept {
-  return kFrameHeaderBytes + kFrameStatsBytes + codes::raw32_bytes(nnz) + codes::f32_bytes(nnz);
+std::size_t Codec::max_encoded_bytes(std::size_t nnz, std::size_t dim) const noexcept {
+  return kFrameHeaderBytes + kFrameStatsBytes + codes::max_index_bytes(options_.index, nnz, dim) +
+         codes::value_bytes(options_.value, nnz);
 }
 
 void encode_stats(const GroupStats& s, std::span<std::byte, kFrameStatsBytes> out) noexcept {
@@ -99,8 +106,15 @@ std::size_t Codec::encode(const SparseView& s, const GroupStats* stats,
   SKIM_EXPECTS(s.dim <= std::numeric_limits<Index>::max(), "codec: dim must be < 2^32");
   const std::size_t begin = out.size();
   const std::size_t stats_bytes = stats != nullptr ? kFrameStatsBytes : 0;
+  const codes::IndexPlan plan = options_.index
+                                    ? codes::plan_indices(*options_.index, s.index, s.dim)
+                                    : codes::smallest_plan(s.index, s.dim);
   const std::size_t length =
-      kFrameHeaderBytes + stats_bytes + codes::raw32_bytes(s.nnz()) + codes::f32_bytes(s.nnz());
+      kFrameHeaderBytes + stats_bytes + plan.bytes + codes::value_bytes(options_.value, s.nnz());
+  if (out.capacity() < begin + length) {
+    // For the longest, so that a warm step allocates nothing when its indices take more bytes.
+    out.reserve(begin + max_encoded_bytes(s.nnz(), s.dim));
+  }
   out.resize(begin + length);
   const std::span<std::byte> frame = std::span(out).subspan(begin);
 
@@ -109,13 +123,13 @@ std::size_t Codec::encode(const SparseView& s, const GroupStats* stats,
     encode_stats(*stats, rest.first<kFrameStatsBytes>());
     rest = rest.subspan(kFrameStatsBytes);
   }
-  codes::put_raw32(s.index, rest.first(codes::raw32_bytes(s.nnz())));
-  codes::put_f32(s.value, rest.subspan(codes::raw32_bytes(s.nnz())));
+  codes::put_indices(plan, s.index, s.dim, rest.first(plan.bytes));
+  codes::put_values(options_.value, s.value, rest.subspan(plan.bytes));
 
   Header header{.magic = kFrameMagic,
                 .version = kFrameVersion,
                 .flags = stats != nullptr ? kHasStats : std::uint8_t{0},
-                .index_code = static_cast<std::uint8_t>(options_.index),
+                .index_code = static_cast<std::uint8_t>(plan.code),
                 .value_code = static_cast<std::uint8_t>(options_.value),
                 .reserved = 0,
                 .dim = static_cast<std::uint32_t>(s.dim),
@@ -136,27 +150,36 @@ DecodeResult Codec::decode(Bytes in, std::size_t expected_dim, SparseBuffer& out
   if (in.size() < kFrameHeaderBytes) return refuse(DecodeError::truncated);
   Header header;
   std::memcpy(&header, in.data(), sizeof header);
+  const auto index_code = static_cast<IndexCode>(header.index_code);
+  const auto value_code = static_cast<ValueCode>(header.value_code);
   if (header.magic != kFrameMagic) return refuse(DecodeError::bad_magic);
   if (header.version != kFrameVersion) return refuse(DecodeError::unsupported_version);
-  if ((header.flags & ~kHasStats) != 0 || header.reserved != 0 ||
-      !known(static_cast<IndexCode>(header.index_code)) ||
-      !known(static_cast<ValueCode>(header.value_code))) {
+  if ((header.flags & ~kHasStats) != 0 || header.reserved != 0 || !codes::known(index_code) ||
+      !codes::known(value_code)) {
     return refuse(DecodeError::unsupported_code);
   }
   if (header.dim != expected_dim || header.nnz > header.dim) return refuse(DecodeError::bad_length);
 
   const bool has_stats = (header.flags & kHasStats) != 0;
   const std::size_t index_at = kFrameHeaderBytes + (has_stats ? kFrameStatsBytes : 0);
-  const std::size_t value_at = index_at + codes::raw32_bytes(header.nnz);
-  const std::size_t length = value_at + codes::f32_bytes(header.nnz);
+  if (in.size() < index_at) return refuse(DecodeError::truncated);
+  const std::optional<std::size_t> index_bytes =
+      codes::index_bytes(index_code, in.subspan(index_at), header.nnz, header.dim);
+  if (!index_bytes) return refuse(DecodeError::truncated);
+  const std::size_t value_at = index_at + *index_bytes;
+  const std::size_t length = value_at + codes::value_bytes(value_code, header.nnz);
   if (in.size() < length) return refuse(DecodeError::truncated);
   if (checksum(header, in.first(length).subspan(kFrameHeaderBytes)) != header.checksum) {
     return refuse(DecodeError::bad_checksum);
   }
-  out.resize(header.nnz);  // bounded by in.size() above
-  codes::get_raw32(in.subspan(index_at), out.indices());
-  codes::get_f32(in.subspan(value_at), out.values());
-  if (!is_canonical(out.view())) return refuse(DecodeError::bad_index);
+  out.resize(header.nnz);  // in.size() bounds it: every value code takes at least 2 bits
+  if (!codes::get_indices(index_code, in.subspan(index_at, *index_bytes), header.dim,
+                          out.indices())) {
+    return refuse(DecodeError::bad_index);
+  }
+  if (!codes::get_values(value_code, in.subspan(value_at), out.values())) {
+    return refuse(DecodeError::bad_value);
+  }
   if (has_stats && stats != nullptr) {
     *stats = decode_stats(in.subspan(kFrameHeaderBytes).first<kFrameStatsBytes>());
   }

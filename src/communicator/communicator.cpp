@@ -6,6 +6,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -117,6 +118,48 @@ class CollectivePhase {
   Phase phase_;
 };
 
+// A run of ranks' messages as one: the lengths of all but the last, then the messages.
+class Run {
+ public:
+  Run(std::vector<std::vector<std::byte>>& parts, int first, int count)
+      : parts_(parts), first_(first), count_(count) {}
+
+  void pack(std::vector<std::byte>& out) const {
+    out.clear();
+    for (int i = 0; i + 1 < count_; ++i) {
+      const std::uint64_t length = part(i).size();
+      const auto bytes = std::as_bytes(std::span(&length, 1));
+      out.insert(out.end(), bytes.begin(), bytes.end());
+    }
+    for (int i = 0; i < count_; ++i) out.insert(out.end(), part(i).begin(), part(i).end());
+  }
+
+  // False: `in` is no such message.
+  bool unpack(Bytes in) const {
+    const std::size_t header = sizeof(std::uint64_t) * static_cast<std::size_t>(count_ - 1);
+    if (in.size() < header) return false;
+    Bytes rest = in.subspan(header);
+    for (int i = 0; i < count_; ++i) {
+      std::uint64_t length = rest.size();
+      if (i + 1 < count_) {
+        std::memcpy(&length, in.data() + sizeof(length) * static_cast<std::size_t>(i),
+                    sizeof(length));
+      }
+      if (length > rest.size()) return false;
+      part(i).assign(rest.begin(), rest.begin() + static_cast<std::ptrdiff_t>(length));
+      rest = rest.subspan(length);
+    }
+    return true;
+  }
+
+ private:
+  std::vector<std::byte>& part(int i) const {
+    return parts_[static_cast<std::size_t>(first_ + i) % parts_.size()];
+  }
+  std::vector<std::vector<std::byte>>& parts_;
+  int first_, count_;
+};
+
 }  // namespace
 
 std::string Phase::text() const {
@@ -223,6 +266,13 @@ Ticket Communicator::ireceive(std::vector<std::byte>& message, int from) {
 
 void Communicator::wait(Ticket ticket) { traffic_.received_bytes += do_wait(ticket); }
 
+void Communicator::add_traffic(const Traffic& after, const Traffic& before) noexcept {
+  traffic_.sent_bytes += after.sent_bytes - before.sent_bytes;
+  traffic_.received_bytes += after.received_bytes - before.received_bytes;
+  traffic_.messages += after.messages - before.messages;
+  traffic_.rounds += after.rounds - before.rounds;
+}
+
 // ---- collectives
 
 // Dissemination: after round i this rank has heard, directly or not, from the 2^(i+1) ranks that
@@ -256,8 +306,7 @@ void Communicator::broadcast(std::vector<std::byte>& message, int root) {
 }
 
 // Ring: in round s this rank passes on what came in round s-1, which is rank (r - s)'s.
-void Communicator::gather_parts(Bytes mine) {
-  parts_.resize(static_cast<std::size_t>(size_));
+void Communicator::gather_by_ring(Bytes mine) {
   CollectivePhase phase(*this, "all-gather", size_ - 1);
   const auto part = [&](int back) -> std::vector<std::byte>& {
     return parts_[static_cast<std::size_t>(wrap(rank_ - back, size_))];
@@ -269,9 +318,57 @@ void Communicator::gather_parts(Bytes mine) {
   }
 }
 
-void Communicator::allgather(Bytes mine, MessageList& all) {
-  gather_parts(mine);
+// What a rank holds doubles in every round. In pairs, P a power of two: blocks of 2^i ranks swap
+// with their neighbour block (recursive doubling). Otherwise rank r holds those of r .. r + 2^i -
+// 1, gives them to rank r - 2^i and gets as many from r + 2^i; the last round moves only what is
+// missing (Bruck et al., IEEE TPDS 1997).
+void Communicator::gather_by_doubling(Bytes mine, bool pairs) {
+  CollectivePhase phase(*this, "all-gather", log2_ceil(size_));
+  parts_[static_cast<std::size_t>(rank_)].assign(mine.begin(), mine.end());
+  for (int have = 1; have < size_; have *= 2) {
+    const int count = std::min(have, size_ - have);
+    const int first = pairs ? rank_ / have * have : rank_;
+    const int to = pairs ? rank_ ^ have : wrap(rank_ - have, size_);
+    const int from = pairs ? to : (rank_ + have) % size_;
+    Run(parts_, first, count).pack(scratch_out_);
+    shift(*this, scratch_out_, to, scratch_in_, from);
+    if (!Run(parts_, pairs ? first ^ have : from, count).unpack(scratch_in_)) {
+      const std::string text = this->phase().text();
+      throw CommError("rank " + std::to_string(rank_) + ": a message of " +
+                          std::to_string(scratch_in_.size()) + " bytes from rank " +
+                          std::to_string(from) + " does not hold those of " +
+                          std::to_string(count) + " ranks" + in_phase(text),
+                      from, text);
+    }
+    phase.end_round();
+  }
+}
+
+AllgatherForm allgather_form(int ranks, std::size_t most_bytes) noexcept {
+  // With 3 ranks a ring has as few rounds as any. Above, it has P - 1 - ceil(log2 P) more, but does
+  // not copy messages into others: it wins where such a copy takes longer than those latencies,
+  // which at 50 us and some GB/s is in the megabytes (derived).
+  constexpr std::size_t kLong = std::size_t{4} << 20U;
+  const auto p = static_cast<std::size_t>(ranks);
+  if (ranks <= 3 || most_bytes == 0 || most_bytes > kLong / p) return AllgatherForm::ring;
+  return std::has_single_bit(p) ? AllgatherForm::doubling : AllgatherForm::bruck;
+}
+
+void Communicator::allgather(Bytes mine, MessageList& all, std::size_t most_bytes) {
+  const auto p = static_cast<std::size_t>(size_);
+  const AllgatherForm form = allgather_form(size_, most_bytes);
+  parts_.resize(p);
   all.clear();
+  all.reserve(p, p * most_bytes);
+  for (auto& part : parts_) part.reserve(most_bytes);
+  if (form == AllgatherForm::ring) {
+    gather_by_ring(mine);
+  } else {
+    const std::size_t most_packed = (p + 1) / 2 * (most_bytes + sizeof(std::uint64_t));
+    scratch_in_.reserve(most_packed);
+    scratch_out_.reserve(most_packed);
+    gather_by_doubling(mine, form == AllgatherForm::doubling);
+  }
   for (int r = 0; r < size_; ++r) {
     append(all, r == rank_ ? mine : Bytes(parts_[static_cast<std::size_t>(r)]));
   }
@@ -303,7 +400,8 @@ void Communicator::allreduce_sum(std::span<float> data, DenseSum how, Bytes note
   scratch_out_.resize(sizeof(hash) + note.size());
   std::memcpy(scratch_out_.data(), &hash, sizeof(hash));
   std::ranges::copy(note, scratch_out_.begin() + sizeof(hash));
-  gather_parts(scratch_out_);
+  parts_.resize(static_cast<std::size_t>(size_));
+  gather_by_ring(scratch_out_);
   bool equal = true;
   notes.clear();
   for (int r = 0; r < size_; ++r) {

@@ -1,12 +1,19 @@
 // Ranks as threads of this process. A transfer ends when its counterpart is started: whichever of
 // isend and ireceive comes second copies the message, once, from the sender's memory. So a wait
 // only sleeps; it never has work of others to do.
+//
+// Virtual time: a send notes when its first byte leaves, and the wait for it on the other side
+// works out when the last one is in. Each rank's clock and ports are moved by that rank alone, in
+// the order of its own calls, so the times do not depend on which thread runs when.
 #include <algorithm>
+#include <cmath>
 #include <condition_variable>
+#include <ctime>
 #include <map>
 #include <mutex>
 #include <new>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "communicator/backends.hpp"
@@ -26,8 +33,22 @@ struct Transfer {
   // here, never to the caller's vector, which may be gone after an error.
   std::vector<std::byte> in;
   std::vector<std::byte>* message = nullptr;
+  std::int64_t leaves_ns = 0;  // virtual time of the first byte
   Transfer* next = nullptr;
 };
+
+// Of one rank; nobody else touches it.
+struct VirtualClock {
+  std::int64_t now_ns = 0, out_free_ns = 0, in_free_ns = 0;
+  std::thread::id thread;         // that called last,
+  std::int64_t processor_ns = 0;  // and its processor time when the call ended
+};
+
+std::int64_t processor_ns() noexcept {
+  timespec t{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return std::int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
+}
 
 // Of one ordered pair of ranks: transfers whose counterpart has not been started. All are sends, or
 // all are receives.
@@ -40,6 +61,30 @@ struct Root {
   std::mutex mutex;  // guards this, every Group and every Transfer, but not the bytes being copied
   std::vector<std::condition_variable> wake;  // [rank in the root group]
   std::optional<AbortWord> aborted;
+  std::optional<VirtualTime> time;   // constant
+  std::vector<VirtualClock> clocks;  // [rank in the root group]; none in real time
+};
+
+// A call of a communicator: the thread's work since the call before is added to the clock, that of
+// the call itself is not, since the link's model has it.
+class Call {
+ public:
+  Call(Root& root, int root_rank) noexcept {
+    if (!root.time || !root.time->processor_time) return;
+    clock_ = &root.clocks[static_cast<std::size_t>(root_rank)];
+    if (clock_->thread != std::this_thread::get_id()) return;
+    clock_->now_ns += processor_ns() - clock_->processor_ns;
+  }
+  ~Call() {
+    if (clock_ == nullptr) return;
+    clock_->thread = std::this_thread::get_id();
+    clock_->processor_ns = processor_ns();
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+ private:
+  VirtualClock* clock_ = nullptr;
 };
 
 struct Group {
@@ -71,6 +116,7 @@ class InProcessCommunicator final : public Communicator {
       : Communicator(rank, static_cast<int>(group->size())),
         group_(std::move(group)),
         root_(*group_->root),
+        root_rank_(group_->root_ranks[static_cast<std::size_t>(rank)]),
         options_(options) {}
 
   ~InProcessCommunicator() override {
@@ -80,6 +126,12 @@ class InProcessCommunicator final : public Communicator {
 
   std::unique_ptr<Communicator> split(int color) override;
   int host() const noexcept override { return 0; }
+
+  std::int64_t now_ns() const noexcept override {
+    if (!root_.time) return Communicator::now_ns();
+    const Call call(root_, root_rank_);
+    return clock().now_ns;
+  }
 
   void abort(int culprit) noexcept override {
     const bool known = 0 <= culprit && culprit < size();
@@ -96,17 +148,23 @@ class InProcessCommunicator final : public Communicator {
   using Lock = std::unique_lock<std::mutex>;
 
   Ticket do_isend(Bytes message, int to) override {
+    const Call call(root_, root_rank_);
     Lock lock(root_.mutex);
     check_alive();
     const auto [ticket, transfer] = transfers_.open();
     transfer.receiving = false;
     transfer.peer = to;
     transfer.out = message;
+    if (root_.time) {
+      transfer.leaves_ns = std::max(clock().now_ns, clock().out_free_ns);
+      clock().out_free_ns = transfer.leaves_ns + passing_ns(message.size());
+    }
     meet(transfer, lock);
     return ticket;
   }
 
   Ticket do_ireceive(std::vector<std::byte>& message, int from) override {
+    const Call call(root_, root_rank_);
     Lock lock(root_.mutex);
     check_alive();
     const auto [ticket, transfer] = transfers_.open();
@@ -119,6 +177,7 @@ class InProcessCommunicator final : public Communicator {
   }
 
   std::size_t do_wait(Ticket ticket) override {
+    const Call call(root_, root_rank_);
     Lock lock(root_.mutex);
     check_alive();
     Transfer* const transfer = transfers_.find(ticket);
@@ -139,6 +198,7 @@ class InProcessCommunicator final : public Communicator {
                          "this rank and rank " + std::to_string(transfer->peer) + in_phase(text),
                      transfer->peer, text));
     }
+    if (root_.time) pass_time(*transfer);
     std::size_t received = 0;
     if (transfer->receiving) {
       received = transfer->in.size();
@@ -146,6 +206,23 @@ class InProcessCommunicator final : public Communicator {
     }
     transfers_.close(ticket);
     return received;
+  }
+
+  VirtualClock& clock() const noexcept {
+    return root_.clocks[static_cast<std::size_t>(root_rank_)];
+  }
+  std::int64_t passing_ns(std::size_t bytes) const noexcept {
+    return std::llround(1e9 * root_.time->link.beta_s_per_byte * static_cast<double>(bytes));
+  }
+  // A transfer that is done, until its end as this rank sees it.
+  void pass_time(const Transfer& done) noexcept {
+    VirtualClock& c = clock();
+    std::int64_t end = done.leaves_ns + passing_ns(done.out.size());
+    if (done.receiving) {
+      const std::int64_t head = done.leaves_ns + std::llround(1e9 * root_.time->link.alpha_s);
+      end = c.in_free_ns = std::max(head, c.in_free_ns) + passing_ns(done.in.size());
+    }
+    c.now_ns = std::max(c.now_ns, end);
   }
 
   std::condition_variable& wake(int of) noexcept {
@@ -179,6 +256,7 @@ class InProcessCommunicator final : public Communicator {
       result = State::failed;
     }
     lock.lock();
+    to.leaves_ns = from.leaves_ns;
     mine.state = other.state = result;
     wake(peer).notify_all();
     wake(rank()).notify_all();  // abort() from another thread of this rank waits for the copy
@@ -222,6 +300,7 @@ class InProcessCommunicator final : public Communicator {
 
   std::shared_ptr<Group> group_;
   Root& root_;
+  int root_rank_;
   CommOptions options_;
   TicketTable<Transfer> transfers_;
   std::optional<CommError> broken_;
@@ -267,18 +346,41 @@ std::unique_ptr<Communicator> InProcessCommunicator::split(int color) {
 
 }  // namespace
 
-std::vector<std::unique_ptr<Communicator>> make_in_process_group(int size,
-                                                                 const CommOptions& options) {
+namespace {
+
+std::vector<std::unique_ptr<Communicator>> make_group(int size,
+                                                      const std::optional<VirtualTime>& time,
+                                                      const CommOptions& options) {
   SKIM_EXPECTS(size >= 1, "communicator: a group needs a rank (size=" + std::to_string(size) + ")");
   check_options(options);
   std::vector<int> ranks;
   for (int r = 0; r < size; ++r) ranks.push_back(r);
-  const auto group = std::make_shared<Group>(std::make_shared<Root>(size), std::move(ranks));
+  const auto root = std::make_shared<Root>(size);
+  root->time = time;
+  if (time) root->clocks.resize(ranks.size());
+  const auto group = std::make_shared<Group>(root, std::move(ranks));
   std::vector<std::unique_ptr<Communicator>> communicators;
   for (int r = 0; r < size; ++r) {
     communicators.push_back(std::make_unique<InProcessCommunicator>(group, r, options));
   }
   return communicators;
+}
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> make_in_process_group(int size,
+                                                                 const CommOptions& options) {
+  return make_group(size, std::nullopt, options);
+}
+
+std::vector<std::unique_ptr<Communicator>> make_simulated_group(int size, const VirtualTime& time,
+                                                                const CommOptions& options) {
+  for (const double x : {time.link.alpha_s, time.link.beta_s_per_byte}) {
+    SKIM_EXPECTS(std::isfinite(x) && x >= 0.0,
+                 "communicator: alpha and beta of a link must be finite and >= 0 (got " +
+                     std::to_string(x) + ")");
+  }
+  return make_group(size, time, options);
 }
 
 }  // namespace skim

@@ -12,7 +12,7 @@ class Allgather final : public Exchange {
   explicit Allgather(const CodecOptions& codec) : codec_(codec) {}
   std::string_view name() const noexcept override { return "allgather"; }
 
-  ExchangeResult run(StepId, const SparseView& mine, const Keep&, GroupStats& stats,
+  ExchangeResult run(StepId, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {
     const auto ranks = static_cast<std::size_t>(comm.size());
     returned_.reset(mine.dim);
@@ -21,7 +21,7 @@ class Allgather final : public Exchange {
       comm.set_phase({"allgather: frames"});
       frame_.clear();
       codec_.encode(mine, &stats, frame_);
-      comm.allgather(frame_, frames_);
+      comm.allgather(frame_, frames_, codec_.max_encoded_bytes(keep.k, mine.dim));
 
       parts_.resize(ranks);
       views_.resize(ranks);

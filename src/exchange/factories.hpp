@@ -9,5 +9,9 @@ namespace skim {
 
 std::unique_ptr<Exchange> make_allgather(const ExchangeOptions& options);
 std::unique_ptr<Exchange> make_gtopk(const ExchangeOptions& options);
+std::unique_ptr<Exchange> make_global_topk(const ExchangeOptions& options);
+std::unique_ptr<Exchange> make_oktopk(const ExchangeOptions& options);
+std::unique_ptr<Exchange> make_sparcml(const ExchangeOptions& options);
+std::unique_ptr<Exchange> make_hierarchical(const ExchangeOptions& options);
 
 }  // namespace skim

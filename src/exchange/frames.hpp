@@ -1,6 +1,7 @@
-// Internal: what all exchanges do with frames and failures.
+// Internal: what exchanges share: frames, failures, lists of entries.
 #pragma once
 
+#include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,6 +38,56 @@ inline void decode_message(const Codec& codec, Bytes message, std::size_t dim, S
                       std::to_string(message.size()) + " bytes, dense length expected " +
                       std::to_string(dim) + ")",
                   peer, phase);
+}
+
+// How many entries the result of an exchange that compresses it too may have.
+inline std::size_t entries_of_result(const Keep& keep) {
+  return keep.k_down > 0 ? keep.k_down : keep.k;
+}
+
+// Entries of s whose index is (or is not) one of `other`. Cost: O(nnz of both).
+inline void filter(const SparseView& s, const SparseView& other, bool in_other, SparseBuffer& out) {
+  out.reset(s.dim);
+  out.reserve(in_other ? other.nnz() : s.nnz());
+  std::size_t o = 0;
+  for (std::size_t e = 0; e < s.nnz(); ++e) {
+    while (o < other.nnz() && other.index[o] < s.index[e]) ++o;
+    const bool found = o < other.nnz() && other.index[o] == s.index[e];
+    if (found == in_other) out.append(s.index[e], s.value[e]);
+  }
+}
+
+// Rounds s to what codec's frames keep bit for bit, as whoever sends something else than its
+// quantized selection must: a sum, and also a part of a selection, whose blocks begin elsewhere.
+//   error  what was rounded off, s before less s after; entries where that is 0 are left out. Empty
+//          for a codec without loss.
+//   stream seeds stochastic rounding (Codec::quantize); not a rank, those are the selections'
+// The mass of error is nobody's yet. Let i be an index of it. If somebody has s_i as it was sent,
+// in the result or in what a merger keeps, this rank puts error_i into ExchangeResult::returned.
+// If instead every owner takes back its part of index i, nothing is missing: with error_i, mass
+// would be made. Non-finite errors are left out: they belong to no residual.
+// Cost: O(nnz). No allocation once warm.
+inline void quantize_to_send(const Codec& codec, StepId id, int stream, SparseBuffer& s,
+                             SparseBuffer& error) {
+  error.reset(s.view().dim);
+  if (codec.options().value == ValueCode::f32) return;
+  error.assign(s.view());
+  codec.quantize(s, id, stream);
+  const std::span<Index> index = error.indices();
+  const std::span<float> value = error.values();
+  std::size_t kept = 0;
+  for (std::size_t e = 0; e < value.size(); ++e) {
+    const float off = value[e] - s.values()[e];
+    if (off == 0.0F || !std::isfinite(off)) continue;
+    index[kept] = index[e];
+    value[kept++] = off;
+  }
+  error.resize(kept);
+}
+// On a stream of this rank's own. hop: >= 1, another one for each call of a rank with one id.
+inline void quantize_to_send(const Codec& codec, StepId id, int hop, const Communicator& comm,
+                             SparseBuffer& s, SparseBuffer& error) {
+  quantize_to_send(codec, id, comm.rank() + comm.size() * hop, s, error);
 }
 
 }  // namespace skim

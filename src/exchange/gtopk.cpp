@@ -10,6 +10,10 @@
 //   merger_keeps  the merger, always
 //   sender_keeps  every owner, if the index is not in the result (as published): what a merger
 //                 dropped of an index that survived elsewhere is lost
+//
+// What a rank rounds off the sum that it sends on (`error_`) comes back to that rank: with
+// merger_keeps always, otherwise if the index is in the result, because if it is not, its owners
+// take back what they gave, whole.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -22,29 +26,17 @@
 namespace skim {
 namespace {
 
-// Entries of s whose index is (or is not) one of `other`. Cost: O(nnz of both).
-void filter(const SparseView& s, const SparseView& other, bool in_other, SparseBuffer& out) {
-  out.reset(s.dim);
-  out.reserve(in_other ? other.nnz() : s.nnz());
-  std::size_t o = 0;
-  for (std::size_t e = 0; e < s.nnz(); ++e) {
-    while (o < other.nnz() && other.index[o] < s.index[e]) ++o;
-    const bool found = o < other.nnz() && other.index[o] == s.index[e];
-    if (found == in_other) out.append(s.index[e], s.value[e]);
-  }
-}
-
 class GTopK final : public Exchange {
  public:
   explicit GTopK(const ExchangeOptions& options) : codec_(options.codec), drop_(options.drop) {}
   std::string_view name() const noexcept override { return "gtopk"; }
 
-  ExchangeResult run(StepId, const SparseView& mine, const Keep& keep, GroupStats& stats,
+  ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {
     returned_.reset(mine.dim);
     if (comm.size() == 1) return {.sum = mine, .returned = returned_.view(), .contributors = 1};
     return or_abort(comm, [&] {
-      const std::size_t merges = reduce(mine, keep.k, stats, comm);
+      const std::size_t merges = reduce(id, mine, keep.k, stats, comm);
       comm.set_phase({"gtopk: broadcast"});
       comm.broadcast(frame_, 0);
       decode_message(codec_, frame_, mine.dim, result_, stats, comm, 0);
@@ -58,7 +50,8 @@ class GTopK final : public Exchange {
   // Up the tree: in round r a rank that is an odd multiple of 2^r sends what it holds to the rank
   // 2^r below it and is done. Leaves frame_ of the root holding the result. Returns the number of
   // merges that this rank made; dropped_ has one list for each.
-  std::size_t reduce(const SparseView& mine, std::size_t k, GroupStats& stats, Communicator& comm) {
+  std::size_t reduce(StepId id, const SparseView& mine, std::size_t k, GroupStats& stats,
+                     Communicator& comm) {
     const int rounds = static_cast<int>(std::bit_width(static_cast<unsigned>(comm.size() - 1)));
     const int rank = comm.rank();
     SparseView held = mine;
@@ -66,13 +59,22 @@ class GTopK final : public Exchange {
     bool active = true;
     // Room for the most that may come, not for what comes: a warm step allocates nothing, however
     // much the ranks' selections overlap.
-    returned_room_ = mine.nnz();
+    const std::size_t room = std::max(k, mine.nnz());
+    returned_room_ = 2 * room;
+    frame_.reserve(codec_.max_encoded_bytes(room, mine.dim));
+    for (SparseBuffer* s : {&incoming_, &kept_, &result_, &error_arrived_}) s->reserve(room);
+    error_.reset(mine.dim);
+    // Only a sum: what this rank selected is quantized.
+    const auto encode = [&] {
+      if (merges > 0) quantize_to_send(codec_, id, 1, comm, kept_, error_);
+      frame_.clear();
+      codec_.encode(held, &stats, frame_);
+    };
     for (int round = 0; round < rounds; ++round) {
       comm.set_phase({"gtopk: merge", round + 1, rounds});
       const int distance = 1 << round;
       if (active && (rank & distance) != 0) {
-        frame_.clear();
-        codec_.encode(held, &stats, frame_);
+        encode();
         comm.wait(comm.isend(frame_, rank - distance));
         active = false;
       } else if (active && rank + distance < comm.size()) {
@@ -82,10 +84,12 @@ class GTopK final : public Exchange {
         decode_message(codec_, frame_, mine.dim, incoming_, of_child, comm, child);
         combine(stats, of_child);
         if (dropped_.size() == merges) dropped_.emplace_back();
-        const std::size_t most = held.nnz() + incoming_.nnz();
+        const std::size_t most = std::max(2 * room, held.nnz() + incoming_.nnz());
         returned_room_ += most;
         dropped_[merges].reserve(most);
         scratch_.reserve(most);
+        error_.reserve(most);
+        merged_.reserve(most);
         sum(std::array{held, incoming_.view()}, merged_);
         split_top_k(merged_.view(), k, kept_, dropped_[merges], scratch_);
         held = kept_.view();
@@ -93,10 +97,7 @@ class GTopK final : public Exchange {
       }
       comm.end_round();
     }
-    if (rank == 0) {
-      frame_.clear();
-      codec_.encode(held, &stats, frame_);
-    }
+    if (rank == 0) encode();
     return merges;
   }
 
@@ -111,6 +112,7 @@ class GTopK final : public Exchange {
       survived_.resize(std::max(survived_.size(), merges));
       for (std::size_t m = 0; m < merges; ++m) {
         if (drop_ == DropPolicy::survivors) {
+          survived_[m].reserve(mine.nnz());
           filter(dropped_[m].view(), result, true, survived_[m]);
           parts_.push_back(survived_[m].view());
         } else {
@@ -118,14 +120,20 @@ class GTopK final : public Exchange {
         }
       }
     }
+    if (drop_ == DropPolicy::merger_keeps) {
+      parts_.push_back(error_.view());
+    } else {
+      filter(error_.view(), result, true, error_arrived_);
+      parts_.push_back(error_arrived_.view());
+    }
     returned_.reserve(returned_room_);
-    if (!parts_.empty()) sum(parts_, returned_);
+    sum(parts_, returned_);
   }
 
   Codec codec_;
   DropPolicy drop_;
   std::vector<std::byte> frame_;
-  SparseBuffer incoming_, merged_, kept_, result_, mine_lost_, returned_;
+  SparseBuffer incoming_, merged_, kept_, result_, mine_lost_, error_, error_arrived_, returned_;
   std::vector<SparseBuffer> dropped_, survived_;  // [merges]
   std::vector<SparseView> parts_;
   std::vector<std::uint32_t> scratch_;

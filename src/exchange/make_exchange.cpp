@@ -7,7 +7,8 @@
 namespace skim {
 
 std::span<const std::string_view> exchange_kind_names() noexcept {
-  static constexpr std::array<std::string_view, 3> kNames{"dense", "allgather", "gtopk"};
+  static constexpr std::array<std::string_view, 7> kNames{
+      "dense", "allgather", "gtopk", "global-topk", "oktopk", "sparcml", "hierarchical"};
   return kNames;
 }
 
@@ -23,6 +24,14 @@ std::unique_ptr<Exchange> make_exchange(const ExchangeOptions& options) {
       return make_allgather(options);
     case ExchangeKind::gtopk:
       return make_gtopk(options);
+    case ExchangeKind::global_topk:
+      return make_global_topk(options);
+    case ExchangeKind::oktopk:
+      return make_oktopk(options);
+    case ExchangeKind::sparcml:
+      return make_sparcml(options);
+    case ExchangeKind::hierarchical:
+      return make_hierarchical(options);
     case ExchangeKind::dense:
       break;
   }

@@ -1,4 +1,4 @@
-// Internal: what every rule but `exact` shares: the course of a step, and chance.
+// Internal: what every rule but `exact` shares: the course of a step.
 #pragma once
 
 #include <bit>
@@ -77,35 +77,5 @@ class Rule : public Selector {
 
 // A threshold as an order. Not above 0, or NaN: everything but zeros passes.
 std::uint32_t order_of(double threshold) noexcept;
-
-// The same numbers on every machine for the same seed, step and slot: SplitMix64 (G. Steele, D.
-// Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
-class Random {
- public:
-  Random(std::uint64_t seed, StepId id) noexcept : state_(seed) {
-    state_ = next() ^ id.step;
-    state_ = next() ^ id.slot;
-  }
-  // Uniform in [0, bound), exactly (D. Lemire, "Fast Random Integer Generation in an Interval",
-  // 2019). Requires: 0 < bound < 2^32.
-  std::size_t below(std::size_t bound) noexcept {
-    const std::uint64_t rejected = (std::uint64_t{1} << 32U) % bound;
-    std::uint64_t product = 0;
-    do {
-      product = (next() >> 32U) * bound;
-    } while ((product & 0xffffffffU) < rejected);
-    return static_cast<std::size_t>(product >> 32U);
-  }
-
- private:
-  std::uint64_t next() noexcept {
-    state_ += 0x9e3779b97f4a7c15U;
-    std::uint64_t z = state_;
-    z = (z ^ (z >> 30U)) * 0xbf58476d1ce4e5b9U;
-    z = (z ^ (z >> 27U)) * 0x94d049bb133111ebU;
-    return z ^ (z >> 31U);
-  }
-  std::uint64_t state_;
-};
 
 }  // namespace skim::selectors

@@ -4,12 +4,12 @@
 #include <cmath>
 #include <functional>
 
+#include "random.hpp"
 #include "select/rule.hpp"
 
 namespace skim {
 namespace {
 
-using selectors::Random;
 using selectors::Rule;
 
 // Y. Lin et al., "Deep Gradient Compression", ICLR 2018, section 5: the threshold is the k/n

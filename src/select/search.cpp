@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "random.hpp"
 #include "select/rule.hpp"
 
 namespace skim {
@@ -134,7 +135,7 @@ class MsTopK final : public Rule {
     }
 
     const std::size_t fill = k - in.above_high, between = in.above_low - in.above_high;
-    const std::size_t begin = selectors::Random(seed_, task.id).below(between - fill + 1);
+    const std::size_t begin = Random(seed_, task.id).below(between - fill + 1);
     std::size_t kept = 0, seen = 0;
     for (std::size_t i = 0; i < candidates_.count; ++i) {
       const std::uint32_t o = kernels::order(candidates_.value[i]);

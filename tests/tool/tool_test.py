@@ -144,6 +144,10 @@ class Usage(Case):
         self.assert_refused(train("--no-factor-masking"), "--momentum-correction > 0")
         self.assert_refused(train("--local-clip", "-2"), "--local-clip", ">= 0")
         self.assert_refused(train("--residual-decay", "1.5"), "--residual-decay", "[0, 1]")
+        self.assert_refused(train("--value-code", "q3"), "--value-code", "q3", "f32,f16,bf16,q8")
+        self.assert_refused(train("--index-code", "elias"), "--index-code", "elias",
+                            "auto,raw32,packed,rice,bitmap,huffman")
+        self.assert_refused(train("--rounding", "up"), "--rounding", "nearest,stochastic")
         for option in ["--momentum-correction", "--residual-decay"]:
             self.assert_refused(train(option, "0.5", "--feedback", "none"), option,
                                 "--feedback residual")
@@ -197,7 +201,7 @@ class Runs(Case):
         summary, metrics = self.dir / "s.json", self.dir / "m.jsonl"
         done = train("--ranks", 4, "--model", "mlp-64", "--steps", 30, "--dense-below", 0,
                      "--bucket-mb", 0, "--compare", "dense,allgather:0.01,gtopk:0.01",
-                     "--summary", summary, "--metrics", metrics)
+                     "--index-code", "raw32", "--summary", summary, "--metrics", metrics)
         self.assert_ok(done)
         runs = {r["run"]: r for r in json.loads(summary.read_text())}
         self.assertEqual(list(runs), ["dense", "allgather:0.01", "gtopk:0.01"])
@@ -210,7 +214,8 @@ class Runs(Case):
         # Exactly the formulas of docs/algorithms.md.
         self.assertEqual(runs["dense"]["sent_bytes_per_step"], 2 * 3 / 4 * 4 * n + 3 * 40)
         frame = 24 + 40 + 8 * k
-        self.assertEqual(runs["allgather:0.01"]["sent_bytes_per_step"], 3 * frame)
+        # In two rounds: a frame, then two in one message, in front of each but the last its length.
+        self.assertEqual(runs["allgather:0.01"]["sent_bytes_per_step"], 3 * frame + 8)
         # gtopk on 4 ranks: 3 frames up, 3 down; at most k entries in each.
         self.assertEqual(runs["gtopk:0.01"]["sent_bytes_per_step"], 6 * frame / 4)
         self.assertEqual(runs["gtopk:0.01"]["max_sent_bytes_per_step"], 2 * frame)
@@ -272,7 +277,8 @@ class Runs(Case):
         runs = [plain, dense]
         for arguments in [momentum, [*momentum, "--nesterov-correction"],
                           [*momentum, "--no-factor-masking"], ["--local-clip", 0.5],
-                          ["--residual-decay", 0.5], ["--per-layer"]]:
+                          ["--residual-decay", 0.5], ["--per-layer"], ["--value-code", "q4"],
+                          ["--value-code", "q4", "--rounding", "stochastic"]]:
             changed = losses(*sparse, *arguments)
             self.assertEqual(changed[0], plain[0])
             self.assertNotIn(changed, runs)
@@ -407,7 +413,8 @@ class Checkpoints(Case):
 
     def test_local_options_resume_bit_identically(self):
         arguments = ["--momentum-correction", 0.8, "--nesterov-correction", "--local-clip", 1,
-                     "--residual-decay", 0.9, "--per-layer", "--select", "gaussian"]
+                     "--residual-decay", 0.9, "--per-layer", "--select", "gaussian",
+                     "--value-code", "q2", "--rounding", "stochastic"]
         expected, residuals = self.straight(*arguments)
         metrics, folder = self.dir / "m.jsonl", self.dir / "parted"
         arguments += ["--metrics", metrics, "--checkpoint", folder]

@@ -1,0 +1,113 @@
+// What an exchange costs: seconds, rounds and bytes by an alpha-beta-gamma model, and the choice
+// that follows from them. Says before a byte is sent whether compression pays.
+//
+// The link: alpha + m beta for a message of m bytes, full duplex (Hockney, Parallel Computing 20,
+// 1994). Local work: so many seconds an entry. Ranks are alike and start together; nothing of an
+// exchange overlaps with anything but itself. Formulas: docs/algorithms.md, "Cost".
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "skim/codec.hpp"
+#include "skim/communicator.hpp"
+
+namespace skim {
+
+// The exchanges, and of all-gather its forms. Not `hierarchical`: inside a host is another link.
+enum class Scheme : std::uint8_t {
+  dense,               // ring reduce-scatter and all-gather of whole gradients
+  allgather_ring,      // P - 1 rounds
+  allgather_doubling,  // log2 P rounds; P a power of two
+  allgather_bruck,     // ceil(log2 P) rounds
+  gtopk,
+  global_topk,  // all-gather in ceil(log2 P) rounds
+  oktopk,       // a run whose cut and regions stand, with selections spread evenly
+  sparcml,
+};
+// In the order of the enumerators: "allgather-ring", "gtopk".
+std::span<const std::string_view> scheme_names() noexcept;
+// The name of its exchange on the command line: "allgather" for each of the three forms.
+std::string_view exchange_of(Scheme scheme) noexcept;
+// Whether the scheme works for so many ranks.
+bool is_possible(Scheme scheme, int ranks) noexcept;
+
+// What a frame with nnz of n entries has: header_bytes + nnz (index_bytes + value_bytes), and
+// statistics where ranks tell each other theirs.
+struct FrameSize {
+  double header_bytes = kFrameHeaderBytes;
+  double stats_bytes = kFrameStatsBytes;  // also of each rank's note in a dense sum
+  double length_bytes = 8.0;              // of a message that is packed into another
+  double value_bytes = 4.0;
+  double index_bytes = 4.0;  // < 0: as many as the entropy of an index set drawn uniformly
+
+  double bytes(double nnz, double n) const noexcept;  // without statistics
+};
+// log2 of the number of k-subsets of n, in bits, for 0 <= k <= n; from log-gamma, so k and n need
+// not be whole.
+double subset_bits(double k, double n) noexcept;
+
+// One exchange of one bucket: n entries, of which every one of `ranks` ranks selected k.
+struct Load {
+  int ranks = 1;   // P >= 1
+  double n = 0.0;  // >= 1
+  double k = 0.0;  // in (0, n]; dense ignores it
+  FrameSize frame = {};
+};
+
+// Seconds an entry takes on one rank. 0: free, as in published tables.
+struct LocalSpeeds {
+  double select_s = 0.0;  // of n: added to the residual, and the largest found
+  double merge_s = 0.0;   // of a frame: decoded and summed with another sorted list
+  double add_s = 0.0;     // of a dense sum
+};
+
+struct Cost {
+  double rounds = 0.0;    // dependent steps: Traffic::rounds
+  double bytes = 0.0;     // sent by the busiest rank: Traffic::sent_bytes
+  double link_s = 0.0;    // messages on the longest chain of dependent ones
+  double merge_s = 0.0;   // on that chain: decoding, sums, merges
+  double select_s = 0.0;  // before the exchange
+
+  double exchange_s() const noexcept { return link_s + merge_s; }
+  double total_s() const noexcept { return exchange_s() + select_s; }
+};
+
+// The cost of the exchange `scheme`. For one rank: selection alone. Selections are taken to have no
+// index in common, which is the most that an exchange can cost.
+// Throws: InvalidArgument: a load, link or speed out of range; !is_possible(scheme, ranks).
+// Source: gtopk, allgather_doubling and dense: arXiv 1901.04359, table of costs, with frames in
+// place of 2k words; the others derived from their courses (docs/algorithms.md).
+Cost predict(Scheme scheme, const Load& load, const Link& link, const LocalSpeeds& local = {});
+
+// Seconds of a step: compute_s, then selection and exchange. The part `overlap`, in [0, 1], of the
+// computing may hide time of the link; 0: nothing is hidden.
+double step_seconds(double compute_s, const Cost& cost, double overlap = 0.0);
+
+struct Choice {
+  Scheme scheme = Scheme::dense;
+  Cost cost;
+  std::string reason;  // one line: "gtopk 8.9 ms, allgather-doubling 9.3 ms, dense 1.35 s"
+};
+// The scheme of `among` with the least total_s, the first of equals; those that are not possible
+// for load.ranks are passed over. Dense pays no selection, so it wins where a link is fast.
+// Throws: InvalidArgument as predict; no scheme of `among` is possible.
+Choice cheapest(std::span<const Scheme> among, const Load& load, const Link& link,
+                const LocalSpeeds& local = {});
+
+// One-way time of messages of `bytes`, as a ping-pong has it.
+struct LinkSample {
+  double bytes = 0.0, seconds = 0.0;
+};
+// alpha: the median over messages of at most 256 bytes of what beta leaves; beta: the slope of a
+// line, with relative weights, through those of at least 256 KiB, or through all if there are not
+// two lengths. Not one line through all: a shaper lets a burst through at once, and a line through
+// large messages then meets 0 bytes below 0 seconds. Not below 0.
+// Throws: InvalidArgument: fewer than two different lengths, a time that is not > 0.
+Link fit_link(std::span<const LinkSample> samples);
+
+}  // namespace skim

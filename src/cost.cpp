@@ -1,0 +1,281 @@
+// The cost of exchanges: every scheme as rounds, bytes and entries; one way to turn them into
+// seconds.
+#include "skim/cost.hpp"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdio>
+#include <numbers>
+#include <optional>
+
+#include "skim/error.hpp"
+
+namespace skim {
+namespace {
+
+constexpr std::array<std::string_view, 8> kNames{
+    "dense",  "allgather-ring", "allgather-doubling", "allgather-bruck", "gtopk", "global-topk",
+    "oktopk", "sparcml"};
+
+double log2_ceil(int ranks) noexcept { return std::ceil(std::log2(ranks)); }
+
+// What a scheme does; sizes, not seconds.
+struct Course {
+  double rounds = 0.0;
+  double sent_bytes = 0.0;   // by the busiest rank
+  double chain_bytes = 0.0;  // of messages that wait for one another
+  double merged = 0.0;       // sparse entries, on that chain
+  double added = 0.0;        // dense entries
+};
+
+// Everybody's message of so many bytes to everybody, by doubling or Bruck's way.
+void add_allgather(Course& c, const Load& load, double bytes) {
+  const double p = load.ranks, log = log2_ceil(load.ranks);
+  const double moved = (p - 1) * bytes + (p - 1 - log) * load.frame.length_bytes;
+  c.rounds += log;
+  c.sent_bytes += moved;
+  c.chain_bytes += moved;
+}
+
+// SparCML on selections without a common index. The block of rank 0 is never smaller than another,
+// and what it sends is on the chain.
+Course sparcml_course(const Load& load) {
+  const FrameSize& f = load.frame;
+  const int inner = static_cast<int>(std::bit_floor(static_cast<unsigned>(load.ranks)));
+  const double outer = load.ranks - inner;  // ranks that give theirs away, and get the result
+  const auto frame = [&](double nnz) { return f.bytes(nnz, load.n) + f.stats_bytes; };
+  // Of ranks with k entries each: more than half of n become all of n.
+  const auto entries = [&](double ranks) {
+    return ranks > 1 && ranks * load.k > load.n / 2 ? load.n : ranks * load.k;
+  };
+  Course c;
+  if (outer > 0) {
+    c.rounds += 1;
+    c.chain_bytes += frame(load.k);
+    c.merged += 2 * load.k;
+  }
+  for (int block = 1; block < inner; block *= 2) {
+    const double held = entries(block + std::min<double>(block, outer));
+    c.rounds += 1;
+    c.sent_bytes += frame(held);
+    c.chain_bytes += frame(held);
+    c.merged += 2 * held;
+  }
+  if (outer > 0) {
+    const double result = frame(entries(load.ranks));
+    c.rounds += 1;
+    c.sent_bytes += result;
+    c.chain_bytes += result;
+  }
+  return c;
+}
+
+Course course_of(Scheme scheme, const Load& load) {
+  const double p = load.ranks, log = log2_ceil(load.ranks);
+  const FrameSize& f = load.frame;
+  const double frame = f.bytes(load.k, load.n) + f.stats_bytes;
+  Course c;
+  switch (scheme) {
+    case Scheme::dense:
+      c.rounds = 2 * (p - 1);
+      c.sent_bytes = c.chain_bytes =
+          2 * (p - 1) / p * sizeof(float) * load.n + (p - 1) * f.stats_bytes;
+      c.added = (p - 1) / p * load.n;
+      break;
+    case Scheme::allgather_ring:
+      c.rounds = p - 1;
+      c.sent_bytes = c.chain_bytes = (p - 1) * frame;
+      c.merged = p * load.k * log;  // the sum of P lists is a tree of merges
+      break;
+    case Scheme::allgather_doubling:
+    case Scheme::allgather_bruck:
+      add_allgather(c, load, frame);
+      c.merged = p * load.k * log;
+      break;
+    case Scheme::gtopk:
+      c.rounds = 2 * log;
+      c.sent_bytes = log * frame;
+      c.chain_bytes = 2 * log * frame;
+      c.merged = log * 2 * load.k;
+      break;
+    case Scheme::global_topk:
+      add_allgather(c, load, frame);
+      c.merged = p * load.k * (log + 1);  // and the cut
+      break;
+    case Scheme::oktopk: {
+      const double part = f.bytes(load.k / p, load.n);
+      c.rounds = p - 1;
+      c.sent_bytes = c.chain_bytes = (p - 1) * (part + f.stats_bytes);
+      add_allgather(c, load, 24.0);  // two counts and a checksum
+      add_allgather(c, load, part);
+      c.merged = load.k * (log + 1);  // a region's sum, and the shares of the result
+      break;
+    }
+    case Scheme::sparcml:
+      return sparcml_course(load);
+  }
+  return c;
+}
+
+std::string seconds_text(double s) {
+  std::array<char, 32> text{};
+  if (s < 1e-3) {
+    std::snprintf(text.data(), text.size(), "%.3g us", 1e6 * s);
+  } else if (s < 1.0) {
+    std::snprintf(text.data(), text.size(), "%.3g ms", 1e3 * s);
+  } else {
+    std::snprintf(text.data(), text.size(), "%.3g s", s);
+  }
+  return text.data();
+}
+
+void expect_number(double x, const char* what) {
+  SKIM_EXPECTS(
+      std::isfinite(x) && x >= 0.0,
+      std::string("cost: ") + what + " must be finite and >= 0 (got " + std::to_string(x) + ")");
+}
+
+void check(const Load& load, const Link& link, const LocalSpeeds& local) {
+  SKIM_EXPECTS(load.ranks >= 1,
+               "cost: ranks must be >= 1 (got " + std::to_string(load.ranks) + ")");
+  SKIM_EXPECTS(std::isfinite(load.n) && load.n >= 1.0,
+               "cost: n must be >= 1 (got " + std::to_string(load.n) + ")");
+  SKIM_EXPECTS(load.k > 0.0 && load.k <= load.n,
+               "cost: k must be in (0, n] (k=" + std::to_string(load.k) +
+                   ", n=" + std::to_string(load.n) + ")");
+  expect_number(link.alpha_s, "alpha");
+  expect_number(link.beta_s_per_byte, "beta");
+  expect_number(local.select_s, "select_s");
+  expect_number(local.merge_s, "merge_s");
+  expect_number(local.add_s, "add_s");
+}
+
+double median(std::vector<double> x) {
+  std::ranges::sort(x);
+  const std::size_t m = x.size() / 2;
+  return x.size() % 2 == 1 ? x[m] : 0.5 * (x[m - 1] + x[m]);
+}
+
+// Slope of the line through the samples with the least sum of squared relative errors; none: fewer
+// than two lengths.
+std::optional<double> slope(std::span<const LinkSample> samples, double least_bytes) {
+  double w = 0.0, x = 0.0, y = 0.0, xx = 0.0, xy = 0.0;
+  for (const LinkSample& s : samples) {
+    if (s.bytes < least_bytes) continue;
+    const double weight = 1.0 / (s.seconds * s.seconds);
+    w += weight;
+    x += weight * s.bytes;
+    y += weight * s.seconds;
+    xx += weight * s.bytes * s.bytes;
+    xy += weight * s.bytes * s.seconds;
+  }
+  const double spread = w * xx - x * x;
+  if (!(spread > 1e-12 * w * xx)) return std::nullopt;
+  return (w * xy - x * y) / spread;
+}
+
+}  // namespace
+
+std::span<const std::string_view> scheme_names() noexcept { return kNames; }
+
+std::string_view exchange_of(Scheme scheme) noexcept {
+  const std::string_view name = kNames[static_cast<std::size_t>(scheme)];
+  return name.starts_with("allgather") ? "allgather" : name;
+}
+
+bool is_possible(Scheme scheme, int ranks) noexcept {
+  if (ranks < 1) return false;
+  return scheme != Scheme::allgather_doubling || (ranks & (ranks - 1)) == 0;
+}
+
+double FrameSize::bytes(double nnz, double n) const noexcept {
+  const double index = index_bytes < 0.0 ? subset_bits(nnz, n) / 8.0 : nnz * index_bytes;
+  return header_bytes + index + nnz * value_bytes;
+}
+
+double subset_bits(double k, double n) noexcept {
+  if (!(k > 0.0) || k >= n) return 0.0;
+  return (std::lgamma(n + 1) - std::lgamma(k + 1) - std::lgamma(n - k + 1)) / std::numbers::ln2;
+}
+
+Cost predict(Scheme scheme, const Load& load, const Link& link, const LocalSpeeds& local) {
+  check(load, link, local);
+  SKIM_EXPECTS(is_possible(scheme, load.ranks),
+               "cost: " + std::string(kNames[static_cast<std::size_t>(scheme)]) +
+                   " needs a power of two of ranks (got " + std::to_string(load.ranks) + ")");
+  Cost cost;
+  if (scheme != Scheme::dense) cost.select_s = load.n * local.select_s;
+  if (load.ranks == 1) return cost;
+  const Course c = course_of(scheme, load);
+  cost.rounds = c.rounds;
+  cost.bytes = c.sent_bytes;
+  cost.link_s = c.rounds * link.alpha_s + c.chain_bytes * link.beta_s_per_byte;
+  cost.merge_s = c.merged * local.merge_s + c.added * local.add_s;
+  return cost;
+}
+
+double step_seconds(double compute_s, const Cost& cost, double overlap) {
+  expect_number(compute_s, "compute_s");
+  SKIM_EXPECTS(overlap >= 0.0 && overlap <= 1.0,
+               "cost: overlap must be in [0, 1] (got " + std::to_string(overlap) + ")");
+  return compute_s + cost.select_s + cost.merge_s +
+         std::max(0.0, cost.link_s - overlap * compute_s);
+}
+
+Choice cheapest(std::span<const Scheme> among, const Load& load, const Link& link,
+                const LocalSpeeds& local) {
+  struct Candidate {
+    Scheme scheme;
+    Cost cost;
+  };
+  std::vector<Candidate> order;
+  for (const Scheme s : among) {
+    if (is_possible(s, load.ranks)) order.push_back({s, predict(s, load, link, local)});
+  }
+  SKIM_EXPECTS(!order.empty(),
+               "cost: no scheme to choose from for " + std::to_string(load.ranks) + " ranks");
+  std::ranges::stable_sort(order, {}, [](const Candidate& c) { return c.cost.total_s(); });
+
+  // The best, the runner-up, and dense if it is neither.
+  const auto entry = [](const Candidate& c) {
+    std::string text = std::string(kNames[static_cast<std::size_t>(c.scheme)]) + " " +
+                       seconds_text(c.cost.total_s());
+    if (c.cost.select_s > 0.0) text += " (selection " + seconds_text(c.cost.select_s) + ")";
+    return text;
+  };
+  Choice best{order.front().scheme, order.front().cost, entry(order.front())};
+  for (std::size_t i = 1; i < order.size(); ++i) {
+    if (i == 1 || order[i].scheme == Scheme::dense) best.reason += ", " + entry(order[i]);
+  }
+  if (best.scheme == Scheme::dense) best.reason += ": do not compress";
+  return best;
+}
+
+Link fit_link(std::span<const LinkSample> samples) {
+  constexpr double kSmall = 256.0, kLarge = 262144.0;
+  for (const LinkSample& s : samples) {
+    SKIM_EXPECTS(s.bytes >= 0.0 && s.seconds > 0.0 && std::isfinite(s.bytes + s.seconds),
+                 "cost: a sample needs bytes >= 0 and a time > 0 (bytes=" +
+                     std::to_string(s.bytes) + ", seconds=" + std::to_string(s.seconds) + ")");
+  }
+  std::optional<double> beta = slope(samples, kLarge);
+  if (!beta) beta = slope(samples, 0.0);
+  SKIM_EXPECTS(beta.has_value(), "cost: a fit needs messages of two lengths");
+  Link link;
+  link.beta_s_per_byte = std::max(0.0, *beta);
+
+  std::vector<double> left, of_shortest;
+  double shortest = samples.front().bytes;
+  for (const LinkSample& s : samples) shortest = std::min(shortest, s.bytes);
+  for (const LinkSample& s : samples) {
+    const double rest = s.seconds - s.bytes * link.beta_s_per_byte;
+    if (s.bytes <= kSmall) left.push_back(rest);
+    if (s.bytes == shortest) of_shortest.push_back(rest);
+  }
+  link.alpha_s = std::max(0.0, median(left.empty() ? of_shortest : left));
+  return link;
+}
+
+}  // namespace skim

@@ -1,0 +1,197 @@
+// Hierarchical: one exchange inside every host, one between the hosts. Any number of ranks on any
+// number of hosts.
+//
+// The ranks of a host sum their selections; the lowest of them, the leader, goes on with that sum
+// among the leaders of all hosts, and tells its host the result.
+//
+// What comes back: of an index that is not in the result, to every rank its own entry, so that
+// residuals do not pile up on leaders; of one that is, what each of the two exchanges gave back to
+// its ranks. Both conserve every index on its own, so together they do. (sender_keeps does not.)
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "exchange/factories.hpp"
+#include "exchange/frames.hpp"
+
+namespace skim {
+namespace {
+
+class Hierarchical final : public Exchange {
+ public:
+  explicit Hierarchical(const ExchangeOptions& options)
+      : inside_(make_part(options, options.hierarchy.inside)),
+        between_(make_part(options, options.hierarchy.between)),
+        codec_(options.codec),
+        exact_({.index = options.codec.index}) {}
+  std::string_view name() const noexcept override { return "hierarchical"; }
+
+  ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
+                     Communicator& comm) override {
+    returned_.reset(mine.dim);
+    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view(), .contributors = 1};
+    return or_abort(comm, [&] {
+      join(comm);
+      const ExchangeResult host = in(host_, comm, [&](Communicator& part) {
+        return inside_->run(id, mine, keep, stats, part);
+      });
+      const bool leads = host_.comm->rank() == 0;
+      SparseView between_returned{{}, {}, mine.dim};
+      error_.reset(mine.dim);
+      make_room(std::min(mine.dim, keep.k * static_cast<std::size_t>(comm.size())), mine.dim);
+      if (leads) {
+        host_sum_.assign(sparse(host));
+        quantize_to_send(codec_, id, 1, comm, host_sum_, error_);
+        const ExchangeResult all = in(leaders_, comm, [&](Communicator& part) {
+          return between_->run(id, host_sum_.view(), keep, stats, part);
+        });
+        between_returned = all.returned;
+        message_.clear();
+        exact_.encode(sparse(all), &stats, message_);
+      }
+      in(host_, comm, [&](Communicator& part) {
+        part.set_phase({"hierarchical: result"});
+        part.broadcast(message_, 0);
+        decode_message(exact_, message_, mine.dim, result_, stats, part, 0);
+        return ExchangeResult{};
+      });
+      const SparseView result = result_.view();
+      filter(mine, result, false, back_[0]);
+      filter(host.returned, result, true, back_[1]);
+      filter(between_returned, result, true, back_[2]);
+      filter(error_.view(), result, true, back_[3]);
+      sum(std::array{back_[0].view(), back_[1].view(), back_[2].view(), back_[3].view()},
+          returned_);
+      return ExchangeResult{
+          .sum = result, .returned = returned_.view(), .contributors = comm.size()};
+    });
+  }
+
+  void end_step() noexcept override {
+    inside_->end_step();
+    between_->end_step();
+  }
+  void rollback_step() override {
+    inside_->rollback_step();
+    between_->rollback_step();
+  }
+  void save(std::ostream& out) const override {
+    inside_->save(out);
+    between_->save(out);
+  }
+  void load(std::istream& in) override {
+    inside_->load(in);
+    between_->load(in);
+  }
+
+ private:
+  struct Part {
+    std::unique_ptr<Communicator> comm;
+    std::vector<int> ranks;  // [rank there]: its rank in the whole group
+  };
+
+  static std::unique_ptr<Exchange> make_part(ExchangeOptions options, ExchangeKind kind) {
+    SKIM_EXPECTS(kind != ExchangeKind::hierarchical,
+                 "hierarchical: an exchange inside or between hosts is not hierarchical itself");
+    options.kind = kind;
+    return make_exchange(options);
+  }
+
+  // For the most that may come, so that a warm run allocates nothing.
+  void make_room(std::size_t most, std::size_t dim) {
+    message_.reserve(exact_.max_encoded_bytes(most, dim));
+    for (SparseBuffer* s : {&host_sum_, &error_, &result_}) s->reserve(most);
+    for (SparseBuffer& s : back_) s.reserve(most);
+    returned_.reserve(back_.size() * most);
+  }
+
+  // Splits the group, with its first run. Every rank tells its host, and, as a check, its
+  // complement.
+  void join(Communicator& comm) {
+    if (of_ == &comm) return;
+    comm.set_phase({"hierarchical: hosts"});
+    const std::array<int, 2> mine{comm.host(), ~comm.host()};
+    MessageList all;
+    const Traffic before = comm.traffic();
+    comm.allgather(std::as_bytes(std::span(mine)), all, sizeof mine);
+    // Not counted: a run that was stopped and goes on does it once more.
+    const Traffic after = comm.traffic();
+    comm.add_traffic(before, after);
+    host_.ranks.clear();
+    leaders_.ranks.clear();
+    std::vector<int> hosts;
+    for (int r = 0; r < comm.size(); ++r) {
+      const Bytes word = all[static_cast<std::size_t>(r)];
+      std::array<int, 2> its{};
+      if (word.size() == sizeof its) std::memcpy(its.data(), word.data(), sizeof its);
+      if (its[1] != ~its[0]) {
+        const std::string where = comm.phase().text();
+        throw CommError("rank " + std::to_string(comm.rank()) + ": rank " + std::to_string(r) +
+                            " does not tell its host in '" + where + "'",
+                        r, where);
+      }
+      if (its[0] == mine[0]) host_.ranks.push_back(r);
+      if (std::ranges::find(hosts, its[0]) == hosts.end()) leaders_.ranks.push_back(r);
+      hosts.push_back(its[0]);
+    }
+    host_.comm = comm.split(mine[0]);
+    leaders_.comm = comm.split(host_.comm->rank() == 0 ? 0 : 1);  // 1: the others, who do nothing
+    of_ = &comm;
+  }
+
+  // Runs body on a part; what that moves is counted in comm, and ranks in errors are comm's.
+  template <class Body>
+  static ExchangeResult in(const Part& part, Communicator& comm, Body&& body) {
+    const Traffic before = part.comm->traffic();
+    try {
+      const ExchangeResult result = body(*part.comm);
+      comm.add_traffic(part.comm->traffic(), before);
+      return result;
+    } catch (const CommError& e) {
+      comm.set_phase(part.comm->phase());
+      // The culprit of an abort may be no rank of the part: the whole group knows it.
+      if (e.peer() < 0) {
+        comm.barrier();
+        throw;
+      }
+      if (part.ranks.size() == static_cast<std::size_t>(comm.size())) throw;  // numbered alike
+      const int peer = part.ranks[static_cast<std::size_t>(e.peer())];
+      throw CommError("rank " + std::to_string(comm.rank()) + ": because of rank " +
+                          std::to_string(peer) + " in '" + e.phase() +
+                          "', as its part of the group has it: " + e.what(),
+                      peer, e.phase());
+    }
+  }
+
+  // The sum of an exchange as entries.
+  SparseView sparse(const ExchangeResult& result) {
+    if (result.dense_sum.empty()) return result.sum;
+    entries_.reset(result.dense_sum.n);
+    entries_.reserve(result.dense_sum.n);
+    const std::span<const float> dense = result.dense_sum.span();
+    for (std::size_t i = 0; i < dense.size(); ++i) {
+      if (dense[i] != 0.0F) entries_.append(static_cast<Index>(i), dense[i]);
+    }
+    return entries_.view();
+  }
+
+  std::unique_ptr<Exchange> inside_, between_;
+  Codec codec_;
+  Codec exact_;  // inside a host nothing is rounded
+  const Communicator* of_ = nullptr;
+  Part host_, leaders_;
+  std::vector<std::byte> message_;
+  SparseBuffer entries_, host_sum_, error_, result_, returned_;
+  std::array<SparseBuffer, 4> back_;
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_hierarchical(const ExchangeOptions& options) {
+  return std::make_unique<Hierarchical>(options);
+}
+
+}  // namespace skim

@@ -1,0 +1,598 @@
+// Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
+// 2022, arXiv 2201.07598), written from the paper's description. Any number of ranks.
+//
+// Vocabulary: rank i *owns* region i, a range of indices. A *part* is what one rank selected in one
+// region. A sum *reaches the cut* if its key does; keys order sums by magnitude, then by index, so
+// that no two are equal.
+//
+//   1. regions  now and then the ranks agree on boundaries that share their selections out evenly
+//   2. reduce   every rank sends each owner its part; the owner adds them in rank order
+//   3. cut      the last one stands if about k sums reach it; otherwise, and now and then, it is
+//               found anew: the k-th largest key of all owners
+//   4. balance  if one owner has far more than its share of the result, ranks pass shares on
+//   5. gather   all-gather of the shares; regions ascend with ranks, and so do the shares
+//
+// What is held back: of a part, all but `part_limit` entries. What is given back: what was held
+// back, and the owner's loss in rounding; and to each rank its own entry of an index that is not in
+// the result (the sum was made by the owner of the region alone, so nothing of it is elsewhere).
+//
+// Departures from the paper. Boundaries are quantiles of all selections together, not the mean of
+// each rank's, which is far off where ranks differ. The cut is not adjusted by factors: when its
+// count leaves 2k/3 .. 4k/3 it is found anew at once, by two small all-gathers instead of one of
+// all sums; so the count has a bound. Parts have one, too.
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "exchange/factories.hpp"
+#include "exchange/frames.hpp"
+#include "select/kernels.hpp"
+#include "skim/select.hpp"
+#include "state.hpp"
+
+namespace skim {
+namespace {
+
+constexpr std::string_view kMagic = "SKIMOKTK";
+constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kNever =
+    std::numeric_limits<std::uint32_t>::max();  // an age: not found yet
+
+using Key = std::uint64_t;
+using Words = std::vector<std::uint64_t>;
+
+// Larger magnitude first, then lower index, as everywhere. 0: a zero, which is never kept.
+Key key_of(Index index, float value) {
+  const std::uint32_t order = kernels::order(value);
+  return order == 0 ? 0 : Key{order} << 32U | (std::numeric_limits<Index>::max() - index);
+}
+Key key_of(std::uint32_t order) { return Key{order} << 32U; }
+
+// Of `count` sorted keys every step-th is told first, and then those between two of them: that
+// moves least if step is about sqrt(count / 2).
+std::size_t step_of(std::uint64_t count) {
+  return std::max<std::size_t>(1,
+                               static_cast<std::size_t>(std::sqrt(static_cast<double>(count) / 2)));
+}
+
+SparseView slice(const SparseView& s, std::size_t first, std::size_t last) {
+  return {s.index.subspan(first, last - first), s.value.subspan(first, last - first), s.dim};
+}
+void append(SparseBuffer& to, const SparseView& s) {
+  for (std::size_t e = 0; e < s.nnz(); ++e) to.append(s.index[e], s.value[e]);
+}
+
+class OkTopK final : public Exchange {
+ public:
+  explicit OkTopK(const ExchangeOptions& options)
+      : codec_(options.codec), exact_({.index = options.codec.index}), options_(options.oktopk) {}
+  std::string_view name() const noexcept override { return "oktopk"; }
+
+  ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
+                     Communicator& comm) override {
+    returned_.reset(mine.dim);
+    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view(), .contributors = 1};
+    return or_abort(comm, [&] {
+      State& state = open(id.slot);
+      make_room(mine, keep, comm);
+      if (state.region.size() + 1 != ranks_ || state.region_age >= options_.regions_every) {
+        agree_on_regions(state, mine, comm);
+      }
+      split(state, id, mine, comm);
+      reduce(state, stats, comm);
+      find_cut(state, comm);
+      take_largest();
+      balance(comm);
+      gather(id, comm);
+      give_back();
+      state.region_age += state.region_age < kNever ? 1U : 0U;
+      ++state.cut_age;
+      return ExchangeResult{
+          .sum = result_.view(), .returned = returned_.view(), .contributors = comm.size()};
+    });
+  }
+
+  void end_step() noexcept override {
+    for (auto& [slot, entry] : slots_) entry.open = false;
+  }
+  void rollback_step() override {
+    for (auto& [slot, entry] : slots_) {
+      if (entry.open) entry.now = entry.before;
+      entry.open = false;
+    }
+  }
+
+  // A section (state.hpp): number of slots; for each, ascending: slot, ages, cut, number of
+  // boundaries, boundaries.
+  void save(std::ostream& out) const override {
+    SectionWriter section(out, kMagic, kVersion);
+    section.put(static_cast<std::uint64_t>(slots_.size()));
+    for (const auto& [slot, entry] : slots_) {
+      section.put(slot);
+      section.put(entry.now.region_age);
+      section.put(entry.now.cut_age);
+      section.put(entry.now.cut);
+      section.put(static_cast<std::uint64_t>(entry.now.region.size()));
+      for (const Index boundary : entry.now.region) section.put(boundary);
+    }
+    section.end();
+  }
+  void load(std::istream& in) override {
+    SectionReader section(in, "oktopk: the saved state", kMagic, kVersion);
+    std::map<Slot, Entry> loaded;
+    const auto slots = section.get<std::uint64_t>();
+    for (std::uint64_t s = 0; s < slots; ++s) {
+      const auto slot = section.get<Slot>();
+      State state;
+      state.region_age = section.get<std::uint32_t>();
+      state.cut_age = section.get<std::uint32_t>();
+      state.cut = section.get<std::uint32_t>();
+      const auto boundaries = section.get<std::uint64_t>();
+      for (std::uint64_t b = 0; b < boundaries; ++b) {
+        state.region.push_back(section.get<Index>());
+      }
+      if (!std::ranges::is_sorted(state.region) ||
+          (!loaded.empty() && loaded.rbegin()->first >= slot)) {
+        section.fail("slot " + std::to_string(slot) + " is damaged");
+      }
+      loaded[slot].now = std::move(state);
+    }
+    section.end();
+    slots_ = std::move(loaded);
+  }
+
+ private:
+  // Equal on all ranks.
+  struct State {
+    std::vector<Index> region;  // [P - 1]: where regions 1 to P - 1 begin
+    std::uint32_t cut = 0;      // an order (select/kernels.hpp); 0: everything was kept
+    std::uint32_t region_age = kNever, cut_age = kNever;  // runs since each was found
+  };
+  struct Entry {
+    State now, before;  // before: at the begin of the open step
+    bool open = false;
+  };
+
+  State& open(Slot slot) {
+    Entry& entry = slots_[slot];
+    if (!entry.open) entry.before = entry.now;
+    entry.open = true;
+    return entry.now;
+  }
+
+  // For the most that may come, so that a warm run allocates nothing, whatever the ranks select.
+  // (Where they select more than k without a limit, room grows as needed.)
+  void make_room(const SparseView& mine, const Keep& keep, Communicator& comm) {
+    ranks_ = static_cast<std::size_t>(comm.size());
+    me_ = static_cast<std::size_t>(comm.rank());
+    k_ = entries_of_result(keep);
+    // A third above an equal share.
+    part_limit_ = options_.exact ? std::numeric_limits<std::size_t>::max()
+                                 : (4 * keep.k + 3 * ranks_ - 1) / (3 * ranks_);
+    most_result_ = options_.exact ? k_ : 4 * k_ / 3;
+    const std::size_t most_part = std::min(keep.k, part_limit_);
+    const std::size_t most_mine = std::max(keep.k, mine.nnz());
+    const std::size_t most_sums = keep.k + (ranks_ - 1) * most_part;
+    parts_.resize(ranks_);
+    for (SparseBuffer& part : parts_) part.reserve(most_part);
+    for (SparseBuffer* s : {&sent_, &wire_, &off_, &held_back_}) {
+      s->reset(mine.dim);
+      s->reserve(most_mine);
+    }
+    kept_.reserve(most_sums);
+    sums_.reserve(most_sums);
+    for (SparseBuffer* s : {&share_, &off_share_, &result_}) s->reserve(most_result_);
+    for (SparseBuffer* s : {&piece_, &error_, &dropped_, &arrived_}) {
+      s->reserve(std::max(most_mine, most_result_));
+    }
+    scratch_.reserve(most_mine);
+    returned_.reserve(2 * most_mine + most_result_);
+    views_.resize(ranks_);
+    stats_.resize(ranks_);
+    counts_.resize(ranks_);
+    part_end_.resize(ranks_);
+    received_.resize(ranks_);
+    tickets_.reserve(ranks_);
+    const std::size_t most_bytes =
+        codec_.max_encoded_bytes(std::max(most_part, most_result_), mine.dim);
+    outgoing_.resize(ranks_);
+    for (auto& message : outgoing_) message.reserve(most_bytes);
+    // Keys that are told, or lie between two of those (at most twice what `slack` is there), or
+    // samples of regions; and a number in front.
+    const std::size_t step = step_of(most_sums);
+    most_words_ =
+        1 + std::max({2 * ranks_, 4 * (step + 1), std::min(most_sums, 2 * (ranks_ + 1) * step)});
+    message_.reserve(std::max(most_bytes, sizeof(std::uint64_t) * (most_words_ + 1)));
+    words_.reserve(most_words_);
+    keys_.reserve(most_sums);
+    told_.reserve(ranks_ * 4 * (step + 1));
+    found_.reserve(ranks_ * most_words_);
+    samples_.reserve(2 * ranks_ * ranks_);
+  }
+
+  // ---- small numbers, by all-gather
+
+  // words_ of every rank, with a checksum: all_[r] is rank r's.
+  void gather_words(Communicator& comm) {
+    const auto bytes = std::as_bytes(std::span(words_));
+    message_.assign(bytes.begin(), bytes.end());
+    const std::uint64_t sum = XXH3_64bits(bytes.data(), bytes.size());
+    const auto tail = std::as_bytes(std::span(&sum, 1));
+    message_.insert(message_.end(), tail.begin(), tail.end());
+    comm.allgather(message_, all_, sizeof(std::uint64_t) * (most_words_ + 1));
+  }
+  // Those of rank r, in words_. At least `least` of them.
+  void read_words(std::size_t r, std::size_t least, const Communicator& comm) {
+    const Bytes in = all_[r];
+    std::uint64_t sum = 0;
+    const bool whole = in.size() >= sizeof sum * (least + 1) && in.size() % sizeof sum == 0;
+    if (whole) {
+      const Bytes body = in.first(in.size() - sizeof sum);
+      words_.resize(body.size() / sizeof(std::uint64_t));
+      std::memcpy(words_.data(), body.data(), body.size());
+      std::memcpy(&sum, in.data() + body.size(), sizeof sum);
+      if (XXH3_64bits(body.data(), body.size()) == sum) return;
+    }
+    refuse(r, whole ? "checksum does not fit" : "truncated", comm);
+  }
+  [[noreturn]] static void refuse(std::size_t peer, const std::string& why,
+                                  const Communicator& comm) {
+    const std::string phase = comm.phase().text();
+    throw CommError("rank " + std::to_string(comm.rank()) + ": bad message from rank " +
+                        std::to_string(peer) + " in '" + phase + "': " + why,
+                    static_cast<int>(peer), phase);
+  }
+
+  // ---- 1: regions
+
+  // Every rank cuts its selection into up to 2P equal runs and tells where each begins. Boundaries
+  // are the quantiles of all runs.
+  void agree_on_regions(State& state, const SparseView& mine, Communicator& comm) {
+    comm.set_phase({"oktopk: regions"});
+    const auto samples_of = [&](std::uint64_t nnz) {
+      return std::min<std::uint64_t>(nnz, 2 * ranks_);
+    };
+    words_.assign(1, mine.nnz());
+    const std::size_t told = samples_of(mine.nnz());
+    for (std::size_t i = 0; i < told; ++i) {
+      words_.push_back(mine.index[i * mine.nnz() / told]);
+    }
+    gather_words(comm);
+    samples_.clear();
+    double total = 0.0;
+    for (std::size_t r = 0; r < ranks_; ++r) {
+      read_words(r, 1, comm);
+      const std::uint64_t nnz = words_[0], samples = samples_of(nnz);
+      if (words_.size() != 1 + samples) refuse(r, "not the samples of a selection", comm);
+      for (const std::uint64_t at : std::span(words_).subspan(1)) {
+        samples_.emplace_back(static_cast<Index>(at),
+                              static_cast<double>(nnz) / static_cast<double>(samples));
+      }
+      total += static_cast<double>(nnz);
+    }
+    std::ranges::sort(samples_);
+    state.region.clear();
+    const auto p = static_cast<double>(ranks_);
+    double before = 0.0;
+    for (const auto& [index, weight] : samples_) {
+      while (state.region.size() + 1 < ranks_ &&
+             before >= total * static_cast<double>(state.region.size() + 1) / p) {
+        state.region.push_back(index);
+      }
+      before += weight;
+    }
+    while (state.region.size() + 1 < ranks_) {  // without samples: equal lengths
+      state.region.push_back(static_cast<Index>(
+          samples_.empty() ? mine.dim * (state.region.size() + 1) / ranks_ : mine.dim));
+    }
+    state.region_age = samples_.empty() ? kNever : 0;
+  }
+
+  Index region_begin(const State& state, std::size_t i) const {
+    return i == 0 ? 0 : state.region[i - 1];
+  }
+
+  // ---- 2: reduce
+
+  // sent_: what goes into sums, part by part; wire_: the same as owners get it; off_: sent_ less
+  // wire_; held_back_: what is above the limit of a part.
+  void split(const State& state, StepId id, const SparseView& mine, const Communicator& comm) {
+    std::size_t first = 0;
+    for (std::size_t i = 0; i < ranks_; ++i) {
+      const auto end =
+          i + 1 == ranks_
+              ? mine.index.end()
+              : std::lower_bound(mine.index.begin() + static_cast<std::ptrdiff_t>(first),
+                                 mine.index.end(), region_begin(state, i + 1));
+      const auto last = static_cast<std::size_t>(end - mine.index.begin());
+      const SparseView part = slice(mine, first, last);
+      first = last;
+      if (i != me_ && part.nnz() > part_limit_) {
+        split_top_k(part, part_limit_, piece_, dropped_, scratch_);
+        append(held_back_, dropped_.view());
+      } else {
+        piece_.assign(part);
+      }
+      append(sent_, piece_.view());
+      if (i != me_) {
+        quantize_to_send(codec_, id, static_cast<int>(i + 1), comm, piece_, error_);
+        append(off_, error_.view());
+      }
+      append(wire_, piece_.view());
+      part_end_[i] = wire_.nnz();
+    }
+  }
+  SparseView part(std::size_t i) const {
+    return slice(wire_.view(), i == 0 ? 0 : part_end_[i - 1], part_end_[i]);
+  }
+
+  // sums_: the whole sums of this rank's region. In round s rank r sends to r + s, so that no owner
+  // gets two parts at a time.
+  void reduce(const State& state, GroupStats& stats, Communicator& comm) {
+    const Index begin = region_begin(state, me_);
+    const std::size_t end = me_ + 1 == ranks_ ? sent_.view().dim : region_begin(state, me_ + 1);
+    stats_[me_] = stats;
+    views_[me_] = part(me_);
+    for (std::size_t s = 1; s < ranks_; ++s) {
+      comm.set_phase({"oktopk: reduce", static_cast<int>(s), static_cast<int>(ranks_ - 1)});
+      const std::size_t to = (me_ + s) % ranks_, from = (me_ + ranks_ - s) % ranks_;
+      auto& frame = outgoing_[to];
+      frame.clear();
+      codec_.encode(part(to), &stats, frame);
+      const Ticket sending = comm.isend(frame, static_cast<int>(to));
+      comm.wait(comm.ireceive(message_, static_cast<int>(from)));
+      SparseBuffer& got = parts_[from];
+      decode_message(codec_, message_, sent_.view().dim, got, stats_[from], comm,
+                     static_cast<int>(from));
+      views_[from] = got.view();
+      const auto index = views_[from].index;
+      if (!index.empty() && (index.front() < begin || index.back() >= end)) {
+        refuse(from, "entries outside of this rank's region", comm);
+      }
+      comm.wait(sending);
+      comm.end_round();
+    }
+    sum(views_, sums_);
+    stats = {};
+    for (const GroupStats& of_rank : stats_) combine(stats, of_rank);
+  }
+
+  // ---- 3: cut
+
+  // cut_: the least key that is kept; counts_: how many keys of each owner reach it.
+  void find_cut(State& state, Communicator& comm) {
+    keys_.clear();
+    const SparseView sums = sums_.view();
+    for (std::size_t e = 0; e < sums.nnz(); ++e) {
+      if (const Key key = key_of(sums.index[e], sums.value[e]); key > 0) keys_.push_back(key);
+    }
+    if (!options_.exact && state.cut_age < options_.cut_every) {
+      comm.set_phase({"oktopk: count"});
+      cut_ = key_of(state.cut);
+      words_.assign({keys_.size(), static_cast<std::uint64_t>(std::ranges::count_if(
+                                       keys_, [&](Key key) { return key >= cut_; }))});
+      gather_words(comm);
+      std::size_t all = 0, kept = 0;
+      for (std::size_t r = 0; r < ranks_; ++r) {
+        read_words(r, 2, comm);
+        all += words_[0];
+        kept += counts_[r] = words_[1];
+      }
+      const bool too_few = 3 * kept < 2 * k_ && kept < all;
+      if (kept <= most_result_ && !too_few) return;
+    }
+    find_exact_cut(comm);
+    state.cut = static_cast<std::uint32_t>(cut_ >> 32U);
+    state.cut_age = 0;
+  }
+
+  // The k-th largest key of all owners: first each tells every step-th of its own, which says
+  // between which two of all of these the k-th lies; then those between.
+  void find_exact_cut(Communicator& comm) {
+    comm.set_phase({"oktopk: cut", 1, 2});
+    std::ranges::sort(keys_, std::greater<>{});
+    const std::size_t step = step_of(keys_.size());
+    words_.assign(1, keys_.size());
+    for (std::size_t i = step; i <= keys_.size(); i += step) words_.push_back(keys_[i - 1]);
+    gather_words(comm);
+    told_.clear();
+    std::size_t all = 0, slack = 0;  // slack: keys that may reach a bound uncounted
+    for (std::size_t r = 0; r < ranks_; ++r) {
+      read_words(r, 1, comm);
+      const std::size_t its_step = step_of(words_[0]);
+      if (words_.size() != 1 + words_[0] / its_step) refuse(r, "not a list of keys", comm);
+      all += counts_[r] = words_[0];
+      slack += its_step - 1;
+      for (const Key key : std::span(words_).subspan(1)) told_.emplace_back(key, its_step);
+    }
+    cut_ = k_ == 0 ? std::numeric_limits<Key>::max() : 0;
+    if (k_ == 0) std::ranges::fill(counts_, 0U);
+    if (k_ == 0 || all <= k_) return;
+
+    // At least `reach` keys reach a key that was told, and at most reach + slack.
+    std::ranges::sort(told_, std::greater<>{});
+    Key low = 0, high = std::numeric_limits<Key>::max();  // low <= cut < high
+    std::size_t reach = 0;
+    for (const auto& [key, its_step] : told_) {
+      reach += its_step;
+      if (reach + slack < k_) high = key;
+      if (reach >= k_) {
+        low = key;
+        break;
+      }
+    }
+    comm.set_phase({"oktopk: cut", 2, 2});
+    const auto first = std::ranges::upper_bound(keys_, high, std::greater<>{});
+    words_.assign(1, static_cast<std::uint64_t>(first - keys_.begin()));
+    for (auto at = first; at != keys_.end() && *at >= low; ++at) words_.push_back(*at);
+    gather_words(comm);
+    found_.clear();
+    std::size_t above = 0;
+    for (std::size_t r = 0; r < ranks_; ++r) {
+      read_words(r, 1, comm);
+      above += counts_[r] = words_[0];
+      found_.insert(found_.end(), words_.begin() + 1, words_.end());
+    }
+    if (above >= k_ || found_.size() < k_ - above) refuse(me_, "no k-th key", comm);
+    const auto kth = found_.begin() + static_cast<std::ptrdiff_t>(k_ - above - 1);
+    std::ranges::nth_element(found_, kth, std::greater<>{});
+    cut_ = *kth;
+    for (std::size_t r = 0; r < ranks_; ++r) {
+      read_words(r, 1, comm);
+      counts_[r] += static_cast<std::size_t>(std::ranges::count_if(
+          std::span(words_).subspan(1), [&](Key key) { return key >= cut_; }));
+    }
+  }
+
+  // kept_: this rank's sums that reach the cut.
+  void take_largest() {
+    const SparseView sums = sums_.view();
+    kept_.reset(sums.dim);
+    for (std::size_t e = 0; e < sums.nnz(); ++e) {
+      const Key key = key_of(sums.index[e], sums.value[e]);
+      if (key > 0 && key >= cut_) kept_.append(sums.index[e], sums.value[e]);
+    }
+  }
+
+  // ---- 4 and 5: to all
+
+  // share_: entries [me R / P, (me + 1) R / P) of the result's R, or, if that would not be worth a
+  // round, this rank's own. An all-gather lasts as long as its longest message goes round.
+  void balance(Communicator& comm) {
+    constexpr std::size_t kRound = 8192;  // entries go that far, in bytes, while a message sets out
+    std::size_t total = 0, longest = 0;
+    for (const std::size_t c : counts_) {
+      total += c;
+      longest = std::max(longest, c);
+    }
+    share_.assign(kept_.view());
+    if ((ranks_ - 1) * (longest - total / ranks_) * 8 <= kRound) return;
+
+    comm.set_phase({"oktopk: balance"});
+    // What owner i has of share j, as places in the result.
+    struct Places {
+      std::size_t first, last;
+    };
+    const auto owned = [&](std::size_t i) {
+      std::size_t first = 0;
+      for (std::size_t r = 0; r < i; ++r) first += counts_[r];
+      return Places{first, first + counts_[i]};
+    };
+    const auto moved = [&](const Places& own, std::size_t j) {
+      const std::size_t first = std::max(own.first, total * j / ranks_);
+      return Places{first, std::max(first, std::min(own.last, total * (j + 1) / ranks_))};
+    };
+    std::size_t rounds = 0;  // of the busiest rank, which sends or receives one after the other
+    std::ranges::fill(received_, 0U);
+    for (std::size_t i = 0; i < ranks_; ++i) {
+      const Places own = owned(i);
+      std::size_t sends = 0;
+      for (std::size_t j = 0; j < ranks_; ++j) {
+        const Places m = moved(own, j);
+        if (i == j || m.first == m.last) continue;
+        rounds = std::max({rounds, ++sends, ++received_[j]});
+      }
+    }
+    const Places mine = owned(me_);
+    tickets_.clear();
+    for (std::size_t j = 0; j < ranks_; ++j) {
+      const Places m = moved(mine, j);
+      if (j == me_ || m.first == m.last) continue;
+      outgoing_[j].clear();
+      exact_.encode(slice(kept_.view(), m.first - mine.first, m.last - mine.first), nullptr,
+                    outgoing_[j]);
+      tickets_.push_back(comm.isend(outgoing_[j], static_cast<int>(j)));
+    }
+    share_.reset(kept_.view().dim);
+    for (std::size_t i = 0; i < ranks_; ++i) {
+      const Places m = moved(owned(i), me_);
+      if (m.first == m.last) continue;
+      if (i == me_) {
+        append(share_, slice(kept_.view(), m.first - mine.first, m.last - mine.first));
+      } else {
+        comm.wait(comm.ireceive(message_, static_cast<int>(i)));
+        take(message_, i, m.last - m.first, share_, comm);
+      }
+    }
+    for (const Ticket t : tickets_) comm.wait(t);
+    for (std::size_t r = 0; r < rounds; ++r) comm.end_round();
+  }
+
+  void gather(StepId id, Communicator& comm) {
+    comm.set_phase({"oktopk: gather"});
+    quantize_to_send(codec_, id, comm.size() + 1, comm, share_, off_share_);
+    message_.clear();
+    codec_.encode(share_.view(), nullptr, message_);
+    comm.allgather(message_, all_, codec_.max_encoded_bytes(most_result_, share_.view().dim));
+    result_.reset(share_.view().dim);
+    std::size_t total = 0;
+    for (const std::size_t c : counts_) total += c;
+    for (std::size_t r = 0; r < ranks_; ++r) {
+      take(all_[r], r, total - result_.nnz(), result_, comm);
+    }
+  }
+
+  // Appends the frame's entries, at most `most`, which must go on where `to` ends.
+  void take(Bytes frame, std::size_t from, std::size_t most, SparseBuffer& to,
+            const Communicator& comm) {
+    GroupStats none;
+    decode_message(codec_, frame, to.view().dim, piece_, none, comm, static_cast<int>(from));
+    const SparseView piece = piece_.view(), so_far = to.view();
+    if (piece.nnz() == 0) return;
+    if (piece.nnz() > most || (so_far.nnz() > 0 && piece.index.front() <= so_far.index.back())) {
+      refuse(from, "not the share of the result that was announced", comm);
+    }
+    append(to, piece);
+  }
+
+  void give_back() {
+    filter(sent_.view(), result_.view(), false, dropped_);
+    filter(off_.view(), result_.view(), true, arrived_);
+    sum(std::array{held_back_.view(), dropped_.view(), arrived_.view(), off_share_.view()},
+        returned_);
+  }
+
+  Codec codec_;
+  Codec exact_;  // for what is passed on and not yet rounded
+  OkTopKOptions options_;
+  std::map<Slot, Entry> slots_;
+
+  // Of the run that goes on.
+  std::size_t ranks_ = 0, me_ = 0, k_ = 0;
+  std::size_t part_limit_ = 0, most_result_ = 0, most_words_ = 0;
+  std::vector<std::vector<std::byte>> outgoing_;  // [P]
+  std::vector<std::byte> message_;
+  MessageList all_;
+  Words words_;
+  std::vector<std::pair<Index, double>> samples_;  // index, entries that it stands for
+  std::vector<std::pair<Key, std::size_t>> told_;  // key, keys that it stands for
+  std::vector<Key> keys_, found_;
+  Key cut_ = 0;
+  std::vector<std::size_t> counts_, part_end_, received_;  // [P]
+  std::vector<SparseBuffer> parts_;                        // [P]
+  std::vector<SparseView> views_;                          // [P]
+  std::vector<GroupStats> stats_;                          // [P]
+  std::vector<Ticket> tickets_;
+  SparseBuffer sent_, wire_, off_, held_back_, sums_, kept_, share_, off_share_, result_, returned_;
+  SparseBuffer piece_, error_, dropped_, arrived_;
+  std::vector<std::uint32_t> scratch_;
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_oktopk(const ExchangeOptions& options) {
+  SKIM_EXPECTS(options.oktopk.cut_every > 0 && options.oktopk.regions_every > 0,
+               "oktopk: cut_every and regions_every must be > 0");
+  return std::make_unique<OkTopK>(options);
+}
+
+}  // namespace skim

@@ -1,0 +1,175 @@
+// Sparse recursive doubling with a switch to dense (SparCML: Renggli et al., "SparCML:
+// High-Performance Sparse Communication for Machine Learning", SC 2019, arXiv 1802.08021, its
+// SSAR_Recursive_double). Exact. Any number of ranks.
+//
+// In round i blocks of 2^i ranks, in which all hold the same partial sum, swap them with the block
+// next to theirs, rank by rank, and add: the lower block's sum first, so that all do the same
+// additions. Where the two sums together could fill more than half of the gradient, the new one is
+// *full*: it holds all n entries, additions are plain loops, and frames need no bits for indices.
+// With P no power of two, the ranks above the largest one, Q, first give theirs to the rank Q
+// below, and get the result from it.
+//
+// What a block rounds off its sum before it is sent is given back to its lowest rank.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <numeric>
+#include <vector>
+
+#include "exchange/factories.hpp"
+#include "exchange/frames.hpp"
+
+namespace skim {
+namespace {
+
+// lower + upper.
+void add(const SparseView& lower, const SparseView& upper, SparseBuffer& out) {
+  const std::size_t n = lower.dim;
+  if (lower.nnz() + upper.nnz() <= n / 2) {
+    sum(std::array{lower, upper}, out);
+    return;
+  }
+  out.set_dim(n);
+  out.resize(n);
+  std::iota(out.indices().begin(), out.indices().end(), Index{0});
+  const std::span<float> total = out.values();
+  if (lower.nnz() == n) {
+    std::ranges::copy(lower.value, total.begin());
+  } else {
+    std::ranges::fill(total, 0.0F);
+    for (std::size_t e = 0; e < lower.nnz(); ++e) total[lower.index[e]] = lower.value[e];
+  }
+  if (upper.nnz() == n) {
+    for (std::size_t i = 0; i < n; ++i) total[i] += upper.value[i];
+  } else {
+    for (std::size_t e = 0; e < upper.nnz(); ++e) total[upper.index[e]] += upper.value[e];
+  }
+}
+
+class SparCML final : public Exchange {
+ public:
+  explicit SparCML(const CodecOptions& codec) : codec_(codec) {}
+  std::string_view name() const noexcept override { return "sparcml"; }
+
+  ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
+                     Communicator& comm) override {
+    returned_.reset(mine.dim);
+    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view(), .contributors = 1};
+    return or_abort(comm, [&] {
+      const int rank = comm.rank();
+      const int inner = static_cast<int>(std::bit_floor(static_cast<unsigned>(comm.size())));
+      const int rounds = std::countr_zero(static_cast<unsigned>(inner));
+      const bool folds = inner < comm.size();
+      make_room(mine, keep, comm.size(), rounds);
+      held_.assign(mine);
+      is_sum_ = false;
+      if (folds) {
+        comm.set_phase({"sparcml: fold"});
+        if (rank >= inner) {
+          send(stats, comm, rank - inner);
+        } else if (rank + inner < comm.size()) {
+          receive(mine.dim, comm, rank + inner);
+          meet(stats, true);
+        }
+        comm.end_round();
+      }
+      for (int round = 0; round < rounds; ++round) {
+        if (rank < inner) {
+          comm.set_phase({"sparcml: add", round + 1, rounds});
+          const int block = rank >> round << round;
+          const int partner = rank ^ (1 << round);
+          round_off(id, block, round, comm);
+          frame_.clear();
+          codec_.encode(held_.view(), &stats, frame_);
+          const Ticket sending = comm.isend(frame_, partner);
+          receive(mine.dim, comm, partner);
+          comm.wait(sending);
+          meet(stats, rank < partner);
+        }
+        comm.end_round();
+      }
+      if (folds) {
+        comm.set_phase({"sparcml: unfold"});
+        if (rank < inner) round_off(id, 0, rounds, comm);  // what the others will get
+        if (rank >= inner) {
+          receive(mine.dim, comm, rank - inner);
+          std::swap(held_, incoming_);
+          stats = of_peer_;
+        } else if (rank + inner < comm.size()) {
+          send(stats, comm, rank + inner);
+        }
+        comm.end_round();
+      }
+      if (!errors_.empty()) sum(errors_, returned_);
+      ExchangeResult result{
+          .sum = held_.view(), .returned = returned_.view(), .contributors = comm.size()};
+      if (mine.dim > 0 && held_.nnz() == mine.dim) {
+        result.sum = {{}, {}, mine.dim};
+        result.dense_sum = DenseView(held_.values());
+      }
+      return result;
+    });
+  }
+
+ private:
+  // For the most that may come, so that a warm run allocates nothing.
+  void make_room(const SparseView& mine, const Keep& keep, int ranks, int rounds) {
+    const std::size_t all = keep.k * static_cast<std::size_t>(ranks);
+    const std::size_t most = all <= mine.dim / 2 ? all : mine.dim;
+    for (SparseBuffer* s : {&held_, &incoming_, &total_}) s->reserve(most);
+    for (auto* m : {&frame_, &message_}) m->reserve(codec_.max_encoded_bytes(most, mine.dim));
+    const std::size_t hops = static_cast<std::size_t>(rounds) + 1;
+    error_.resize(hops);
+    errors_.clear();
+    errors_.reserve(hops);
+    if (codec_.options().value == ValueCode::f32) return;
+    for (SparseBuffer& error : error_) error.reserve(most);
+    returned_.reserve(hops * most);
+  }
+
+  // Before the sum of the block that begins with rank `block` is sent in `round`: alike on all of
+  // its ranks. What a rank selected itself is rounded already.
+  void round_off(StepId id, int block, int round, const Communicator& comm) {
+    if (!is_sum_) return;
+    SparseBuffer& error = error_[static_cast<std::size_t>(round)];
+    quantize_to_send(codec_, id, block + comm.size() * (round + 1), held_, error);
+    if (comm.rank() == block) errors_.push_back(error.view());
+  }
+
+  void send(const GroupStats& stats, Communicator& comm, int to) {
+    frame_.clear();
+    codec_.encode(held_.view(), &stats, frame_);
+    comm.wait(comm.isend(frame_, to));
+  }
+  void receive(std::size_t dim, Communicator& comm, int from) {
+    comm.wait(comm.ireceive(message_, from));
+    decode_message(codec_, message_, dim, incoming_, of_peer_, comm, from);
+  }
+
+  // Adds what came in; lower: to the right of what this rank holds.
+  void meet(GroupStats& stats, bool lower) {
+    const SparseView mine = held_.view(), theirs = incoming_.view();
+    add(lower ? mine : theirs, lower ? theirs : mine, total_);
+    std::swap(held_, total_);
+    GroupStats first = lower ? stats : of_peer_;
+    combine(first, lower ? of_peer_ : stats);
+    stats = first;
+    is_sum_ = true;
+  }
+
+  Codec codec_;
+  std::vector<std::byte> frame_, message_;
+  GroupStats of_peer_;
+  SparseBuffer held_, incoming_, total_, returned_;
+  bool is_sum_ = false;              // held_ is more than this rank's selection
+  std::vector<SparseBuffer> error_;  // [rounds + 1]
+  std::vector<SparseView> errors_;   // those that this rank keeps
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_sparcml(const ExchangeOptions& options) {
+  return std::make_unique<SparCML>(options.codec);
+}
+
+}  // namespace skim

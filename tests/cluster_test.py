@@ -1,0 +1,81 @@
+"""scripts/cluster/cluster without privileges: what it refuses, and that it says so in one line.
+
+With root it needs the machine's network; docs/slow-network.md says how to try it for real.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "scripts" / "cluster" / "cluster"
+
+
+def cluster(*arguments, script=SCRIPT, **options):
+    return subprocess.run(["/bin/bash", str(script), *arguments], capture_output=True, text=True, timeout=30,
+                          **options)
+
+
+class Refusals(unittest.TestCase):
+    def refused(self, done, status, *words):
+        self.assertEqual(done.returncode, status, done.stdout + done.stderr)
+        self.assertEqual(len(done.stderr.strip().splitlines()), 1, done.stderr)
+        self.assertTrue(done.stderr.startswith("cluster: "), done.stderr)
+        for word in words:
+            self.assertIn(word, done.stderr)
+
+    def test_help_names_every_command(self):
+        done = cluster("--help")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for command in ("up", "run", "once", "shape", "stats", "enter", "down"):
+            self.assertIn(f"\n  {command} ", done.stdout)
+
+    def test_wrong_arguments(self):
+        for arguments, word in [
+            (["upp"], "unknown command 'upp'"),
+            (["up", "4"], "expected up HOSTS RATE"),
+            (["up", "1", "1gbit"], "2 to 250 hosts, got '1'"),
+            (["up", "251", "1gbit"], "2 to 250 hosts, got '251'"),
+            (["up", "four", "1gbit"], "got 'four'"),
+            (["up", "4", "1gb"], "got '1gb'"),
+            (["up", "4", "fast"], "expected a rate such as 100mbit"),
+            (["up", "4", "1gbit", "64k"], "got '64k'"),
+            (["up", "4", "1gbit", "8192", "8192"], "smaller than the burst"),
+            (["shape", "1"], "got '1'"),
+            (["once", "4", "1gbit"], "expected once HOSTS RATE PROGRAM"),
+            (["run"], "expected run PROGRAM"),
+            (["enter", "h1", "true"], "HOST a number"),
+        ]:
+            with self.subTest(arguments):
+                self.refused(cluster(*arguments), 2, word)
+
+    def test_names_that_could_mean_other_namespaces(self):
+        for name in ("h1", "", "a b", "x" * 9):
+            with self.subTest(name):
+                # An empty one is the default name, as with every variable of a shell.
+                done = cluster("up", "1", "1gbit", env={**os.environ, "SKIM_CLUSTER": name})
+                self.refused(done, 2, "SKIM_CLUSTER" if name else "2 to 250")
+        done = cluster("stats", env={**os.environ, "SKIM_CLUSTER_NET": "10.77"})
+        self.refused(done, 2, "SKIM_CLUSTER_NET")
+
+    def test_without_root(self):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = shutil.copy(SCRIPT, folder)
+            os.chmod(folder, 0o755)
+            as_other = {"user": 65534, "cwd": folder} if os.geteuid() == 0 else {}
+            for arguments in (["up", "2", "1gbit"], ["run", "true"], ["shape", "1gbit"], ["stats"], ["down"]):
+                with self.subTest(arguments):
+                    self.refused(cluster(*arguments, script=copy, **as_other), 1, "needs root")
+
+    @unittest.skipUnless(os.geteuid() == 0, "without root, that is said first")
+    def test_without_its_programs(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for program in ("dirname", "uname"):
+                os.symlink(shutil.which(program), os.path.join(folder, program))
+            self.refused(cluster("up", "2", "1gbit", env={"PATH": folder}), 1, "needs ip", "iproute2")
+
+
+if __name__ == "__main__":
+    unittest.main()

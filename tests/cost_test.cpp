@@ -1,0 +1,242 @@
+// The cost model: the published values, what is asked of every formula, the choice, the fit.
+#include "skim/cost.hpp"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <vector>
+
+#include "skim/error.hpp"
+
+namespace skim {
+namespace {
+
+// arXiv 1901.04359: 1 Gbit/s Ethernet, and a message of 2k words of 4 bytes for k entries.
+constexpr Link kPaperLink{.alpha_s = 0.436e-3, .beta_s_per_byte = 9e-9};
+constexpr FrameSize kPaperFrame{.header_bytes = 0.0,
+                                .stats_bytes = 0.0,
+                                .length_bytes = 0.0,
+                                .value_bytes = 4.0,
+                                .index_bytes = 4.0};
+
+std::vector<Scheme> all_schemes() {
+  std::vector<Scheme> all;
+  for (std::size_t s = 0; s < scheme_names().size(); ++s) all.push_back(static_cast<Scheme>(s));
+  return all;
+}
+
+// The model of the paper with its measured alpha and beta, for 25 million parameters at density
+// 0.001, in ms: 2(P-1) a + 2(P-1)/P n b;  a log P + 2(P-1) k b;  2 a log P + 4 k b log P.
+TEST(cost, published_values) {
+  struct Row {
+    int ranks;
+    double dense, topk, gtopk;
+  };
+  for (const Row& row :
+       {Row{4, 1352.6, 6.3, 8.9}, Row{8, 1581.1, 13.9, 13.4}, Row{16, 1700.6, 28.7, 17.9},
+        Row{32, 1770.8, 58.0, 22.4}, Row{64, 1826.8, 116.0, 26.8}, Row{128, 1896.7, 231.7, 31.3}}) {
+    const Load load{.ranks = row.ranks, .n = 25e6, .k = 25e3, .frame = kPaperFrame};
+    const auto ms = [&](Scheme s) { return 1e3 * predict(s, load, kPaperLink).total_s(); };
+    EXPECT_NEAR(ms(Scheme::dense), row.dense, 0.05);
+    EXPECT_NEAR(ms(Scheme::allgather_doubling), row.topk, 0.05);
+    EXPECT_NEAR(ms(Scheme::gtopk), row.gtopk, 0.05);
+  }
+}
+
+TEST(cost, one_rank_selects_and_sends_nothing) {
+  const Load load{.ranks = 1, .n = 1e6, .k = 1e3};
+  for (const Scheme s : all_schemes()) {
+    const Cost c = predict(s, load, kPaperLink, {.select_s = 1e-9, .merge_s = 1, .add_s = 1});
+    EXPECT_EQ(c.rounds, 0.0);
+    EXPECT_EQ(c.bytes, 0.0);
+    EXPECT_EQ(c.exchange_s(), 0.0);
+    EXPECT_DOUBLE_EQ(c.total_s(), s == Scheme::dense ? 0.0 : 1e-3);
+  }
+}
+
+// More ranks, more entries, a slower link or slower ranks never make an exchange cheaper.
+TEST(cost, grows_with_everything_that_costs) {
+  const LocalSpeeds local{.select_s = 3e-10, .merge_s = 5e-9, .add_s = 3e-10};
+  for (const Scheme s : all_schemes()) {
+    for (int ranks = 2; ranks <= 1024; ranks *= 2) {
+      const Load load{.ranks = ranks, .n = 1e7, .k = 1e4};
+      const Cost base = predict(s, load, kPaperLink, local);
+      EXPECT_DOUBLE_EQ(base.total_s(), base.link_s + base.merge_s + base.select_s);
+      const auto more = [&](Load l, Link link, LocalSpeeds speeds) {
+        return predict(s, l, link, speeds).total_s() - base.total_s();
+      };
+      Load wider = load, longer = load;
+      wider.ranks *= 2;
+      longer.n *= 2;
+      longer.k *= 2;
+      EXPECT_GT(more(wider, kPaperLink, local), 0.0) << scheme_names()[static_cast<std::size_t>(s)];
+      EXPECT_GT(more(longer, kPaperLink, local), 0.0);
+      EXPECT_NEAR(more(load, {2 * kPaperLink.alpha_s, kPaperLink.beta_s_per_byte}, local),
+                  base.rounds * kPaperLink.alpha_s, 1e-12);
+      EXPECT_GT(more(load, {kPaperLink.alpha_s, 2 * kPaperLink.beta_s_per_byte}, local), 0.0);
+      EXPECT_GT(more(load, kPaperLink, {6e-10, 1e-8, 6e-10}), 0.0);
+    }
+  }
+}
+
+// 2(P - 1) against 4 log2 P frames: equal between 6 and 7 ranks.
+TEST(cost, allgather_and_gtopk_cross_where_the_paper_says) {
+  const Link no_latency{.alpha_s = 0.0, .beta_s_per_byte = 9e-9};
+  for (const int ranks : {2, 4, 8, 16, 32, 64}) {
+    const Load load{.ranks = ranks, .n = 25e6, .k = 25e3, .frame = kPaperFrame};
+    const Choice best =
+        cheapest(std::array{Scheme::allgather_doubling, Scheme::gtopk}, load, no_latency);
+    EXPECT_EQ(best.scheme == Scheme::gtopk, ranks >= 8) << ranks << ": " << best.reason;
+  }
+}
+
+TEST(cost, subset_bits_is_the_logarithm_of_a_binomial_coefficient) {
+  EXPECT_NEAR(subset_bits(2, 5), std::log2(10.0), 1e-12);
+  EXPECT_NEAR(subset_bits(3, 40), std::log2(9880.0), 1e-12);
+  EXPECT_EQ(subset_bits(0, 7), 0.0);
+  EXPECT_EQ(subset_bits(7, 7), 0.0);
+  // Near n H(k/n), from which it differs by log2 sqrt(2 pi k (1 - k/n)).
+  const double n = 25e6, k = 25e3, d = k / n;
+  const double entropy = n * (-d * std::log2(d) - (1 - d) * std::log2(1 - d));
+  const double expected = entropy - 0.5 * std::log2(2 * std::acos(-1.0) * k * (1 - d));
+  EXPECT_NEAR(subset_bits(k, n), expected, 1e-3);
+}
+
+TEST(cost, frame_sizes) {
+  EXPECT_DOUBLE_EQ(FrameSize{}.bytes(1000, 1e6), 24 + 8 * 1000);
+  const FrameSize coded{.value_bytes = 2.0, .index_bytes = -1.0};
+  EXPECT_DOUBLE_EQ(coded.bytes(1000, 1e6), 24 + 2 * 1000 + subset_bits(1000, 1e6) / 8);
+  EXPECT_EQ(coded.bytes(0, 1e6), 24.0);
+  EXPECT_EQ(coded.bytes(1000, 1000), 24.0 + 2 * 1000) << "all of them: indices say nothing";
+}
+
+TEST(cost, nothing_hides_behind_computing_unless_it_is_said) {
+  const Cost c{.link_s = 0.3, .merge_s = 0.01, .select_s = 0.02};
+  EXPECT_DOUBLE_EQ(step_seconds(0.2, c), 0.53);
+  EXPECT_DOUBLE_EQ(step_seconds(0.2, c, 0.5), 0.43);
+  EXPECT_DOUBLE_EQ(step_seconds(0.4, c, 1.0), 0.43) << "only the link's time can hide";
+  EXPECT_THROW(step_seconds(0.2, c, 1.1), InvalidArgument);
+  EXPECT_THROW(step_seconds(-1.0, c), InvalidArgument);
+}
+
+TEST(cost, a_fast_link_is_told_not_to_compress) {
+  // 400 Gbit/s, 10 us; selection at 0.4 ns an entry takes longer than the dense sum.
+  const Link fast{.alpha_s = 1e-5, .beta_s_per_byte = 2e-11};
+  const LocalSpeeds local{.select_s = 4e-10, .merge_s = 5e-9, .add_s = 1e-10};
+  const Load load{.ranks = 4, .n = 25e6, .k = 25e3};
+  const std::array schemes{Scheme::dense, Scheme::allgather_doubling, Scheme::gtopk};
+  const Choice best = cheapest(schemes, load, fast, local);
+  EXPECT_EQ(best.scheme, Scheme::dense);
+  EXPECT_NE(best.reason.find("do not compress"), std::string::npos) << best.reason;
+  EXPECT_NE(best.reason.find("selection 10 ms"), std::string::npos) << best.reason;
+
+  const Choice slow = cheapest(schemes, load, kPaperLink, local);
+  EXPECT_NE(slow.scheme, Scheme::dense);
+  EXPECT_EQ(slow.reason.find("do not compress"), std::string::npos) << slow.reason;
+  EXPECT_NE(slow.reason.find("dense 1.35 s"), std::string::npos) << slow.reason;
+  for (const Scheme s : schemes) {
+    EXPECT_LE(slow.cost.total_s(), predict(s, load, kPaperLink, local).total_s());
+  }
+}
+
+TEST(cost, the_first_of_equals_is_chosen_and_impossible_ones_are_passed_over) {
+  const Load load{.ranks = 6, .n = 1e6, .k = 1e3};
+  const std::vector<Scheme> rings{Scheme::allgather_doubling, Scheme::allgather_ring,
+                                  Scheme::allgather_bruck};
+  EXPECT_EQ(cheapest(rings, load, {.beta_s_per_byte = 1e-9}).scheme, Scheme::allgather_ring);
+  EXPECT_EQ(cheapest(rings, load, {.alpha_s = 1e-3}).scheme, Scheme::allgather_bruck);
+  EXPECT_FALSE(is_possible(Scheme::allgather_doubling, 6));
+  EXPECT_THROW(predict(Scheme::allgather_doubling, load, {}), InvalidArgument);
+  EXPECT_THROW(cheapest({}, load, {}), InvalidArgument);
+}
+
+TEST(cost, arguments) {
+  const Load good{.ranks = 2, .n = 10, .k = 1};
+  const auto bad = [](Load load, Link link = {}, LocalSpeeds local = {}) {
+    EXPECT_THROW(predict(Scheme::dense, load, link, local), InvalidArgument);
+  };
+  bad({.ranks = 0, .n = 10, .k = 1});
+  bad({.ranks = 2, .n = 0, .k = 0});
+  bad({.ranks = 2, .n = 10, .k = 11});
+  bad({.ranks = 2, .n = 10, .k = std::nan("")});
+  bad(good, {.alpha_s = -1e-3});
+  bad(good, {.beta_s_per_byte = INFINITY});
+  bad(good, {}, {.merge_s = -1});
+}
+
+// Ok-Topk moves 2k entries whatever P, the others more with every rank; with enough ranks and a
+// link without latency it is the cheapest.
+TEST(cost, oktopk_needs_the_bytes_of_two_selections) {
+  for (const int ranks : {4, 32, 256}) {
+    const double p = ranks;
+    const Load load{.ranks = ranks, .n = 25e6, .k = 25e3, .frame = kPaperFrame};
+    const Cost c = predict(Scheme::oktopk, load, kPaperLink);
+    EXPECT_NEAR(c.bytes, 2 * 8 * 25e3 * (p - 1) / p + 24 * (p - 1), 1e-6);
+    EXPECT_EQ(c.rounds, p - 1 + 2 * std::log2(p));
+    EXPECT_EQ(cheapest(all_schemes(), load, {.beta_s_per_byte = 9e-9}).scheme, Scheme::oktopk);
+  }
+}
+
+// 1, 2, 4 .. selections, until more than half of the gradient would be there: then all of it. What
+// a full frame says of indices is nothing.
+TEST(cost, sparcml_fills_up) {
+  FrameSize coded = kPaperFrame;
+  coded.index_bytes = -1.0;
+  const Load load{.ranks = 16, .n = 1000, .k = 100, .frame = coded};
+  const auto frame = [](double k) { return 4 * k + subset_bits(k, 1000) / 8; };
+  const Cost c = predict(Scheme::sparcml, load, kPaperLink);
+  EXPECT_EQ(c.rounds, 4.0);
+  EXPECT_DOUBLE_EQ(c.bytes, frame(100) + frame(200) + frame(400) + 4 * 1000);
+
+  // Six ranks: the two above four give theirs to the two lowest, and get the result from them.
+  Load six = load;
+  six.ranks = 6;
+  six.k = 10;
+  const Cost folded = predict(Scheme::sparcml, six, kPaperLink);
+  EXPECT_EQ(folded.rounds, 4.0);
+  EXPECT_DOUBLE_EQ(folded.bytes, frame(20) + frame(40) + frame(60));
+  EXPECT_DOUBLE_EQ(folded.link_s, 4 * kPaperLink.alpha_s +
+                                      kPaperLink.beta_s_per_byte * (frame(10) + folded.bytes));
+}
+
+TEST(cost, names_are_those_of_the_exchanges) {
+  EXPECT_EQ(exchange_of(Scheme::dense), "dense");
+  EXPECT_EQ(exchange_of(Scheme::allgather_bruck), "allgather");
+  EXPECT_EQ(exchange_of(Scheme::global_topk), "global-topk");
+  EXPECT_EQ(exchange_of(Scheme::sparcml), "sparcml");
+}
+
+// ---- the fit
+
+TEST(cost, fit_of_a_link_that_keeps_to_the_model) {
+  std::vector<LinkSample> samples;
+  for (double m = 1; m <= 1 << 24; m *= 4) samples.push_back({m, 3e-4 + m * 8.4e-9});
+  const Link link = fit_link(samples);
+  EXPECT_NEAR(link.alpha_s, 3e-4, 1e-9);
+  EXPECT_NEAR(link.beta_s_per_byte, 8.4e-9, 1e-14);
+}
+
+// A shaper lets a burst of 64 KiB through at once: a line through the large messages alone says
+// that an empty one takes less than no time.
+TEST(cost, fit_of_a_link_with_a_burst) {
+  std::vector<LinkSample> samples;
+  for (double m = 1; m <= 1 << 24; m *= 4) {
+    samples.push_back({m, 4e-5 + std::max(0.0, m - 65536) * 8.4e-9});
+  }
+  const Link link = fit_link(samples);
+  EXPECT_NEAR(link.alpha_s, 4e-5, 3e-6);
+  EXPECT_NEAR(link.beta_s_per_byte, 8.4e-9, 1e-12);
+}
+
+TEST(cost, fit_needs_two_lengths) {
+  EXPECT_THROW(fit_link(std::vector<LinkSample>{}), InvalidArgument);
+  EXPECT_THROW(fit_link(std::vector<LinkSample>{{100, 1e-3}, {100, 2e-3}}), InvalidArgument);
+  EXPECT_THROW(fit_link(std::vector<LinkSample>{{100, 1e-3}, {1000, 0.0}}), InvalidArgument);
+  const Link link = fit_link(std::vector<LinkSample>{{1000, 2e-3}, {2000, 3e-3}});
+  EXPECT_NEAR(link.alpha_s, 1e-3, 1e-12) << "no short message: the shortest must do";
+  EXPECT_NEAR(link.beta_s_per_byte, 1e-6, 1e-12);
+}
+
+}  // namespace
+}  // namespace skim

@@ -1,0 +1,331 @@
+// Virtual time: the clock of a simulated group, and the exchanges on it beside the cost model.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <ctime>
+#include <vector>
+
+#include "bench/network.hpp"
+#include "group.hpp"
+#include "skim/cost.hpp"
+#include "skim/error.hpp"
+#include "skim/exchange.hpp"
+
+namespace skim {
+namespace {
+
+// Whole nanoseconds, so that sums are exact.
+constexpr Link kLink{.alpha_s = 5e-5, .beta_s_per_byte = 8e-9};
+constexpr std::int64_t kAlpha = 50'000, kBeta = 8;
+constexpr VirtualTime kLinkOnly{.link = kLink, .processor_time = false};
+
+using Message = std::vector<std::byte>;
+
+// When the last rank was done, in virtual ns.
+std::int64_t run_simulated(int ranks, const VirtualTime& time, const test::Body& body) {
+  std::vector<std::int64_t> end(static_cast<std::size_t>(ranks));
+  test::run_group_of(make_simulated_group(ranks, time), [&](Communicator& comm) {
+    body(comm);
+    end[static_cast<std::size_t>(comm.rank())] = comm.now_ns();
+  });
+  return std::ranges::max(end);
+}
+
+// ---- the clock
+
+TEST(virtual_time, starts_at_zero_and_stands_still_without_messages) {
+  EXPECT_EQ(run_simulated(3, kLinkOnly, [](Communicator& comm) { EXPECT_EQ(comm.now_ns(), 0); }),
+            0);
+}
+
+TEST(virtual_time, a_message_takes_alpha_and_its_bytes) {
+  run_simulated(2, kLinkOnly, [](Communicator& comm) {
+    Message m(1000);
+    if (comm.rank() == 0) {
+      const Ticket t = comm.isend(m, 1);
+      EXPECT_EQ(comm.now_ns(), 0) << "starting costs nothing";
+      comm.wait(t);
+      EXPECT_EQ(comm.now_ns(), 1000 * kBeta) << "the link is free again";
+    } else {
+      comm.wait(comm.ireceive(m, 0));
+      EXPECT_EQ(comm.now_ns(), kAlpha + 1000 * kBeta);
+    }
+  });
+}
+
+TEST(virtual_time, both_directions_at_once) {
+  const auto took = run_simulated(2, kLinkOnly, [](Communicator& comm) {
+    Message out(1000), in;
+    const Ticket sending = comm.isend(out, 1 - comm.rank());
+    comm.wait(comm.ireceive(in, 1 - comm.rank()));
+    comm.wait(sending);
+  });
+  EXPECT_EQ(took, kAlpha + 1000 * kBeta);
+}
+
+// One link out and one link in: three messages to three ranks, and from three, take turns.
+TEST(virtual_time, a_link_carries_one_message_at_a_time) {
+  for (const bool scatters : {true, false}) {
+    const auto took = run_simulated(4, kLinkOnly, [&](Communicator& comm) {
+      std::vector<Message> parts(4, Message(500));
+      std::vector<Ticket> open;
+      if (comm.rank() == 0) {
+        for (int r = 1; r < 4; ++r) {
+          auto& m = parts[static_cast<std::size_t>(r)];
+          open.push_back(scatters ? comm.isend(m, r) : comm.ireceive(m, r));
+        }
+      } else {
+        open.push_back(scatters ? comm.ireceive(parts[0], 0) : comm.isend(parts[0], 0));
+      }
+      for (const Ticket t : open) comm.wait(t);
+    });
+    EXPECT_EQ(took, kAlpha + 3 * 500 * kBeta);
+  }
+}
+
+TEST(virtual_time, a_late_receiver_loses_nothing) {
+  run_simulated(3, kLinkOnly, [](Communicator& comm) {
+    Message m(100), large(100'000);
+    if (comm.rank() == 0) comm.wait(comm.isend(m, 2));
+    if (comm.rank() == 1) comm.wait(comm.isend(large, 2));
+    if (comm.rank() != 2) return;
+    comm.wait(comm.ireceive(large, 1));
+    const std::int64_t before = comm.now_ns();
+    comm.wait(comm.ireceive(m, 0));
+    EXPECT_EQ(comm.now_ns() - before, 100 * kBeta) << "its first byte was there long ago";
+  });
+}
+
+TEST(virtual_time, ranks_that_are_split_off_keep_clock_and_link) {
+  run_simulated(4, kLinkOnly, [](Communicator& comm) {
+    Message m(100);
+    const auto half = comm.split(comm.rank() % 2);
+    if (half->rank() == 0) {
+      half->wait(half->isend(m, 1));
+    } else {
+      half->wait(half->ireceive(m, 0));
+      EXPECT_EQ(half->now_ns(), kAlpha + 100 * kBeta);
+    }
+    EXPECT_EQ(comm.now_ns(), half->now_ns());
+  });
+}
+
+// Work counts where the thread does it, and not where it waits for others.
+TEST(virtual_time, processor_time_between_calls) {
+  constexpr std::int64_t kWork = 20'000'000;
+  const auto processor_ns = [] {
+    timespec t{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return std::int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
+  };
+  const VirtualTime time{.link = kLink, .processor_time = true};
+  run_simulated(2, time, [&](Communicator& comm) {
+    Message m(1000);
+    const std::int64_t start = comm.now_ns();
+    if (comm.rank() == 0) {
+      for (const std::int64_t from = processor_ns(); processor_ns() - from < kWork;) {
+      }
+      const std::int64_t worked = comm.now_ns() - start;
+      EXPECT_GE(worked, kWork);
+      comm.wait(comm.isend(m, 1));
+    } else {
+      comm.wait(comm.ireceive(m, 0));
+      EXPECT_GE(comm.now_ns(), kWork + kAlpha + 1000 * kBeta);
+      const std::int64_t idle = comm.now_ns();
+      Message again;
+      EXPECT_LT(comm.now_ns() - idle, kWork) << "the other rank's work is not counted twice";
+    }
+  });
+}
+
+TEST(virtual_time, arguments) {
+  EXPECT_THROW(make_simulated_group(0, kLinkOnly), InvalidArgument);
+  EXPECT_THROW(make_simulated_group(2, {.link = {.alpha_s = -1e-3}}), InvalidArgument);
+  EXPECT_THROW(make_simulated_group(2, {.link = {.beta_s_per_byte = 1.0 / 0.0}}), InvalidArgument);
+}
+
+// ---- the exchanges beside their cost
+
+constexpr int kSizes[] = {2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 31, 32, 64};
+constexpr std::size_t kKept = 50;
+
+struct Measured {
+  double seconds = 0.0;
+  Traffic most;  // of the ranks, each number for itself
+};
+
+Traffic most_of(const std::vector<Traffic>& of_ranks) {
+  Traffic most;
+  for (const Traffic& t : of_ranks) {
+    most.sent_bytes = std::max(most.sent_bytes, t.sent_bytes);
+    most.rounds = std::max(most.rounds, t.rounds);
+  }
+  return most;
+}
+
+Measured measure(int ranks, const test::Body& body) {
+  std::vector<Traffic> traffic(static_cast<std::size_t>(ranks));
+  Measured m;
+  m.seconds = 1e-9 * static_cast<double>(run_simulated(ranks, kLinkOnly, [&](Communicator& comm) {
+                body(comm);
+                traffic[static_cast<std::size_t>(comm.rank())] = comm.traffic();
+              }));
+  m.most = most_of(traffic);
+  return m;
+}
+
+std::size_t length_for(int ranks) { return static_cast<std::size_t>(ranks) * 400; }
+
+// The real exchange code, on selections of kKept entries that have no index in common.
+Measured measure(int ranks, const ExchangeOptions& options) {
+  return measure(ranks, [&](Communicator& comm) {
+    const auto p = static_cast<std::size_t>(comm.size()), r = static_cast<std::size_t>(comm.rank());
+    SparseBuffer mine;
+    mine.reset(length_for(ranks));
+    for (std::size_t e = 0; e < kKept; ++e) {
+      mine.append(static_cast<Index>(r + e * p * 8), static_cast<float>(1 + r + e));
+    }
+    GroupStats stats;
+    make_exchange(options)->run({}, mine.view(), {.k = kKept}, stats, comm);
+  });
+}
+
+Cost predicted(Scheme scheme, int ranks) {
+  return predict(scheme, {.ranks = ranks, .n = static_cast<double>(length_for(ranks)), .k = kKept},
+                 kLink);
+}
+
+void expect_equal(const Measured& got, const Cost& expected) {
+  EXPECT_DOUBLE_EQ(static_cast<double>(got.most.sent_bytes), expected.bytes);
+  EXPECT_DOUBLE_EQ(static_cast<double>(got.most.rounds), expected.rounds);
+  EXPECT_NEAR(got.seconds, expected.exchange_s(), 1e-9);
+}
+
+// The same, but where ranks are no power of two a message may set out before a rank has done all of
+// its round: the formula is then an upper bound, and that of the next lower power a lower one.
+void expect_at_most(const Measured& got, Scheme scheme, int ranks) {
+  const Cost expected = predicted(scheme, ranks);
+  if (std::has_single_bit(static_cast<unsigned>(ranks))) {
+    expect_equal(got, expected);
+    return;
+  }
+  EXPECT_DOUBLE_EQ(static_cast<double>(got.most.sent_bytes), expected.bytes);
+  EXPECT_DOUBLE_EQ(static_cast<double>(got.most.rounds), expected.rounds);
+  EXPECT_LE(got.seconds, expected.exchange_s() + 1e-9);
+  const auto below = static_cast<int>(std::bit_floor(static_cast<unsigned>(ranks)));
+  EXPECT_GE(got.seconds, predicted(scheme, below).exchange_s());
+}
+
+ExchangeOptions raw(ExchangeKind kind) {
+  return {.kind = kind, .codec = {.index = IndexCode::raw32, .value = ValueCode::f32}};
+}
+
+TEST(cost_of_exchange, dense) {
+  for (const int ranks : kSizes) {
+    SCOPED_TRACE(ranks);
+    const Measured got = measure(ranks, [&](Communicator& comm) {
+      std::vector<float> x(length_for(ranks), 1.0F);
+      const std::vector<std::byte> note(kFrameStatsBytes);
+      MessageList notes;
+      comm.allreduce_sum(x, DenseSum::ring, note, notes);
+    });
+    expect_equal(got, predicted(Scheme::dense, ranks));
+  }
+}
+
+TEST(cost_of_exchange, allgather) {
+  for (const int ranks : kSizes) {
+    SCOPED_TRACE(ranks);
+    const Measured got = measure(ranks, raw(ExchangeKind::allgather));
+    expect_equal(got,
+                 predicted(ranks > 3 ? Scheme::allgather_bruck : Scheme::allgather_ring, ranks));
+  }
+}
+
+TEST(cost_of_exchange, gtopk) {
+  for (const int ranks : kSizes) {
+    SCOPED_TRACE(ranks);
+    expect_at_most(measure(ranks, raw(ExchangeKind::gtopk)), Scheme::gtopk, ranks);
+  }
+}
+
+TEST(cost_of_exchange, global_topk) {
+  for (const int ranks : kSizes) {
+    SCOPED_TRACE(ranks);
+    expect_equal(measure(ranks, raw(ExchangeKind::global_topk)),
+                 predicted(Scheme::global_topk, ranks));
+  }
+}
+
+TEST(cost_of_exchange, sparcml) {
+  for (const int ranks : kSizes) {
+    SCOPED_TRACE(ranks);
+    expect_at_most(measure(ranks, raw(ExchangeKind::sparcml)), Scheme::sparcml, ranks);
+  }
+}
+
+// In the third run, whose cut and regions stand. Every region has two entries of every rank, and
+// two of the largest sums, those of rank 0.
+TEST(cost_of_exchange, oktopk) {
+  for (const int ranks : kSizes) {
+    SCOPED_TRACE(ranks);
+    const std::size_t p = static_cast<std::size_t>(ranks), k = 2 * p, n = 8 * k * p;
+    const auto measure_runs = [&](int runs) {
+      return measure(ranks, [&](Communicator& comm) {
+        const auto r = static_cast<std::size_t>(comm.rank());
+        SparseBuffer mine;
+        mine.reset(n);
+        for (std::size_t e = 0; e < k; ++e) {
+          mine.append(static_cast<Index>(r + e * p * 8),
+                      static_cast<float>((r == 0 ? 1'000'000 : 0) + r * k + e + 1));
+        }
+        const auto exchange = make_exchange(raw(ExchangeKind::oktopk));
+        for (int i = 0; i < runs; ++i) {
+          GroupStats stats;
+          exchange->run({static_cast<std::uint64_t>(i), 0}, mine.view(), {.k = k}, stats, comm);
+          exchange->end_step();
+        }
+      });
+    };
+    const Measured two = measure_runs(2), three = measure_runs(3);
+    const Cost expected =
+        predict(Scheme::oktopk,
+                {.ranks = ranks, .n = static_cast<double>(n), .k = static_cast<double>(k)}, kLink);
+    EXPECT_EQ(static_cast<double>(three.most.sent_bytes - two.most.sent_bytes), expected.bytes);
+    EXPECT_EQ(static_cast<double>(three.most.rounds - two.most.rounds), expected.rounds);
+    EXPECT_NEAR(three.seconds - two.seconds, expected.exchange_s(), 1e-9);
+  }
+}
+
+// The ping-pong finds the link that it ran on.
+TEST(cost_of_exchange, the_link_is_measured_as_it_is) {
+  run_simulated(3, kLinkOnly, [](Communicator& comm) {
+    const std::vector<LinkSample> samples = bench::measure_link(comm, std::size_t{1} << 20);
+    if (comm.rank() != 0) return;
+    ASSERT_EQ(samples.size(), 11U);
+    for (const LinkSample& s : samples) {
+      EXPECT_NEAR(s.seconds, kLink.alpha_s + s.bytes * kLink.beta_s_per_byte, 1e-15);
+    }
+    const Link link = fit_link(samples);
+    EXPECT_NEAR(link.alpha_s, kLink.alpha_s, 1e-12);
+    EXPECT_NEAR(link.beta_s_per_byte, kLink.beta_s_per_byte, 1e-15);
+  });
+}
+
+TEST(cost_of_exchange, local_speeds_are_measured) {
+  const LocalSpeeds local = bench::measure_local(20'000);
+  for (const double s : {local.select_s, local.merge_s, local.add_s}) {
+    EXPECT_GT(s, 0.0);
+    EXPECT_LT(s, 1e-3) << "seconds an entry";
+  }
+}
+
+// The same code twice gives the same time, whatever the threads did meanwhile.
+TEST(cost_of_exchange, link_time_is_deterministic) {
+  const double first = measure(13, raw(ExchangeKind::gtopk)).seconds;
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(measure(13, raw(ExchangeKind::gtopk)).seconds, first);
+}
+
+}  // namespace
+}  // namespace skim

@@ -1,0 +1,165 @@
+// skim bench network: the link between two ranks and a rank's own speeds, for the cost model.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "bench/network.hpp"
+#include "skim/cost.hpp"
+#include "skim/error.hpp"
+#include "tools/command_line.hpp"
+#include "tools/commands.hpp"
+#include "tools/json_file.hpp"
+#include "tools/launcher.hpp"
+
+namespace skim::tool {
+namespace {
+
+constexpr int kUsageError = 2, kRunError = 1;
+
+struct NetworkOptions {
+  int ranks = 2;
+  std::size_t largest = std::size_t{1} << 24;
+  std::size_t entries = std::size_t{1} << 24;
+  std::string json;
+};
+
+// Whether the two ranks of the ping-pong share memory, and so no link. Collective.
+bool on_one_host(Communicator& comm) {
+  const int host = comm.host();
+  MessageList hosts;
+  comm.allgather(std::as_bytes(std::span(&host, 1)), hosts);
+  return std::ranges::equal(hosts[0], hosts[hosts.size() - 1]);
+}
+
+void report(const NetworkOptions& o, int ranks, bool one_host,
+            const std::vector<LinkSample>& samples, const LocalSpeeds& local, JsonFile& json) {
+  const Link link = fit_link(samples);
+  std::FILE* const out = o.json == "-" ? stderr : stdout;
+  fmt::print(out, "{:>10} {:>14} {:>14} {:>10}\n", "bytes", "one way us", "fit us", "residual");
+  nlohmann::json rows = nlohmann::json::array();
+  for (const LinkSample& s : samples) {
+    const double fit = link.alpha_s + s.bytes * link.beta_s_per_byte;
+    fmt::print(out, "{:>10g} {:>14.2f} {:>14.2f} {:>9.1f}%\n", s.bytes, 1e6 * s.seconds, 1e6 * fit,
+               100.0 * (s.seconds / fit - 1.0));
+    rows.push_back({{"bytes", s.bytes}, {"seconds", s.seconds}, {"fit_s", fit}});
+  }
+  fmt::print(out, "alpha {:.2f} us, beta {:.4f} ns/byte ({:.1f} Mbit/s)\n", 1e6 * link.alpha_s,
+             1e9 * link.beta_s_per_byte, 8e-6 / link.beta_s_per_byte);
+  fmt::print(out, "selection {:.3f} ns an entry, merge {:.2f} ns, dense sum {:.3f} ns\n",
+             1e9 * local.select_s, 1e9 * local.merge_s, 1e9 * local.add_s);
+  if (one_host) fmt::print(out, "the two ranks share a host: this is no network\n");
+  json.write({{"alpha_s", link.alpha_s},
+              {"beta_s_per_byte", link.beta_s_per_byte},
+              {"select_s", local.select_s},
+              {"merge_s", local.merge_s},
+              {"add_s", local.add_s},
+              {"ranks", ranks},
+              {"one_host", one_host},
+              {"samples", rows}});
+}
+
+void run_rank(const NetworkOptions& o, Communicator& comm) {
+  if (comm.size() < 2) throw InvalidArgument("a ping-pong needs two ranks");
+  const bool first = comm.rank() == 0;
+  JsonFile json(first ? o.json : "");
+  const bool one_host = on_one_host(comm);
+  const std::vector<LinkSample> samples = bench::measure_link(comm, o.largest);
+  comm.barrier();  // the others' work has ended, and rank 0 has the machine
+  if (first) report(o, comm.size(), one_host, samples, bench::measure_local(o.entries), json);
+  comm.barrier();
+}
+
+// As one of the ranks that mpirun, srun or launch() started.
+int guarded_rank(const NetworkOptions& o) {
+  std::unique_ptr<Communicator> comm;
+  std::unique_ptr<RankStatus> status;
+  std::string failure;
+  bool cause = true;
+  int code = kRunError;
+  try {
+    if (!is_available(Backend::mpi)) throw InvalidArgument("this build has no MPI");
+    comm = connect(Backend::mpi, {.timeout = std::chrono::minutes(5)});
+    status = std::make_unique<RankStatus>(comm->rank());
+    run_rank(o, *comm);
+    status->finished();
+    return 0;
+  } catch (const CommError& e) {
+    failure = e.what();
+    cause = false;
+  } catch (const InvalidArgument& e) {
+    failure = e.what();
+    code = kUsageError;
+  } catch (const std::exception& e) {
+    failure = e.what();
+  }
+  if (!status || !status->failed(failure, cause, code)) {
+    std::fprintf(stderr, "skim bench network: %s\n", failure.c_str());
+  }
+  std::fflush(nullptr);
+  if (comm) comm->abort(comm->rank());
+  comm.reset();
+  _exit(code);  // MPI_Finalize would wait for ranks that are gone
+}
+
+void declare(CLI::App& app, NetworkOptions& o) {
+  CommandLine line(app);
+  line.group("What is measured");
+  line.option("--ranks", o.ranks, "P", "on this machine, where mpirun has not started any")
+      ->check(CLI::Range(2, 64));
+  line.option("--largest", o.largest, "BYTES", "longest message")
+      ->check(CLI::Range(std::size_t{1} << 10, std::size_t{1} << 30));
+  line.option("--entries", o.entries, "N", "of the gradient that local speeds are measured on")
+      ->check(CLI::Range(std::size_t{10'000}, std::size_t{1} << 28));
+  line.plain("--json", o.json, "FILE",
+             "the fit as a JSON object, for skim plan --fit; -: standard output");
+}
+
+}  // namespace
+
+int bench_network_command(int argc, char** argv) {
+  NetworkOptions o;
+  CLI::App app(
+      "Measures the link between rank 0 and the last rank by a ping-pong, and how fast a rank "
+      "selects, merges and adds; fits the cost model.",
+      "skim bench network");
+  declare(app, o);
+  app.footer(
+      "alpha is what short messages take, beta the slope over messages of 256 KiB and more.\n\n"
+      "Example:\n"
+      "  mpirun -np 2 --host a,b skim bench network --json fit.json\n"
+      "  skim plan --params 25.6e6 --ranks 32 --compute 0.2s --fit fit.json");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp& e) {
+    return app.exit(e);
+  } catch (const CLI::CallForVersion& e) {
+    return app.exit(e);
+  } catch (const CLI::ParseError& e) {
+    std::fprintf(stderr, "skim bench network: %s (skim bench network --help lists all options)\n",
+                 e.what());
+    return kUsageError;
+  }
+  try {
+    if (is_launched()) return guarded_rank(o);
+    if (!is_available(Backend::mpi)) {
+      throw InvalidArgument("this build has no MPI; build with SKIM_MPI=ON");
+    }
+    std::vector<std::string> arguments{"bench", "network"};
+    arguments.insert(arguments.end(), argv + 1, argv + argc);
+    return launch(o.ranks, arguments);
+  } catch (const InvalidArgument& e) {
+    std::fprintf(stderr, "skim bench network: %s\n", e.what());
+    return kUsageError;
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "skim bench network: %s\n", e.what());
+    return kRunError;
+  }
+}
+
+}  // namespace skim::tool

@@ -1,0 +1,15 @@
+// Numbers with units, as people write them on a command line.
+#pragma once
+
+#include <string>
+
+namespace skim::tool {
+
+// Throws, all: InvalidArgument that names the option and what it expects.
+
+// "200us", "0.4ms", "1.5s" -> seconds, >= 0.
+double parse_seconds(const std::string& option, const std::string& text);
+// "100mbit", "1gbit", "2.5gbit" -> seconds per byte.
+double parse_link(const std::string& option, const std::string& text);
+
+}  // namespace skim::tool
