@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "allocations.hpp"
+#include "golden.hpp"
 #include "oracle.hpp"
 #include "skim/error.hpp"
 
@@ -27,20 +28,7 @@ using Message = std::vector<std::byte>;
 
 const std::filesystem::path kGolden = SKIM_GOLDEN_DIR;
 
-// A golden file: bytes in hexadecimal; lines that start with # are comments.
-Message golden(const std::string& name) {
-  std::ifstream in(kGolden / (name + ".hex"));
-  EXPECT_TRUE(in.is_open()) << "no file " << kGolden / (name + ".hex");
-  Message out;
-  for (std::string line; std::getline(in, line);) {
-    if (line.starts_with('#')) continue;
-    std::istringstream words(line);
-    for (std::string word; words >> word;) {
-      out.push_back(static_cast<std::byte>(std::stoi(word, nullptr, 16)));
-    }
-  }
-  return out;
-}
+Message golden(const std::string& name) { return test::read_hex(kGolden / (name + ".hex")); }
 
 SparseBuffer sparse(std::size_t dim, const std::vector<std::pair<Index, float>>& entries) {
   SparseBuffer s;

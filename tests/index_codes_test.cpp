@@ -19,6 +19,7 @@
 
 #include "allocations.hpp"
 #include "bench/index_sets.hpp"
+#include "golden.hpp"
 #include "seal.hpp"
 #include "skim/error.hpp"
 
@@ -304,20 +305,7 @@ TEST(index_codes, warm_frames_allocate_nothing) {
 
 // ---- golden files
 
-// Bytes in hexadecimal; lines that start with # are comments.
-Message golden(const std::string& name) {
-  std::ifstream in(kGolden / (name + ".hex"));
-  EXPECT_TRUE(in.is_open()) << "no file " << kGolden / (name + ".hex");
-  Message out;
-  for (std::string line; std::getline(in, line);) {
-    if (line.starts_with('#')) continue;
-    std::istringstream words(line);
-    for (std::string word; words >> word;) {
-      out.push_back(static_cast<std::byte>(std::stoi(word, nullptr, 16)));
-    }
-  }
-  return out;
-}
+Message golden(const std::string& name) { return test::read_hex(kGolden / (name + ".hex")); }
 
 std::string hex(const Message& bytes) {
   static constexpr std::string_view kDigits = "0123456789abcdef";

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "allocations.hpp"
+#include "golden.hpp"
 #include "half.hpp"
 #include "oracle.hpp"
 #include "skim/error.hpp"
@@ -437,20 +438,7 @@ TEST(value_codes, what_becomes_zero_stays_an_entry) {
 
 const std::filesystem::path kGolden = std::filesystem::path(SKIM_GOLDEN_DIR) / "values";
 
-// Bytes in hexadecimal; lines that start with # are comments.
-Message golden(const std::string& name) {
-  std::ifstream in(kGolden / (name + ".hex"));
-  EXPECT_TRUE(in.is_open()) << "no file " << kGolden / (name + ".hex");
-  Message out;
-  for (std::string line; std::getline(in, line);) {
-    if (line.starts_with('#')) continue;
-    std::istringstream words(line);
-    for (std::string word; words >> word;) {
-      out.push_back(static_cast<std::byte>(std::stoi(word, nullptr, 16)));
-    }
-  }
-  return out;
-}
+Message golden(const std::string& name) { return test::read_hex(kGolden / (name + ".hex")); }
 
 // 67 entries: a whole block, and one of three, with a 0.
 Floats golden_values() {

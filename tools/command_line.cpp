@@ -1,9 +1,12 @@
 #include "tools/command_line.hpp"
 
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <sstream>
 
+#include "skim/error.hpp"
 #include "skim/version.hpp"
 
 namespace skim::tool {
@@ -78,6 +81,33 @@ std::string CommandLine::listed(const std::string& what, const std::vector<std::
   for (const std::string& n : names) text += n + ", ";
   text.resize(text.size() - 2);
   return text;
+}
+
+int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
+  constexpr int kUsageError = 2, kRunError = 1;
+  const std::string name = app.get_name();
+  const auto failed = [&name](const std::string& why, int status) {
+    std::fprintf(stderr, "%s: %s\n", name.c_str(), why.c_str());
+    return status;
+  };
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp& e) {
+    return app.exit(e);
+  } catch (const CLI::CallForVersion& e) {
+    return app.exit(e);
+  } catch (const CLI::ParseError& e) {
+    return failed(std::string(e.what()) + " (" + name + " --help lists all options)", kUsageError);
+  }
+  try {
+    return run();
+  } catch (const InvalidArgument& e) {
+    return failed(e.what(), kUsageError);
+  } catch (const std::bad_alloc&) {
+    return failed("out of memory", kRunError);
+  } catch (const std::exception& e) {
+    return failed(e.what(), kRunError);
+  }
 }
 
 CLI::Validator positive() { return number(0.0, false, "> 0"); }

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -61,6 +62,10 @@ class CommandLine {
   CLI::App& app_;
   std::string group_;
 };
+
+// Parses, then runs. Status 2 for a wrong command line and for InvalidArgument, 1 for any other
+// failure, each with one line on standard error that begins with the app's name.
+int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int()>& run);
 
 // For numbers: CLI11's own messages for ranges print the largest double.
 CLI::Validator positive();

@@ -134,18 +134,7 @@ int bench_network_command(int argc, char** argv) {
       "Example:\n"
       "  mpirun -np 2 --host a,b skim bench network --json fit.json\n"
       "  skim plan --params 25.6e6 --ranks 32 --compute 0.2s --fit fit.json");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp& e) {
-    return app.exit(e);
-  } catch (const CLI::CallForVersion& e) {
-    return app.exit(e);
-  } catch (const CLI::ParseError& e) {
-    std::fprintf(stderr, "skim bench network: %s (skim bench network --help lists all options)\n",
-                 e.what());
-    return kUsageError;
-  }
-  try {
+  return parse_and_run(app, argc, argv, [&] {
     if (is_launched()) return guarded_rank(o);
     if (!is_available(Backend::mpi)) {
       throw InvalidArgument("this build has no MPI; build with SKIM_MPI=ON");
@@ -153,13 +142,7 @@ int bench_network_command(int argc, char** argv) {
     std::vector<std::string> arguments{"bench", "network"};
     arguments.insert(arguments.end(), argv + 1, argv + argc);
     return launch(o.ranks, arguments);
-  } catch (const InvalidArgument& e) {
-    std::fprintf(stderr, "skim bench network: %s\n", e.what());
-    return kUsageError;
-  } catch (const std::exception& e) {
-    std::fprintf(stderr, "skim bench network: %s\n", e.what());
-    return kRunError;
-  }
+  });
 }
 
 }  // namespace skim::tool

@@ -17,8 +17,6 @@
 namespace skim::tool {
 namespace {
 
-constexpr int kUsageError = 2, kRunError = 1;
-
 struct PlanOptions {
   double params = 25.6e6;
   int ranks = 32;
@@ -213,25 +211,7 @@ int plan_command(int argc, char** argv) {
       "selections to have no index in common. Formulas: docs/algorithms.md, \"Cost\".\n\n"
       "Example:\n"
       "  skim plan --params 25.6e6 --ranks 32 --link 1gbit --latency 0.4ms --compute 0.2s");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp& e) {
-    return app.exit(e);
-  } catch (const CLI::CallForVersion& e) {
-    return app.exit(e);
-  } catch (const CLI::ParseError& e) {
-    std::fprintf(stderr, "skim plan: %s (skim plan --help lists all options)\n", e.what());
-    return kUsageError;
-  }
-  try {
-    return run(o, app);
-  } catch (const InvalidArgument& e) {
-    std::fprintf(stderr, "skim plan: %s\n", e.what());
-    return kUsageError;
-  } catch (const std::exception& e) {
-    std::fprintf(stderr, "skim plan: %s\n", e.what());
-    return kRunError;
-  }
+  return parse_and_run(app, argc, argv, [&] { return run(o, app); });
 }
 
 }  // namespace skim::tool

@@ -31,7 +31,6 @@
 namespace skim::tool {
 namespace {
 
-constexpr int kUsageError = 2, kRunError = 1;
 constexpr std::uint64_t kWarm = 2;  // room is made, and oktopk finds regions and cut
 
 struct SimulateOptions {
@@ -282,28 +281,7 @@ int simulate_command(int argc, char** argv) {
       "Nothing is trained: gradients are normal, and selections the same in every step.\n\n"
       "Example:\n"
       "  skim simulate --params 1000000 --ranks 16,128 --link 1gbit --latency 0.4ms");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp& e) {
-    return app.exit(e);
-  } catch (const CLI::CallForVersion& e) {
-    return app.exit(e);
-  } catch (const CLI::ParseError& e) {
-    std::fprintf(stderr, "skim simulate: %s (skim simulate --help lists all options)\n", e.what());
-    return kUsageError;
-  }
-  try {
-    return run(o);
-  } catch (const InvalidArgument& e) {
-    std::fprintf(stderr, "skim simulate: %s\n", e.what());
-    return kUsageError;
-  } catch (const std::bad_alloc&) {
-    std::fprintf(stderr, "skim simulate: out of memory\n");
-    return kRunError;
-  } catch (const std::exception& e) {
-    std::fprintf(stderr, "skim simulate: %s\n", e.what());
-    return kRunError;
-  }
+  return parse_and_run(app, argc, argv, [&] { return run(o); });
 }
 
 }  // namespace skim::tool

@@ -24,8 +24,6 @@
 namespace skim::tool {
 namespace {
 
-constexpr int kUsageError = 2, kRunError = 1;
-
 struct WireOptions {
   std::vector<std::size_t> lengths;
   std::vector<double> densities;
@@ -218,26 +216,7 @@ int bench_wire_command(int argc, char** argv) {
   app.footer(
       "Example:\n"
       "  skim bench wire --n 25000000 --density 0.001 --all-codes");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp& e) {
-    return app.exit(e);
-  } catch (const CLI::CallForVersion& e) {
-    return app.exit(e);
-  } catch (const CLI::ParseError& e) {
-    std::fprintf(stderr, "skim bench wire: %s (skim bench wire --help lists all options)\n",
-                 e.what());
-    return kUsageError;
-  }
-  try {
-    return run(o);
-  } catch (const InvalidArgument& e) {
-    std::fprintf(stderr, "skim bench wire: %s\n", e.what());
-    return kUsageError;
-  } catch (const std::exception& e) {
-    std::fprintf(stderr, "skim bench wire: %s\n", e.what());
-    return kRunError;
-  }
+  return parse_and_run(app, argc, argv, [&] { return run(o); });
 }
 
 }  // namespace skim::tool
