@@ -1,5 +1,4 @@
-// What `skim bench network` measures: the link between two ranks of a group, and a rank's own
-// speeds. The numbers that the cost model needs.
+// What `skim bench network` measures besides the link: a rank's own speeds.
 #pragma once
 
 #include <algorithm>
@@ -10,41 +9,9 @@
 #include "bench/local_step.hpp"
 #include "bench/measure.hpp"
 #include "skim/codec.hpp"
-#include "skim/communicator.hpp"
 #include "skim/cost.hpp"
 
 namespace skim::bench {
-
-// Half the time of the round trips of a message of so many bytes between rank 0 and the last one:
-// on rank 0 the median, elsewhere 0. Collective; the group needs two ranks.
-inline double ping_pong(Communicator& comm, std::size_t bytes, int repetitions) {
-  const int last = comm.size() - 1;
-  const std::vector<std::byte> out(bytes);
-  std::vector<std::byte> in;
-  std::vector<double> seconds;
-  for (int i = -1; i < repetitions; ++i) {  // the first makes connections
-    const std::int64_t start = comm.now_ns();
-    if (comm.rank() == 0) {
-      comm.wait(comm.isend(out, last));
-      comm.wait(comm.ireceive(in, last));
-      if (i >= 0) seconds.push_back(0.5e-9 * static_cast<double>(comm.now_ns() - start));
-    } else if (comm.rank() == last) {
-      comm.wait(comm.ireceive(in, 0));
-      comm.wait(comm.isend(out, 0));
-    }
-  }
-  return seconds.empty() ? 0.0 : median(std::move(seconds));
-}
-
-// Lengths 1, 4, 16 .. up to largest. On rank 0; elsewhere the times are 0. Collective.
-inline std::vector<LinkSample> measure_link(Communicator& comm, std::size_t largest) {
-  std::vector<LinkSample> samples;
-  for (std::size_t bytes = 1; bytes <= largest; bytes *= 4) {
-    const int repetitions = bytes < (1U << 16U) ? 51 : bytes < (1U << 20U) ? 21 : 7;
-    samples.push_back({static_cast<double>(bytes), ping_pong(comm, bytes, repetitions)});
-  }
-  return samples;
-}
 
 // Of this thread, on a normal gradient of n entries at density 0.001, in the steady state. Seconds
 // of processor work, a second or two in all.

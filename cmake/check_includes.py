@@ -11,7 +11,8 @@ from pathlib import Path
 LAYERS = [
     {"types", "error", "version"},
     {"select", "feedback", "codec", "analysis", "communicator", "mpi"},
-    {"exchange", "cost"},
+    {"cost"},
+    {"exchange"},
     {"schedule"},
     {"reducer"},
     {"train", "tools", "bench", "python"},

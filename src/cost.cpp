@@ -10,14 +10,16 @@
 #include <numbers>
 #include <optional>
 
+#include "codec/value_codes.hpp"
 #include "skim/error.hpp"
 
 namespace skim {
 namespace {
 
-constexpr std::array<std::string_view, 8> kNames{
-    "dense",  "allgather-ring", "allgather-doubling", "allgather-bruck", "gtopk", "global-topk",
-    "oktopk", "sparcml"};
+constexpr std::array<std::string_view, 9> kNames{
+    "dense",           "allgather-ring", "allgather-doubling",
+    "allgather-bruck", "gtopk-tree",     "gtopk-butterfly",
+    "global-topk",     "oktopk",         "sparcml"};
 
 double log2_ceil(int ranks) noexcept { return std::ceil(std::log2(ranks)); }
 
@@ -87,22 +89,32 @@ Course course_of(Scheme scheme, const Load& load) {
     case Scheme::allgather_ring:
       c.rounds = p - 1;
       c.sent_bytes = c.chain_bytes = (p - 1) * frame;
-      c.merged = p * load.k * log;  // the sum of P lists is a tree of merges
+      c.merged = p * load.k;
       break;
     case Scheme::allgather_doubling:
     case Scheme::allgather_bruck:
       add_allgather(c, load, frame);
-      c.merged = p * load.k * log;
+      c.merged = p * load.k;
       break;
-    case Scheme::gtopk:
+    case Scheme::gtopk_tree:
       c.rounds = 2 * log;
       c.sent_bytes = log * frame;
       c.chain_bytes = 2 * log * frame;
       c.merged = log * 2 * load.k;
       break;
+    case Scheme::gtopk_butterfly: {
+      const double inner = std::floor(std::log2(p));
+      const double folds =
+          inner < log ? 1.0 : 0.0;  // ranks above, who give theirs and get the result
+      c.rounds = inner + 2 * folds;
+      c.sent_bytes = (inner + folds) * frame;
+      c.chain_bytes = c.rounds * frame;
+      c.merged = (inner + folds) * 2 * load.k;
+      break;
+    }
     case Scheme::global_topk:
       add_allgather(c, load, frame);
-      c.merged = p * load.k * (log + 1);  // and the cut
+      c.merged = 2 * p * load.k;  // and the cut
       break;
     case Scheme::oktopk: {
       const double part = f.bytes(load.k / p, load.n);
@@ -110,25 +122,13 @@ Course course_of(Scheme scheme, const Load& load) {
       c.sent_bytes = c.chain_bytes = (p - 1) * (part + f.stats_bytes);
       add_allgather(c, load, 24.0);  // two counts and a checksum
       add_allgather(c, load, part);
-      c.merged = load.k * (log + 1);  // a region's sum, and the shares of the result
+      c.merged = 2 * load.k;  // a region's sum, and the shares of the result
       break;
     }
     case Scheme::sparcml:
       return sparcml_course(load);
   }
   return c;
-}
-
-std::string seconds_text(double s) {
-  std::array<char, 32> text{};
-  if (s < 1e-3) {
-    std::snprintf(text.data(), text.size(), "%.3g us", 1e6 * s);
-  } else if (s < 1.0) {
-    std::snprintf(text.data(), text.size(), "%.3g ms", 1e3 * s);
-  } else {
-    std::snprintf(text.data(), text.size(), "%.3g s", s);
-  }
-  return text.data();
 }
 
 void expect_number(double x, const char* what) {
@@ -182,7 +182,10 @@ std::span<const std::string_view> scheme_names() noexcept { return kNames; }
 
 std::string_view exchange_of(Scheme scheme) noexcept {
   const std::string_view name = kNames[static_cast<std::size_t>(scheme)];
-  return name.starts_with("allgather") ? "allgather" : name;
+  for (const std::string_view forms : {"allgather", "gtopk"}) {
+    if (name.starts_with(forms)) return forms;
+  }
+  return name;
 }
 
 bool is_possible(Scheme scheme, int ranks) noexcept {
@@ -193,6 +196,14 @@ bool is_possible(Scheme scheme, int ranks) noexcept {
 double FrameSize::bytes(double nnz, double n) const noexcept {
   const double index = index_bytes < 0.0 ? subset_bits(nnz, n) / 8.0 : nnz * index_bytes;
   return header_bytes + index + nnz * value_bytes;
+}
+
+FrameSize frame_size(const CodecOptions& options) noexcept {
+  constexpr std::size_t kEntries = 1U << 16U;  // whole blocks
+  FrameSize size;
+  size.value_bytes = static_cast<double>(codes::value_bytes(options.value, kEntries)) / kEntries;
+  if (options.index != IndexCode::raw32) size.index_bytes = -1.0;
+  return size;
 }
 
 double subset_bits(double k, double n) noexcept {
@@ -241,8 +252,8 @@ Choice cheapest(std::span<const Scheme> among, const Load& load, const Link& lin
   // The best, the runner-up, and dense if it is neither.
   const auto entry = [](const Candidate& c) {
     std::string text = std::string(kNames[static_cast<std::size_t>(c.scheme)]) + " " +
-                       seconds_text(c.cost.total_s());
-    if (c.cost.select_s > 0.0) text += " (selection " + seconds_text(c.cost.select_s) + ")";
+                       duration_text(c.cost.total_s());
+    if (c.cost.select_s > 0.0) text += " (selection " + duration_text(c.cost.select_s) + ")";
     return text;
   };
   Choice best{order.front().scheme, order.front().cost, entry(order.front())};
@@ -251,6 +262,56 @@ Choice cheapest(std::span<const Scheme> among, const Load& load, const Link& lin
   }
   if (best.scheme == Scheme::dense) best.reason += ": do not compress";
   return best;
+}
+
+std::string duration_text(double seconds) {
+  std::array<char, 32> text{};
+  if (seconds < 1e-3) {
+    std::snprintf(text.data(), text.size(), "%.3g us", 1e6 * seconds);
+  } else if (seconds < 1.0) {
+    std::snprintf(text.data(), text.size(), "%.3g ms", 1e3 * seconds);
+  } else {
+    std::snprintf(text.data(), text.size(), "%.3g s", seconds);
+  }
+  return text.data();
+}
+
+std::vector<LinkSample> ping_pong(Communicator& comm, std::size_t largest, double budget_s) {
+  SKIM_EXPECTS(comm.size() >= 2, "cost: a ping-pong needs two ranks");
+  constexpr std::size_t kFewest = 3, kMost = 51;
+  const int last = comm.size() - 1;
+  std::vector<LinkSample> samples;
+  std::vector<std::byte> in;
+  if (comm.rank() == last) {  // sends back what comes, until an empty message
+    do {
+      comm.wait(comm.ireceive(in, 0));
+      const std::vector<std::byte> out = in;
+      comm.wait(comm.isend(out, 0));
+    } while (!in.empty());
+  }
+  if (comm.rank() != 0) return samples;
+  const auto round_trip = [&](std::size_t bytes) {
+    const std::vector<std::byte> out(bytes);
+    const std::int64_t start = comm.now_ns();
+    comm.wait(comm.isend(out, last));
+    comm.wait(comm.ireceive(in, last));
+    return 1e-9 * static_cast<double>(comm.now_ns() - start);
+  };
+  round_trip(1);  // makes connections
+  for (std::size_t bytes = 1; bytes <= largest; bytes *= 4) {
+    std::vector<double> times;
+    double spent = 0.0;
+    while (times.size() < kFewest || (times.size() < kMost && spent < budget_s)) {
+      const double trip = round_trip(bytes);
+      spent += trip;
+      // A virtual clock may stand still.
+      times.push_back(std::max(0.5 * trip, 1e-9));
+    }
+    samples.push_back({static_cast<double>(bytes), median(std::move(times))});
+    if (samples.size() >= 2 && samples.back().seconds > budget_s) break;
+  }
+  round_trip(0);
+  return samples;
 }
 
 Link fit_link(std::span<const LinkSample> samples) {

@@ -82,12 +82,17 @@ struct Reducer::Impl {
     report.id = {progress.step, slot};
     report.n = grad.n;
     report.dense = !exchange || density.up >= 1.0 || grad.n < options.dense_below;
+    const bool asks = !report.dense;
     const Traffic before = comm.traffic();
     report.group.sent_bytes = sent_bytes;
     const std::uint32_t signals = report.group.signals = raised.exchange(0);
     comm.set_phase({"reduce: selection"});
     bool finite_sum = false;
     try {
+      if (asks) {
+        report.dense = exchange->wants_dense(report.id, grad.n, keep_of(grad.n), comm);
+        comm.set_phase({"reduce: selection"});
+      }
       finite_sum = report.dense ? reduce_dense(report, grad) : reduce_sparse(report, grad);
     } catch (const InvalidArgument&) {  // nothing was sent: the group may go on
       raised.fetch_or(signals);
@@ -97,6 +102,7 @@ struct Reducer::Impl {
       throw;
     }
     reduced.push_back(slot);
+    if (asks) exchange->took(report.id, report.select_ns, report.exchange_ns);
 
     const Traffic& after = comm.traffic();
     report.sent_bytes = after.sent_bytes - before.sent_bytes;
@@ -131,13 +137,17 @@ struct Reducer::Impl {
     return in;
   }
 
+  Keep keep_of(std::size_t n) const {
+    return {.k = entries(density.up, n),
+            .threshold = density.threshold,
+            .k_down = density.down > 0.0 ? entries(density.down, n) : 0};
+  }
+
   // The data path of docs/architecture.md. Returns whether the sum is finite.
   bool reduce_sparse(StepReport& report, GradView grad) {
     const Slot slot = report.id.slot;
     const std::size_t n = grad.n;
-    const Keep keep{.k = entries(density.up, n),
-                    .threshold = density.threshold,
-                    .k_down = density.down > 0.0 ? entries(density.down, n) : 0};
+    const Keep keep = keep_of(n);
     const std::int64_t t0 = comm.now_ns();
     const Incoming in = begin(report.id, grad);
     // The mean will stand where the gradient does: it may be cleared once the residual has it. A

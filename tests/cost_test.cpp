@@ -40,7 +40,7 @@ TEST(cost, published_values) {
     const auto ms = [&](Scheme s) { return 1e3 * predict(s, load, kPaperLink).total_s(); };
     EXPECT_NEAR(ms(Scheme::dense), row.dense, 0.05);
     EXPECT_NEAR(ms(Scheme::allgather_doubling), row.topk, 0.05);
-    EXPECT_NEAR(ms(Scheme::gtopk), row.gtopk, 0.05);
+    EXPECT_NEAR(ms(Scheme::gtopk_tree), row.gtopk, 0.05);
   }
 }
 
@@ -86,8 +86,8 @@ TEST(cost, allgather_and_gtopk_cross_where_the_paper_says) {
   for (const int ranks : {2, 4, 8, 16, 32, 64}) {
     const Load load{.ranks = ranks, .n = 25e6, .k = 25e3, .frame = kPaperFrame};
     const Choice best =
-        cheapest(std::array{Scheme::allgather_doubling, Scheme::gtopk}, load, no_latency);
-    EXPECT_EQ(best.scheme == Scheme::gtopk, ranks >= 8) << ranks << ": " << best.reason;
+        cheapest(std::array{Scheme::allgather_doubling, Scheme::gtopk_tree}, load, no_latency);
+    EXPECT_EQ(best.scheme == Scheme::gtopk_tree, ranks >= 8) << ranks << ": " << best.reason;
   }
 }
 
@@ -125,7 +125,7 @@ TEST(cost, a_fast_link_is_told_not_to_compress) {
   const Link fast{.alpha_s = 1e-5, .beta_s_per_byte = 2e-11};
   const LocalSpeeds local{.select_s = 4e-10, .merge_s = 5e-9, .add_s = 1e-10};
   const Load load{.ranks = 4, .n = 25e6, .k = 25e3};
-  const std::array schemes{Scheme::dense, Scheme::allgather_doubling, Scheme::gtopk};
+  const std::array schemes{Scheme::dense, Scheme::allgather_doubling, Scheme::gtopk_tree};
   const Choice best = cheapest(schemes, load, fast, local);
   EXPECT_EQ(best.scheme, Scheme::dense);
   EXPECT_NE(best.reason.find("do not compress"), std::string::npos) << best.reason;

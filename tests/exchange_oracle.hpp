@@ -349,21 +349,37 @@ class SparCMLOracle {
   ExchangeOutcome out_;
 };
 
+// Merges of neighbouring blocks of ranks. The tree: rank r counts with itself, and the block of a
+// rank beyond P is empty. The butterfly: among the first Q ranks, Q the largest power of two; rank
+// Q + i counts with i.
 class GTopKOracle {
  public:
-  GTopKOracle(const std::vector<SparseView>& mine, std::size_t k, DropPolicy policy,
-              const CodecOptions& codec)
+  GTopKOracle(const std::vector<SparseView>& mine, std::size_t k, const ExchangeOptions& options)
       : mine_(mine),
         k_(k),
-        codec_(codec),
+        tree_(options.gtopk_form == GTopKForm::tree),
+        inner_(tree_ ? std::bit_ceil(mine.size()) : std::bit_floor(mine.size())),
+        codec_(options.codec),
         dropped_(mine.size()),
-        errors_(mine.size()),
-        up_(mine.size()) {
-    out_.sum = node(0, std::bit_ceil(mine.size()));
-    round(0, out_.sum);
-    for (std::size_t r = 0; r < mine.size(); ++r) {
-      out_.returned.push_back(returned(r, policy));
-      out_.traffic.push_back(traffic(r));
+        errors_(mine.size()) {
+    const std::size_t p = mine.size();
+    out_.traffic.resize(p);
+    Block all = node(0, inner_);
+    if (tree_) {
+      all.keepers = 1;
+      round(all);
+      for (std::size_t below = 1; below < p; below *= 2) {
+        for (std::size_t r = 0; r < below && r + below < p; ++r) move(r, r + below, all.sum.nnz());
+      }
+    } else if (inner_ < p) {
+      round(all);
+      for (std::size_t r = inner_; r < p; ++r) move(r - inner_, r, all.sum.nnz());
+    }
+    out_.sum = all.sum;
+    for (std::size_t r = 0; r < p; ++r) {
+      out_.returned.push_back(returned(r, options.drop));
+      out_.traffic[r].rounds =
+          tree_ ? 2 * log2_ceil(p) : log2_ceil(inner_) + (inner_ < p ? 2U : 0U);
     }
   }
   const ExchangeOutcome& outcome() const { return out_; }
@@ -376,32 +392,63 @@ class GTopKOracle {
     return m;
   }
 
-  // What rank `first` holds for the ranks [first, first + span).
-  SparseBuffer node(std::size_t first, std::size_t span) {
-    if (span == 1) {
-      SparseBuffer s;
-      s.assign(mine_[first]);
-      return s;
-    }
-    const std::size_t half = span / 2, child = first + half;
-    SparseBuffer lower = node(first, half);
-    if (child >= mine_.size()) return lower;
-    SparseBuffer upper = node(child, half);
-    if (!dropped_[child].empty()) round(child, upper);
-    up_[child] = upper.nnz();
-    const SparseBuffer merged = sum({lower.view(), upper.view()});
-    SparseBuffer kept = top_k(dense(merged.view()), k_);
-    Map rest = map_of(merged.view());
-    for (const Index i : kept.view().index) rest.erase(i);
-    dropped_[first].push_back(rest);
-    return kept;
+  // What ranks of a block hold alike: `keepers` of them, from `first` on.
+  struct Block {
+    std::size_t first = 0, keepers = 1;
+    SparseBuffer sum = {};
+    bool merged = false;
+  };
+  void move(std::size_t from, std::size_t to, std::size_t nnz) {
+    add(out_.traffic[from], {.sent_bytes = frame_bytes(nnz), .messages = 1});
+    add(out_.traffic[to], {.received_bytes = frame_bytes(nnz)});
+  }
+  // The e-th entry of a list is the keeper's whose turn it is.
+  static void share_out(const Block& block, const Map& list, std::vector<std::vector<Map>>& to) {
+    for (std::size_t r = 0; r < block.keepers; ++r) to[block.first + r].emplace_back();
+    std::size_t e = 0;
+    for (const auto& entry : list) to[block.first + e++ % block.keepers].back().insert(entry);
   }
 
-  // What a rank that merged sends on, to the nearest; the error is that rank's.
-  void round(std::size_t r, SparseBuffer& s) {
-    const Map before = map_of(s.view());
-    codec_.quantize(s, {}, 0);
-    for (const auto& [i, v] : map_of(s.view())) errors_[r][i] = before.at(i) - v;
+  Block node(std::size_t first, std::size_t span) {
+    if (span == 1) {
+      Block leaf{.first = first};
+      leaf.sum.assign(mine_[first]);
+      if (first + inner_ >= mine_.size()) return leaf;
+      move(first + inner_, first, mine_[first + inner_].nnz());
+      SparseBuffer above;
+      above.assign(mine_[first + inner_]);
+      return merge(leaf, above, 1);
+    }
+    const std::size_t half = span / 2;
+    Block lower = node(first, half);
+    if (first + half >= mine_.size()) return lower;
+    Block upper = node(first + half, half);
+    if (!tree_) round(lower);
+    round(upper);
+    for (std::size_t r = 0; r < (tree_ ? 1 : half); ++r) {
+      move(first + half + r, first + r, upper.sum.nnz());
+      if (!tree_) move(first + r, first + half + r, lower.sum.nnz());
+    }
+    return merge(lower, upper.sum, tree_ ? 1 : span);
+  }
+  Block merge(const Block& lower, const SparseBuffer& upper, std::size_t keepers) {
+    const SparseBuffer merged = sum({lower.sum.view(), upper.view()});
+    Block block{lower.first, keepers, top_k(dense(merged.view()), k_), true};
+    Map rest = map_of(merged.view());
+    for (const Index i : block.sum.view().index) rest.erase(i);
+    std::erase_if(rest, [](const auto& e) { return e.second == 0.0F; });
+    share_out(block, rest, dropped_);
+    return block;
+  }
+
+  // What is sent on after a merge, to the nearest.
+  void round(Block& block) {
+    if (!block.merged) return;
+    Map before = map_of(block.sum.view());
+    codec_.quantize(block.sum, {}, 0);
+    for (const auto& [i, v] : map_of(block.sum.view())) before[i] -= v;
+    std::erase_if(before, [](const auto& e) { return e.second == 0.0F; });
+    share_out(block, before, errors_);
   }
 
   SparseBuffer returned(std::size_t r, DropPolicy policy) const {
@@ -423,8 +470,10 @@ class GTopKOracle {
         }
       }
     }
-    for (const auto& [i, v] : errors_[r]) {
-      if (policy == DropPolicy::merger_keeps || result.contains(i)) add(i, v);
+    for (const Map& error : errors_[r]) {
+      for (const auto& [i, v] : error) {
+        if (policy == DropPolicy::merger_keeps || result.contains(i)) add(i, v);
+      }
     }
     std::erase_if(back, [](const auto& e) { return e.second == 0.0F; });
     SparseBuffer s;
@@ -433,34 +482,12 @@ class GTopKOracle {
     return s;
   }
 
-  // Once up the tree, except the root; then the result down a tree of the same height.
-  Traffic traffic(std::size_t r) const {
-    const std::uint64_t result = frame_bytes(out_.sum.nnz());
-    Traffic t;
-    t.rounds = 2 * log2_ceil(mine_.size());
-    if (r > 0) {
-      t.sent_bytes += frame_bytes(up_[r]);
-      t.received_bytes += result;
-      ++t.messages;
-    }
-    for (std::size_t below = 1; below < mine_.size(); below *= 2) {
-      if (r % (2 * below) == 0 && r + below < mine_.size()) {
-        t.received_bytes += frame_bytes(up_[r + below]);
-      }
-      if (r < below && r + below < mine_.size()) {
-        t.sent_bytes += result;
-        ++t.messages;
-      }
-    }
-    return t;
-  }
-
   const std::vector<SparseView>& mine_;
   std::size_t k_;
+  bool tree_;
+  std::size_t inner_;
   Codec codec_;
-  std::vector<std::vector<Map>> dropped_;  // [rank]: of each merge
-  std::vector<Map> errors_;                // [rank]: what it rounded off
-  std::vector<std::size_t> up_;            // [rank]: entries that it sent up
+  std::vector<std::vector<Map>> dropped_, errors_;  // [rank]: of each merge, and each rounding
   ExchangeOutcome out_;
 };
 
@@ -483,7 +510,7 @@ class ExchangeOracle {
       case ExchangeKind::allgather:
         return allgather_oracle(mine);
       case ExchangeKind::gtopk:
-        return GTopKOracle(mine, k, options_.drop, options_.codec).outcome();
+        return GTopKOracle(mine, k, options_).outcome();
       case ExchangeKind::global_topk:
         return global_topk_oracle(mine, k);
       case ExchangeKind::oktopk:
@@ -493,6 +520,7 @@ class ExchangeOracle {
       case ExchangeKind::hierarchical:
         return hierarchical(mine, k);
       case ExchangeKind::dense:
+      case ExchangeKind::automatic:  // is one of the others
         break;
     }
     return {};
@@ -590,6 +618,10 @@ inline std::vector<ExchangeOptions> sparse_exchanges() {
       {.kind = ExchangeKind::gtopk, .drop = DropPolicy::survivors},
       {.kind = ExchangeKind::gtopk, .drop = DropPolicy::merger_keeps},
       {.kind = ExchangeKind::gtopk, .drop = DropPolicy::sender_keeps},
+      {.kind = ExchangeKind::gtopk, .gtopk_form = GTopKForm::tree},
+      {.kind = ExchangeKind::gtopk,
+       .drop = DropPolicy::sender_keeps,
+       .gtopk_form = GTopKForm::tree},
       {.kind = ExchangeKind::global_topk},
       {.kind = ExchangeKind::oktopk},
       {.kind = ExchangeKind::oktopk, .oktopk = {.exact = true}},
@@ -604,6 +636,8 @@ inline std::string name_of(const ExchangeOptions& o) {
   if (o.kind == ExchangeKind::gtopk) {
     name += ' ';
     name += drop_policy_names()[static_cast<std::size_t>(o.drop)];
+    name += ' ';
+    name += gtopk_form_names()[static_cast<std::size_t>(o.gtopk_form)];
   }
   if (o.kind == ExchangeKind::oktopk && o.oktopk.exact) name += " exact";
   return name;

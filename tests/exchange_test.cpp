@@ -480,7 +480,10 @@ TEST(exchange, names_and_options) {
     EXPECT_EQ(make_exchange({.kind = kind})->name(),
               exchange_kind_names()[static_cast<std::size_t>(kind)]);
   }
-  ASSERT_EQ(exchange_kind_names().size(), 7U);
+  EXPECT_EQ(make_exchange({.kind = ExchangeKind::automatic})->name(), "auto");
+  ASSERT_EQ(exchange_kind_names().size(), 8U);
+  ASSERT_EQ(gtopk_form_names().size(), 2U);
+  EXPECT_EQ(gtopk_form_names()[static_cast<std::size_t>(GTopKForm::butterfly)], "butterfly");
   EXPECT_EQ(exchange_kind_names()[static_cast<std::size_t>(ExchangeKind::gtopk)], "gtopk");
   ASSERT_EQ(drop_policy_names().size(), 3U);
   EXPECT_EQ(drop_policy_names()[static_cast<std::size_t>(DropPolicy::sender_keeps)],
@@ -488,6 +491,15 @@ TEST(exchange, names_and_options) {
   EXPECT_THROW(make_exchange({.kind = ExchangeKind::dense}), InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = static_cast<ExchangeKind>(77)}), InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = ExchangeKind::gtopk, .drop = static_cast<DropPolicy>(9)}),
+               InvalidArgument);
+  EXPECT_THROW(make_exchange({.kind = K::gtopk, .gtopk_form = static_cast<GTopKForm>(9)}),
+               InvalidArgument);
+  EXPECT_THROW(make_exchange({.kind = K::automatic, .automatic = {.among = {}}}), InvalidArgument);
+  EXPECT_THROW(make_exchange({.kind = K::automatic, .automatic = {.among = {K::automatic}}}),
+               InvalidArgument);
+  EXPECT_THROW(make_exchange({.kind = K::automatic, .automatic = {.review_every = 0}}),
+               InvalidArgument);
+  EXPECT_THROW(make_exchange({.kind = K::hierarchical, .hierarchy = {.inside = K::automatic}}),
                InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = K::oktopk, .oktopk = {.cut_every = 0}}), InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = K::oktopk, .oktopk = {.regions_every = 0}}), InvalidArgument);

@@ -119,7 +119,7 @@ struct Typed {
 
 struct Imbalance {
   double largest = 0.0;  // of one entry, over all steps
-  std::size_t entries = 0, steps = 0, dense_steps = 0, rolled_back = 0;
+  std::size_t entries = 0, steps = 0, dense_steps = 0, dense_buckets = 0, rolled_back = 0;
 };
 
 // 40 steps on whole numbers, with all that may come between: unequal and empty selections, a rank
@@ -177,6 +177,7 @@ Imbalance imbalance(Communicator& comm, const ExchangeOptions& options, bool cor
       EXPECT_TRUE(reducer.end_step(0.0));
     }
     ++result.steps;
+    result.dense_buckets += dense;
     result.dense_steps += dense == sizes.size() ? 1U : 0U;
     result.rolled_back += roll_back ? 1U : 0U;
 
@@ -219,6 +220,35 @@ TEST(laws, conservation) {
           EXPECT_EQ(found.dense_steps, kind.name == "dense" ? 40U : 8U);
         });
       }
+    }
+  }
+}
+
+// Whatever it changes to and from: dense where a fifth is kept, sparse where a fiftieth is; and
+// with reviews, among all, whatever the clocks of this machine say.
+TEST(laws, conservation_where_auto_changes_its_choice) {
+  for (const int ranks : group_sizes()) {
+    for (const bool reviews : {false, true}) {
+      run_group(ranks, [&](Communicator& comm) {
+        SCOPED_TRACE(std::to_string(ranks) + " ranks");
+        AutoOptions automatic{
+            .link = Link{0.0, 1e-9},
+            .local = {.select_s = 1e-9 * (8.0 * (ranks - 1) / ranks - 0.45 * ranks)},
+            .review_every = 3};
+        if (ranks == 1) automatic.local = {};
+        if (!reviews) {
+          automatic.among = {ExchangeKind::dense, ExchangeKind::allgather};
+          automatic.review_every = 1000;
+        }
+        const ExchangeOptions options{.kind = ExchangeKind::automatic, .automatic = automatic};
+        const Imbalance found = imbalance(comm, options, true);
+        if (comm.rank() != 0) return;
+        EXPECT_EQ(found.largest, 0.0);
+        if (ranks == 1 || reviews) return;
+        const std::size_t always = 40 + 8 * 2;  // the short bucket, and the steps of density 1
+        EXPECT_GT(found.dense_buckets, always);
+        EXPECT_LT(found.dense_buckets, 120U);
+      });
     }
   }
 }
@@ -583,6 +613,12 @@ TEST(laws, traffic) {
               ++messages;
             }
           }
+        } else if (ranks > 1 && kind.options.gtopk_form == GTopKForm::butterfly) {
+          const std::uint64_t inner = std::bit_floor(p), swaps = std::bit_width(inner) - 1U;
+          const bool folds = r + inner < p;
+          messages = r < inner ? swaps + (folds ? 1U : 0U) : 1U;
+          sent = received = messages * frame;
+          rounds = swaps + (inner < p ? 2U : 0U);
         } else if (ranks > 1) {
           std::uint64_t merges = 0, passes = 0;  // of this rank
           for (std::uint64_t d = 1; d < p; d *= 2) {

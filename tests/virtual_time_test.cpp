@@ -246,7 +246,10 @@ TEST(cost_of_exchange, allgather) {
 TEST(cost_of_exchange, gtopk) {
   for (const int ranks : kSizes) {
     SCOPED_TRACE(ranks);
-    expect_at_most(measure(ranks, raw(ExchangeKind::gtopk)), Scheme::gtopk, ranks);
+    ExchangeOptions options = raw(ExchangeKind::gtopk);
+    expect_at_most(measure(ranks, options), Scheme::gtopk_butterfly, ranks);
+    options.gtopk_form = GTopKForm::tree;
+    expect_at_most(measure(ranks, options), Scheme::gtopk_tree, ranks);
   }
 }
 
@@ -301,7 +304,7 @@ TEST(cost_of_exchange, oktopk) {
 // The ping-pong finds the link that it ran on.
 TEST(cost_of_exchange, the_link_is_measured_as_it_is) {
   run_simulated(3, kLinkOnly, [](Communicator& comm) {
-    const std::vector<LinkSample> samples = bench::measure_link(comm, std::size_t{1} << 20);
+    const std::vector<LinkSample> samples = ping_pong(comm, std::size_t{1} << 20, 1.0);
     if (comm.rank() != 0) return;
     ASSERT_EQ(samples.size(), 11U);
     for (const LinkSample& s : samples) {
@@ -311,6 +314,116 @@ TEST(cost_of_exchange, the_link_is_measured_as_it_is) {
     EXPECT_NEAR(link.alpha_s, kLink.alpha_s, 1e-12);
     EXPECT_NEAR(link.beta_s_per_byte, kLink.beta_s_per_byte, 1e-15);
   });
+}
+
+// Long messages that would take too long are left out, but two lengths are there.
+TEST(cost_of_exchange, the_measurement_of_a_link_has_a_budget) {
+  for (const double budget : {1e-9, 1e-3}) {
+    run_simulated(2, kLinkOnly, [&](Communicator& comm) {
+      const std::vector<LinkSample> samples = ping_pong(comm, std::size_t{1} << 24, budget);
+      EXPECT_EQ(samples.empty(), comm.rank() != 0);
+      if (comm.rank() != 0) return;
+      ASSERT_GE(samples.size(), 2U);
+      for (std::size_t i = 1; i + 1 < samples.size(); ++i) EXPECT_LE(samples[i].seconds, budget);
+      EXPECT_LT(samples.size(), 13U);
+      EXPECT_NEAR(fit_link(samples).alpha_s, kLink.alpha_s, 1e-9);
+    });
+  }
+}
+
+// ---- auto
+
+// Buckets of one slot, as the Reducer has them; what each was exchanged by, on every rank.
+std::vector<std::vector<std::string>> automatic(int ranks, const VirtualTime& time, std::size_t n,
+                                                std::size_t k, int buckets,
+                                                const AutoOptions& options) {
+  std::vector<std::vector<std::string>> names(static_cast<std::size_t>(ranks));
+  run_simulated(ranks, time, [&](Communicator& comm) {
+    const auto exchange = make_exchange({.kind = ExchangeKind::automatic, .automatic = options});
+    SparseBuffer mine;
+    mine.reset(n);
+    for (std::size_t e = 0; e < k; ++e) {
+      mine.append(static_cast<Index>(e * (n / k)), 1.0F + static_cast<float>(e));
+    }
+    std::vector<float> gradient(n);
+    MessageList notes;
+    for (int b = 0; b < buckets; ++b) {
+      const StepId id{static_cast<std::uint64_t>(b), 0};
+      const bool dense = exchange->wants_dense(id, n, {.k = k}, comm);
+      const std::int64_t start = comm.now_ns();
+      if (dense) {
+        comm.allreduce_sum(gradient, DenseSum::ring, {}, notes);
+      } else {
+        GroupStats stats;
+        exchange->run(id, mine.view(), {.k = k}, stats, comm);
+      }
+      exchange->took(id, 0, comm.now_ns() - start);
+      exchange->end_step();
+      const std::string_view why = exchange->decision(0);
+      names[static_cast<std::size_t>(comm.rank())].emplace_back(why.substr(0, why.find(' ')));
+      EXPECT_EQ(dense, why.starts_with("dense"));
+    }
+  });
+  return names;
+}
+
+// What it measures of the link leads to what the model finds cheapest on that link.
+TEST(automatic, takes_what_the_model_finds_cheapest) {
+  const std::size_t n = 20'000;
+  for (const int ranks : {2, 3, 8}) {
+    for (const Link& link : {Link{1e-3, 1e-9}, Link{1e-5, 1e-7}, Link{1e-7, 1e-12}}) {
+      for (const std::size_t k : {20U, 2000U}) {
+        AutoOptions options{.local = {}};
+        std::vector<Scheme> schemes;
+        for (std::size_t s = 0; s < scheme_names().size(); ++s) {
+          const auto scheme = static_cast<Scheme>(s);
+          if (scheme != Scheme::gtopk_tree) schemes.push_back(scheme);
+        }
+        std::erase(schemes, Scheme::global_topk);
+        const Load load{.ranks = ranks,
+                        .n = static_cast<double>(n),
+                        .k = static_cast<double>(k),
+                        .frame = frame_size({})};
+        const Choice best = cheapest(schemes, load, link);
+        const auto names = automatic(ranks, {link, false}, n, k, 1, options);
+        for (const auto& of_rank : names) {
+          // All-gather takes one of its forms by itself.
+          EXPECT_EQ(of_rank[0].substr(0, 9),
+                    scheme_names()[static_cast<std::size_t>(best.scheme)].substr(0, 9))
+              << best.reason;
+        }
+      }
+    }
+  }
+}
+
+// Told of a link a thousand times too fast, it begins dense, finds out, and changes, everywhere at
+// once; then it stays.
+TEST(automatic, measurements_correct_a_wrong_link) {
+  const AutoOptions options{
+      .link = Link{1e-9, 1e-13}, .local = {.select_s = 1e-10}, .review_every = 4};
+  const auto names = automatic(4, {{1e-5, 1e-8}, false}, 100'000, 100, 40, options);
+  EXPECT_EQ(names[0].front(), "dense");
+  EXPECT_NE(names[0].back(), "dense");
+  for (const auto& of_rank : names) EXPECT_EQ(of_rank, names[0]);
+  int changes = 0;
+  for (std::size_t b = 1; b < names[0].size(); ++b) {
+    if (names[0][b] == names[0][b - 1]) continue;
+    ++changes;
+    EXPECT_EQ(b % 4, 0U) << "not after a review";
+  }
+  EXPECT_LE(changes, 5) << "each of the others is tried once at most, and then the best";
+  EXPECT_EQ(names[0][20], names[0].back());
+}
+
+// It may not take what it was not given.
+TEST(automatic, among) {
+  const AutoOptions options{.among = {ExchangeKind::allgather, ExchangeKind::sparcml},
+                            .link = Link{1e-9, 1e-13}};
+  for (const auto& of_rank : automatic(3, kLinkOnly, 1000, 10, 3, options)) {
+    for (const auto& name : of_rank)
+      EXPECT_TRUE(name.starts_with("allgather") || name == "sparcml");
+  }
 }
 
 TEST(cost_of_exchange, local_speeds_are_measured) {

@@ -553,6 +553,7 @@ int bench_command(int argc, char** argv) {
   const std::string_view what = argc > 1 ? argv[1] : "";
   if (what == "wire") return bench_wire_command(argc - 1, argv + 1);
   if (what == "network") return bench_network_command(argc - 1, argv + 1);
+  if (what == "scaling") return bench_scaling_command(argc - 1, argv + 1);
   BenchOptions o;
   CLI::App app(
       "Times selection with error feedback beside the bare pass r += g, in the steady state "
@@ -566,7 +567,8 @@ int bench_command(int argc, char** argv) {
       "Example:\n"
       "  skim bench select --algo exact --n 25000000 --density 0.001 --shape normal");
   if (what != "select" && what != "--help" && what != "-h") {
-    std::fprintf(stderr, "skim bench: expected select, wire or network%s%s (skim bench --help)\n",
+    std::fprintf(stderr,
+                 "skim bench: expected select, wire, network or scaling%s%s (skim bench --help)\n",
                  what.empty() ? "" : ", got ", std::string(what).c_str());
     return kUsageError;
   }

@@ -68,6 +68,18 @@ CommandLine::CommandLine(CLI::App& app) : app_(app) {
   app.allow_config_extras(CLI::config_extras_mode::error);
 }
 
+CLI::Option* CommandLine::call(const char* name, const std::function<void(const std::string&)>& set,
+                               const char* type, const std::string& what) {
+  const auto checked = [set, name](const std::string& given) {
+    try {
+      set(given);
+    } catch (const InvalidArgument& e) {
+      throw CLI::ValidationError(e.what());
+    }
+  };
+  return styled(app_.add_option_function<std::string>(name, checked, what), type);
+}
+
 CLI::Option* CommandLine::styled(CLI::Option* option, const char* type) {
   // Of an option that stands twice the last counts, so that scripts can be given more arguments.
   if (option->get_items_expected_max() == 1) {

@@ -51,6 +51,9 @@ class CommandLine {
         ->default_str(valid[static_cast<std::size_t>(value)])
         ->check(CLI::IsMember(valid));
   }
+  // set may throw an InvalidArgument.
+  CLI::Option* call(const char* name, const std::function<void(const std::string&)>& set,
+                    const char* type, const std::string& what);
   void flag(const char* name, bool& value, const std::string& what) {
     app_.add_flag(name, value, what)->group(group_);
   }

@@ -23,6 +23,8 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
+#include <new>
 #include <optional>
 #include <string_view>
 #include <system_error>
@@ -321,6 +323,39 @@ bool RankStatus::failed(const std::string& message, bool cause, int code) {
   std::ofstream(path_ + (cause ? ".cause" : ".effect")) << code << ' ' << message << '\n';
   finished();
   return true;
+}
+
+int run_as_rank(const std::string& command, const std::function<void(Communicator&)>& body) {
+  std::unique_ptr<Communicator> comm;
+  std::unique_ptr<RankStatus> status;
+  std::string failure;
+  bool cause = true;
+  int code = 1;
+  try {
+    if (!is_available(Backend::mpi)) throw InvalidArgument("this build has no MPI");
+    comm = connect(Backend::mpi, {.timeout = std::chrono::minutes(5)});
+    status = std::make_unique<RankStatus>(comm->rank());
+    body(*comm);
+    status->finished();
+    return 0;
+  } catch (const CommError& e) {
+    failure = e.what();
+    cause = false;
+  } catch (const InvalidArgument& e) {
+    failure = e.what();
+    code = 2;
+  } catch (const std::bad_alloc&) {
+    failure = "out of memory";
+  } catch (const std::exception& e) {
+    failure = e.what();
+  }
+  if (!status || !status->failed(failure, cause, code)) {
+    std::fprintf(stderr, "%s: %s\n", command.c_str(), failure.c_str());
+  }
+  std::fflush(nullptr);
+  if (comm) comm->abort(comm->rank());
+  comm.reset();
+  _exit(code);  // MPI_Finalize would wait for ranks that are gone
 }
 
 }  // namespace skim::tool

@@ -2,8 +2,11 @@
 // failed.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
+
+#include "skim/communicator.hpp"
 
 namespace skim::tool {
 
@@ -29,6 +32,11 @@ class RankStatus {
  private:
   std::string path_;
 };
+
+// Joins the MPI ranks that this process was started with and runs `body`. Returns 0, or ends the
+// process, and with it all ranks, after one line about what was thrown that begins with the
+// command's name: status 2 for InvalidArgument, 1 for the rest.
+int run_as_rank(const std::string& command, const std::function<void(Communicator&)>& body);
 
 // Columns of the terminal that people look at; 0: none. The launcher's terminal on a rank.
 int terminal_columns(bool to_stderr);

@@ -1,10 +1,7 @@
 // skim bench network: the link between two ranks and a rank's own speeds, for the cost model.
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -19,8 +16,6 @@
 
 namespace skim::tool {
 namespace {
-
-constexpr int kUsageError = 2, kRunError = 1;
 
 struct NetworkOptions {
   int ranks = 2;
@@ -69,42 +64,11 @@ void run_rank(const NetworkOptions& o, Communicator& comm) {
   const bool first = comm.rank() == 0;
   JsonFile json(first ? o.json : "");
   const bool one_host = on_one_host(comm);
-  const std::vector<LinkSample> samples = bench::measure_link(comm, o.largest);
+  constexpr double kBudget = 1.0;  // seconds for each length
+  const std::vector<LinkSample> samples = ping_pong(comm, o.largest, kBudget);
   comm.barrier();  // the others' work has ended, and rank 0 has the machine
   if (first) report(o, comm.size(), one_host, samples, bench::measure_local(o.entries), json);
   comm.barrier();
-}
-
-// As one of the ranks that mpirun, srun or launch() started.
-int guarded_rank(const NetworkOptions& o) {
-  std::unique_ptr<Communicator> comm;
-  std::unique_ptr<RankStatus> status;
-  std::string failure;
-  bool cause = true;
-  int code = kRunError;
-  try {
-    if (!is_available(Backend::mpi)) throw InvalidArgument("this build has no MPI");
-    comm = connect(Backend::mpi, {.timeout = std::chrono::minutes(5)});
-    status = std::make_unique<RankStatus>(comm->rank());
-    run_rank(o, *comm);
-    status->finished();
-    return 0;
-  } catch (const CommError& e) {
-    failure = e.what();
-    cause = false;
-  } catch (const InvalidArgument& e) {
-    failure = e.what();
-    code = kUsageError;
-  } catch (const std::exception& e) {
-    failure = e.what();
-  }
-  if (!status || !status->failed(failure, cause, code)) {
-    std::fprintf(stderr, "skim bench network: %s\n", failure.c_str());
-  }
-  std::fflush(nullptr);
-  if (comm) comm->abort(comm->rank());
-  comm.reset();
-  _exit(code);  // MPI_Finalize would wait for ranks that are gone
 }
 
 void declare(CLI::App& app, NetworkOptions& o) {
@@ -135,7 +99,9 @@ int bench_network_command(int argc, char** argv) {
       "  mpirun -np 2 --host a,b skim bench network --json fit.json\n"
       "  skim plan --params 25.6e6 --ranks 32 --compute 0.2s --fit fit.json");
   return parse_and_run(app, argc, argv, [&] {
-    if (is_launched()) return guarded_rank(o);
+    if (is_launched()) {
+      return run_as_rank("skim bench network", [&](Communicator& comm) { run_rank(o, comm); });
+    }
     if (!is_available(Backend::mpi)) {
       throw InvalidArgument("this build has no MPI; build with SKIM_MPI=ON");
     }

@@ -1,7 +1,6 @@
 // skim plan: what the cost model predicts for a model, a link and a number of ranks.
 #include <fmt/format.h>
 
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -11,6 +10,7 @@
 #include "skim/error.hpp"
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
+#include "tools/fit.hpp"
 #include "tools/json_file.hpp"
 #include "tools/units.hpp"
 
@@ -24,40 +24,18 @@ struct PlanOptions {
   std::vector<double> densities{0.01, 0.001, 0.0001};
   double overlap = 0.0;
   std::string frames = "coded";
-  double value_bytes = 4.0;
+  std::string value_code = "f32";
   // ns an entry.
   double select_ns = 0.35, merge_ns = 10.0, add_ns = 0.35;
 };
 
-struct Machine {
-  Link link;
-  LocalSpeeds local;
-};
-
-// What `skim bench network --json` wrote. Throws: InvalidArgument.
-Machine read_fit(const std::string& path) {
-  std::ifstream in(path);
-  if (!in) throw InvalidArgument("--fit: cannot open '" + path + "'");
-  try {
-    const nlohmann::json j = nlohmann::json::parse(in);
-    return {{.alpha_s = j.at("alpha_s").get<double>(),
-             .beta_s_per_byte = j.at("beta_s_per_byte").get<double>()},
-            {.select_s = j.at("select_s").get<double>(),
-             .merge_s = j.at("merge_s").get<double>(),
-             .add_s = j.at("add_s").get<double>()}};
-  } catch (const nlohmann::json::exception& e) {
-    throw InvalidArgument("--fit: '" + path +
-                          "' is not what skim bench network --json writes: " + e.what());
-  }
-}
-
 // A number given on the command line wins over the fit's.
-Machine machine_of(const PlanOptions& o, const CLI::App& app) {
+Fit machine_of(const PlanOptions& o, const CLI::App& app) {
   const auto given = [&](const char* name) { return app.count(name) > 0; };
   if (o.fit.empty() && !given("--link")) {
     throw InvalidArgument("expected --link RATE, or --fit FILE of skim bench network");
   }
-  Machine m;
+  Fit m;
   const bool fitted = !o.fit.empty();
   if (fitted) m = read_fit(o.fit);
   if (given("--link")) m.link.beta_s_per_byte = parse_link("--link", o.link);
@@ -78,12 +56,16 @@ struct Prediction {
 };
 
 // Dense first, then every exchange at every density, in its best form.
-std::vector<Prediction> predictions(const PlanOptions& o, const Machine& m, double compute_s) {
+std::vector<Prediction> predictions(const PlanOptions& o, const Fit& m, double compute_s) {
+  CodecOptions codec;
+  codec.value = static_cast<ValueCode>(std::ranges::find(value_code_names(), o.value_code) -
+                                       value_code_names().begin());
+  if (o.frames == "raw") codec.index = IndexCode::raw32;
+  const FrameSize frame = frame_size(codec);
   std::vector<Prediction> all;
   const auto add = [&](Scheme scheme, double density) {
     Load load{.ranks = o.ranks, .n = o.params, .k = std::max(1.0, density * o.params)};
-    load.frame.value_bytes = o.value_bytes;
-    if (o.frames == "coded") load.frame.index_bytes = -1.0;
+    load.frame = frame;
     Prediction p;
     p.scheme = scheme;
     p.density = density;
@@ -147,7 +129,7 @@ int run(const PlanOptions& o, const CLI::App& app) {
   if (!(o.params >= 1.0)) {
     throw InvalidArgument(fmt::format("--params: expected at least 1, got {:g}", o.params));
   }
-  const Machine m = machine_of(o, app);
+  const Fit m = machine_of(o, app);
   const double compute_s = parse_seconds("--compute", o.compute);
   JsonFile json(o.json);
   const std::vector<Prediction> all = predictions(o, m, compute_s);
@@ -193,7 +175,7 @@ void declare(CLI::App& app, PlanOptions& o) {
       ->check(CLI::Range(0.0, 1.0));
   line.choice("--frames", o.frames, "indices at their entropy, or 4 bytes each",
               std::array<std::string_view, 2>{"coded", "raw"});
-  line.option("--value-bytes", o.value_bytes, "X", "of a value in a frame")->check(positive());
+  line.choice("--value-code", o.value_code, "of values in frames", value_code_names());
   line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
 }
 

@@ -154,10 +154,14 @@ void Progress::step(const train::StepRecord& r) {
 void Progress::evaluated(const train::Evaluation& e) {
   quality_ = text_ ? fmt::format("  test loss {:.4f}", e.test_loss)
                    : fmt::format("  accuracy {}", percent(e.test_accuracy));
+  say(fmt::format("epoch {:.2f}  train loss {:.4f}  test loss {:.4f}{}", e.epoch, e.train_loss,
+                  e.test_loss,
+                  text_ ? std::string() : fmt::format("  accuracy {}", percent(e.test_accuracy))));
+}
+
+void Progress::say(const std::string& what) {
   if (columns_ > 0) fmt::print(out_, "\r\x1b[K");
-  fmt::print(out_, "{}  epoch {:.2f}  train loss {:.4f}  test loss {:.4f}{}\n", run_, e.epoch,
-             e.train_loss, e.test_loss,
-             text_ ? std::string() : fmt::format("  accuracy {}", percent(e.test_accuracy)));
+  fmt::print(out_, "{}  {}\n", run_, what);
   std::fflush(out_);
 }
 
@@ -175,6 +179,7 @@ nlohmann::json to_json(const Row& row, int ranks) {
                    {"select", o.select},
                    {"per_layer", o.per_layer},
                    {"drop", o.drop},
+                   {"gtopk_form", o.gtopk_form},
                    {"index_code", o.index_code},
                    {"value_code", o.value_code},
                    {"rounding", o.rounding},

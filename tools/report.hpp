@@ -46,7 +46,8 @@ class Progress {
   Progress(std::FILE* out, int columns, std::string run, bool text);
   void step(const train::StepRecord& r);
   void evaluated(const train::Evaluation& e);
-  void end();  // the live line is done with
+  void say(const std::string& what);  // a line of its own
+  void end();                         // the live line is done with
 
  private:
   std::string line(const train::StepRecord& r) const;

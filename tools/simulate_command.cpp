@@ -1,13 +1,16 @@
 // skim simulate: the real selection and exchanges on many ranks of one process, on a link that is
-// not there.
+// not there; alone, or with --train in training.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <signal.h>
 #include <time.h>
-#include <unistd.h>
+#include <torch/torch.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -26,27 +29,54 @@
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
 #include "tools/json_file.hpp"
+#include "tools/launcher.hpp"
+#include "tools/report.hpp"
+#include "tools/train_command.hpp"
 #include "tools/units.hpp"
+#include "train/data.hpp"
+#include "train/simulation.hpp"
 
 namespace skim::tool {
 namespace {
 
 constexpr std::uint64_t kWarm = 2;  // room is made, and oktopk finds regions and cut
 
+// The link of a rank, and where the result goes.
+struct LinkOptions {
+  std::string link, latency = "0us", json;
+  bool link_only = false;
+
+  VirtualTime time() const {
+    return {{.alpha_s = parse_seconds("--latency", latency),
+             .beta_s_per_byte = parse_link("--link", link)},
+            !link_only};
+  }
+};
+
+void declare(CommandLine& line, LinkOptions& o) {
+  line.group("The link of a rank, full duplex");
+  line.plain("--link", o.link, "RATE", "of payload, as 100mbit or 1gbit")->required();
+  line.option("--latency", o.latency, "TIME", "of a message, as 50us or 0.4ms");
+  line.flag("--link-only", o.link_only,
+            "work of processors takes no time: the same result every time");
+  line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
+}
+
+// ---- exchanges alone --------------------------------------------------------------------------
+
 struct SimulateOptions {
   std::size_t params = 1'000'000;
   std::vector<int> ranks{8};
   std::vector<std::string> exchanges;
   double density = 0.001, common = 0.5;
-  std::string link, latency = "0us", json;
+  LinkOptions link;
   std::uint64_t steps = 5;
-  bool link_only = false;
 };
 
-// No hierarchical: all ranks would be one host's.
+// No hierarchical: all ranks would be one host's. No auto: it is one of the others.
 std::vector<std::string> exchanges() {
   std::vector<std::string> names(exchange_kind_names().begin(), exchange_kind_names().end());
-  std::erase(names, "hierarchical");
+  std::erase_if(names, [](const std::string& n) { return n == "hierarchical" || n == "auto"; });
   return names;
 }
 
@@ -132,11 +162,10 @@ Course steps(const SimulateOptions& o, ExchangeKind kind, const SparseView& mine
 }
 
 Outcome simulate(const SimulateOptions& o, ExchangeKind kind, const Selections& selections,
-                 std::size_t k, const Link& link) {
+                 std::size_t k, const VirtualTime& time) {
   const std::size_t ranks = selections.of_rank.size();
   // Waits are of real time, and all ranks share the cores of this machine.
-  auto group =
-      make_simulated_group(static_cast<int>(ranks), {link, !o.link_only}, {std::chrono::hours(1)});
+  auto group = make_simulated_group(static_cast<int>(ranks), time, {std::chrono::hours(1)});
   std::vector<Course> courses(ranks);
   std::vector<std::exception_ptr> failed(ranks);
   {
@@ -173,56 +202,39 @@ Outcome simulate(const SimulateOptions& o, ExchangeKind kind, const Selections& 
   return outcome;
 }
 
-// What the ranks hold at once, in bytes: roughly, and rather too much.
-double memory(ExchangeKind kind, int ranks, std::size_t n, std::size_t k) {
-  const double p = ranks, entries = static_cast<double>(k);
-  switch (kind) {
-    case ExchangeKind::dense:
-      return p * static_cast<double>(n) * sizeof(float) * (1.0 + 4.0 / p);
-    case ExchangeKind::allgather:
-    case ExchangeKind::global_topk:
-    case ExchangeKind::sparcml:
-      return p * p * entries * 60.0;
-    default:
-      return p * entries * 200.0;
-  }
-}
-
 int run(const SimulateOptions& o) {
   if (!(o.density > 0.0 && o.density <= 1.0)) {
     throw InvalidArgument(
         fmt::format("--density: expected a number in (0, 1], got {:g}", o.density));
   }
-  const Link link{.alpha_s = parse_seconds("--latency", o.latency),
-                  .beta_s_per_byte = parse_link("--link", o.link)};
+  const VirtualTime time = o.link.time();
   const std::size_t k = bench::kept(o.density, o.params);
   const auto names = exchange_kind_names();
   std::vector<ExchangeKind> kinds;
   for (const std::string& name : o.exchanges.empty() ? exchanges() : o.exchanges) {
     kinds.push_back(static_cast<ExchangeKind>(std::ranges::find(names, name) - names.begin()));
   }
-  const double room =
-      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
   for (const int ranks : o.ranks) {
     for (const ExchangeKind kind : kinds) {
-      if (const double needed = memory(kind, ranks, o.params, k); needed > 0.8 * room) {
-        throw InvalidArgument(fmt::format(
-            "{} on {} ranks needs about {:.0f} GB, and this machine has {:.0f}: take fewer ranks, "
-            "--params or --density",
-            names[static_cast<std::size_t>(kind)], ranks, 1e-9 * needed, 1e-9 * room));
-      }
+      const double gradients =
+          kind == ExchangeKind::dense ? 4.0 * ranks * static_cast<double>(o.params) : 0.0;
+      train::expect_memory(
+          gradients + train::exchange_memory(kind, ranks, o.params, k),
+          fmt::format("{} on {} ranks", names[static_cast<std::size_t>(kind)], ranks),
+          "take fewer ranks, --params or --density");
     }
   }
-  JsonFile json(o.json);
-  std::FILE* const people = o.json == "-" ? stderr : stdout;
+  JsonFile json(o.link.json);
+  std::FILE* const people = o.link.json == "-" ? stderr : stdout;
   fmt::print(people, "{:>6} {:<14} {:>12} {:>8} {:>12} {:>12} {:>12}\n", "ranks", "exchange",
              "bytes", "rounds", "exchange ms", "select ms", "both ms");
   nlohmann::json rows = nlohmann::json::array();
   for (const int ranks : o.ranks) {
     const Selections selections = select(o, ranks, k);
     for (const ExchangeKind kind : kinds) {
-      const Outcome got = simulate(o, kind, selections, k, link);
-      const double select_s = kind == ExchangeKind::dense || o.link_only ? 0.0 : selections.seconds;
+      const Outcome got = simulate(o, kind, selections, k, time);
+      const double select_s =
+          kind == ExchangeKind::dense || !time.processor_time ? 0.0 : selections.seconds;
       const std::string_view name = names[static_cast<std::size_t>(kind)];
       fmt::print(people, "{:>6} {:<14} {:>12} {:>8} {:>12.4g} {:>12.4g} {:>12.4g}\n", ranks, name,
                  got.most.sent_bytes, got.most.rounds, 1e3 * got.exchange_s, 1e3 * select_s,
@@ -243,8 +255,17 @@ int run(const SimulateOptions& o) {
   return 0;
 }
 
-void declare(CLI::App& app, SimulateOptions& o) {
+// Declared so that --help of either form shows it: simulate_command has looked for it already.
+void declare_form(CommandLine& line, bool& training) {
+  line.group("Form");
+  line.flag("--train", training,
+            "train a model on these ranks, with the options of skim train: skim simulate --train "
+            "--help lists them");
+}
+
+void declare(CLI::App& app, SimulateOptions& o, bool& training) {
   CommandLine line(app);
+  declare_form(line, training);
   line.group("What is exchanged");
   line.option("--params", o.params, "N", "entries of a gradient")
       ->check(CLI::Range(std::size_t{1}, std::size_t{1} << 31));
@@ -259,29 +280,187 @@ void declare(CLI::App& app, SimulateOptions& o) {
   line.option("--common", o.common, "X", "part of the gradients' energy that all ranks share")
       ->check(CLI::Range(0.0, 1.0));
   line.option("--steps", o.steps, "N", "that are timed, after two that are not")->check(positive());
+  declare(line, o.link);
+}
 
-  line.group("The link of a rank, full duplex");
-  line.plain("--link", o.link, "RATE", "of payload, as 100mbit or 1gbit")->required();
-  line.option("--latency", o.latency, "TIME", "of a message, as 50us or 0.4ms");
-  line.flag("--link-only", o.link_only,
-            "work of processors takes no time: the same result every time");
-  line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
+// ---- in training ------------------------------------------------------------------------------
+
+struct TrainingOptions {
+  train::TrainOptions train;
+  train::SimulationOptions simulation;
+  LinkOptions link;
+  std::string compute;
+};
+
+std::atomic<bool> g_stop{false};
+std::atomic<int> g_signal{0};
+void on_stop(int signal) {
+  g_signal.store(signal);
+  g_stop.store(true);
+}
+
+// What the options say, but for what only the simulation can see.
+void check(TrainingOptions& o) {
+  check_training_options(o.train);
+  if (!o.train.checkpoint.empty()) {
+    throw InvalidArgument("--checkpoint: a simulation writes and reads none");
+  }
+  if (!(o.train.density > 0.0 && o.train.density <= 1.0)) {
+    throw InvalidArgument(
+        fmt::format("--density: expected a number in (0, 1], got {:g}", o.train.density));
+  }
+  if (!o.link.json.empty() && o.link.json == o.train.metrics.string()) {
+    throw InvalidArgument("--json and --metrics are one file: '" + o.link.json + "'");
+  }
+  o.simulation.time = o.link.time();
+  if (!o.compute.empty()) o.simulation.compute_s = parse_seconds("--compute", o.compute);
+  // Throw for values that nothing can be made from, before data is read.
+  make_selector(train::reducer_options(o.train).select);
+  train::density_schedule(o.train);
+}
+
+nlohmann::json step_json(const std::string& run, const train::SimulatedStep& s) {
+  nlohmann::json j = to_json(run, s.record);
+  j["mean_loss"] = std::isfinite(s.mean_loss) ? nlohmann::json(s.mean_loss) : nlohmann::json();
+  j["max_sent_bytes"] = s.max_sent_bytes;
+  j["total_s"] = s.total_s;
+  j["wall_ms"] = s.wall_ms;
+  if (s.delta) j["delta"] = *s.delta;
+  return j;
+}
+
+void print(std::FILE* out, const TrainingOptions& o, const train::SimulationSummary& s) {
+  const train::Summary& r = s.run;
+  fmt::print(out, "\n{} on {}: {} parameters, {} rank{}, batch {} a rank, {} steps\n",
+             o.train.model, o.train.data.name, r.parameters, o.simulation.ranks,
+             o.simulation.ranks == 1 ? "" : "s", o.train.batch, r.steps);
+  fmt::print(out,
+             "simulated: {:.4g} s; a step {:.4g} ms = compute {:.4g} + exchange {:.4g} (medians); "
+             "sent {} a rank and step\n",
+             s.total_s, r.median.step_ms, r.median.compute_ms, r.median.exposed_ms,
+             human_bytes(r.sent_bytes_per_step));
+  fmt::print(out, "on this machine: {:.4g} s, {} of memory\n", s.wall_s,
+             human_bytes(static_cast<double>(r.peak_rss_bytes)));
+  std::fflush(out);
+}
+
+int run(TrainingOptions& o) {
+  check(o);
+  if (o.train.threads == 0) {
+    o.train.threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  }
+  at::set_num_threads(o.train.threads);
+  o.train.data.seed = o.train.seed;
+  const train::Dataset data = train::load_data(o.train.data);
+  const bool text = data.info().kind == train::InputKind::text;
+
+  JsonFile json(o.link.json);
+  MetricsFile metrics(o.train.metrics, false);
+  const bool to_stderr = o.link.json == "-" || o.train.metrics == "-";
+  std::FILE* const people = to_stderr ? stderr : stdout;
+  const std::string& name = o.train.exchange;
+  Progress progress(people, terminal_columns(to_stderr), name, text);
+
+  // A second one ends the process at once.
+  struct sigaction action {};
+  action.sa_handler = on_stop;
+  action.sa_flags = static_cast<int>(SA_RESTART | SA_RESETHAND);
+  for (const int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
+
+  train::SimulationObserver observer;
+  observer.on_step = [&](const train::SimulatedStep& step) {
+    metrics.write(step_json(name, step));
+    progress.step(step.record);
+  };
+  observer.on_evaluation = [&](const train::Evaluation& e) {
+    metrics.write(to_json(name, e, text));
+    progress.evaluated(e);
+  };
+  const train::SimulationSummary s = train::simulate(o.train, data, o.simulation, g_stop, observer);
+  progress.end();
+  nlohmann::json row =
+      to_json(Row{.name = name, .options = o.train, .summary = s.run}, o.simulation.ranks);
+  const VirtualTime& time = o.simulation.time;
+  row["alpha_s"] = time.link.alpha_s;
+  row["beta_s_per_byte"] = time.link.beta_s_per_byte;
+  row["link_only"] = !time.processor_time;
+  row["total_s"] = s.total_s;
+  row["wall_s"] = s.wall_s;
+  json.write(nlohmann::json::array({row}));
+  print(people, o, s);
+  if (!s.run.stopped) return 0;
+  fmt::print(stderr, "skim simulate: stopped after step {}\n", s.run.steps);
+  return 128 + g_signal.load();
+}
+
+void declare(CLI::App& app, TrainingOptions& o, bool& training) {
+  CommandLine line(app);
+  declare_form(line, training);
+  line.group("Ranks");
+  line.option("--ranks", o.simulation.ranks, "P", "ranks, each a thread that exchanges")
+      ->check(CLI::Range(1, 4096));
+  line.plain("--compute", o.compute, "TIME",
+             "of forward and backward of a step, as 20ms [measured: the median over the ranks]");
+  line.plain("--measure-delta", o.simulation.measure_delta, "N",
+             "every N steps, |x - sum|^2 over the mean of |x - RandK(x)|^2, x what all ranks "
+             "selected from")
+      ->check(positive());
+  declare(line, o.link);
+  add_training_options(line, o.train);
+}
+
+int simulate_exchanges(int argc, char** argv) {
+  SimulateOptions o;
+  bool training = false;
+  CLI::App app(
+      "Runs the selection and the exchanges of many ranks in this process, on a virtual clock: the "
+      "processor time of each rank plus what an alpha-beta link would take.",
+      "skim simulate");
+  declare(app, o, training);
+  app.footer(
+      "Nothing is trained: gradients are normal, and selections the same in every step.\n\n"
+      "Example:\n"
+      "  skim simulate --params 1000000 --ranks 16,128 --link 1gbit --latency 0.4ms");
+  return parse_and_run(app, argc, argv, [&] {
+    if (training) throw InvalidArgument("--train must stand alone on the command line");
+    return run(o);
+  });
+}
+
+int simulate_training(int argc, char** argv) {
+  TrainingOptions o;
+  bool training = false;
+  if (const char* dir = std::getenv("SKIM_DATA")) o.train.data.dir = dir;
+  CLI::App app(
+      "Trains as many ranks would, in this process, with one copy of the parameters and the real "
+      "selection and exchange. Time is simulated: computing, and on a virtual clock the processor "
+      "time of each rank's exchange plus what an alpha-beta link would take.",
+      "skim simulate");
+  declare(app, o, training);
+  app.footer(
+      "Ctrl-C or SIGTERM end the run before the next rank's batch; a second one ends it at once.\n"
+      "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N\n"
+      "stopped by signal N.\n\n"
+      "Example:\n"
+      "  skim simulate --train --ranks 100 --link 1gbit --latency 0.4ms --model mlp --steps 20");
+  return parse_and_run(app, argc, argv, [&] {
+    try {
+      return run(o);
+    } catch (const train::DataError& e) {
+      throw InvalidArgument(e.what());
+    } catch (const c10::Error& e) {
+      const std::string why = e.what_without_backtrace();
+      throw Error(why.substr(0, why.find('\n')));
+    }
+  });
 }
 
 }  // namespace
 
 int simulate_command(int argc, char** argv) {
-  SimulateOptions o;
-  CLI::App app(
-      "Runs the selection and the exchanges of many ranks in this process, on a virtual clock: the "
-      "processor time of each rank plus what an alpha-beta link would take.",
-      "skim simulate");
-  declare(app, o);
-  app.footer(
-      "Nothing is trained: gradients are normal, and selections the same in every step.\n\n"
-      "Example:\n"
-      "  skim simulate --params 1000000 --ranks 16,128 --link 1gbit --latency 0.4ms");
-  return parse_and_run(app, argc, argv, [&] { return run(o); });
+  const bool training = std::any_of(argv, argv + argc,
+                                    [](const char* a) { return std::string_view(a) == "--train"; });
+  return training ? simulate_training(argc, argv) : simulate_exchanges(argc, argv);
 }
 
 }  // namespace skim::tool

@@ -1,6 +1,7 @@
 // skim train: options, ranks, runs, table.
 #include "tools/train_command.hpp"
 
+#include <fmt/format.h>
 #include <signal.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -15,6 +16,7 @@
 #include "skim/error.hpp"
 #include "skim/version.hpp"
 #include "tools/commands.hpp"
+#include "tools/fit.hpp"
 #include "tools/launcher.hpp"
 #include "tools/report.hpp"
 #include "train/models.hpp"
@@ -58,6 +60,20 @@ struct Arguments {
   std::vector<std::string> compare;
   std::string summary;
 };
+
+std::vector<std::string> exchanges_but(std::initializer_list<ExchangeKind> kinds) {
+  std::vector<std::string> names(exchange_kind_names().begin(), exchange_kind_names().end());
+  for (const ExchangeKind k : kinds) {
+    std::erase(names, exchange_kind_names()[static_cast<std::size_t>(k)]);
+  }
+  return names;
+}
+std::vector<std::string> parts_of_a_hierarchy() {
+  return exchanges_but({ExchangeKind::dense, ExchangeKind::hierarchical, ExchangeKind::automatic});
+}
+std::vector<std::string> choices_of_auto() {
+  return exchanges_but({ExchangeKind::hierarchical, ExchangeKind::automatic});
+}
 
 }  // namespace
 
@@ -122,6 +138,32 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
               "densities before that: none; dgc, gaussiank, gtopk (the lists of their papers); "
               "geometric:EPOCHS; or a list, one an epoch: 0.25,0.06");
   line.choice("--drop", t.drop, "gtopk: who keeps what a merge drops", drop_policy_names());
+  line.choice("--gtopk-form", t.gtopk_form,
+              "gtopk: the published tree, or a butterfly, of half the rounds", gtopk_form_names());
+  line.flag("--oktopk-exact", t.oktopk.exact,
+            "oktopk: the largest of the exact sum, at a volume without a bound");
+  line.option("--oktopk-cut-every", t.oktopk.cut_every, "N",
+              "oktopk: steps until the cut is found anew")
+      ->check(positive());
+  line.option("--oktopk-regions-every", t.oktopk.regions_every, "N",
+              "oktopk: steps until the ranks' index ranges are")
+      ->check(positive());
+  line.choice("--inside-hosts", t.inside_hosts, "hierarchical: among the ranks of a host",
+              parts_of_a_hierarchy());
+  line.choice("--between-hosts", t.between_hosts, "hierarchical: among one rank of each host",
+              parts_of_a_hierarchy());
+  line.plain("--auto-among", t.auto_among, "NAME,...",
+             "auto: what it may choose [dense,allgather,gtopk,oktopk,sparcml]")
+      ->delimiter(',')
+      ->check(CLI::IsMember(choices_of_auto()));
+  const auto read = [&t](const std::string& path) {
+    const Fit fit = read_fit(path);
+    t.auto_link = fit.link;
+    t.auto_local = fit.local;
+  };
+  line.call("--fit", read, "FILE",
+            "auto: link and local speeds as skim bench network --json wrote them; without, the "
+            "link is measured");
   line.choice("--index-code", t.index_code, "indices in frames; auto: the smallest for each",
               train::index_code_choices());
   line.choice("--value-code", t.value_code, "values in frames: q8, q4, q2 with scales for blocks",
@@ -332,8 +374,12 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     };
     observer.on_resume = [&](std::int64_t step) {
       metrics.forget_after(row.name, step);
-      std::fprintf(people, "%s  resumed after step %lld\n", row.name.c_str(),
-                   static_cast<long long>(step));
+      progress.say(fmt::format("resumed after step {}", step));
+    };
+    observer.on_decision = [&](std::int64_t step, Slot slot, std::size_t n, std::string_view why) {
+      metrics.write(
+          {{"run", row.name}, {"decision", why}, {"step", step}, {"bucket", slot}, {"n", n}});
+      progress.say(fmt::format("step {}  bucket {} ({} entries): {}", step, slot, n, why));
     };
     if (first && command.attach) command.attach(row, comm.size(), observer);
     row.summary = train::train(row.options, data, comm, g_stop, observer);

@@ -20,11 +20,9 @@ struct GradientBuckets::Hook : torch::autograd::FunctionPostHook {
   std::size_t bucket;
 };
 
-GradientBuckets::GradientBuckets(Model& model, std::size_t bucket_bytes, Reducer& reducer)
-    : reducer_(reducer) {
+FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes) {
   const auto named = model.named_parameters();
-  std::vector<Bucket> layout;
-  std::vector<std::vector<torch::Tensor>> members;
+  FlatGradients flat;
   std::size_t filled = 0;
   // Backward reaches the last layers first.
   for (auto it = named.end(); it != named.begin();) {
@@ -32,33 +30,46 @@ GradientBuckets::GradientBuckets(Model& model, std::size_t bucket_bytes, Reducer
     const torch::Tensor& parameter = it->value();
     if (!parameter.requires_grad()) continue;
     const auto length = static_cast<std::size_t>(parameter.numel());
-    if (layout.empty() || (bucket_bytes > 0 && filled * sizeof(float) >= bucket_bytes)) {
-      layout.push_back({.slot = static_cast<Slot>(layout.size()), .parameters = {}});
-      members.emplace_back();
+    if (flat.layout.empty() || (bucket_bytes > 0 && filled * sizeof(float) >= bucket_bytes)) {
+      flat.layout.push_back({.slot = static_cast<Slot>(flat.layout.size()), .parameters = {}});
+      flat.members.emplace_back();
       filled = 0;
     }
-    layout.back().parameters.push_back({.name = it->key(), .offset = filled, .length = length});
-    members.back().push_back(parameter);
+    flat.layout.back().parameters.push_back(
+        {.name = it->key(), .offset = filled, .length = length});
+    flat.members.back().push_back(parameter);
     filled += length;
-    parameters_ += length;
+    flat.parameters += length;
   }
-  for (std::size_t b = 0; b < layout.size(); ++b) {
-    const Segment& last = layout[b].parameters.back();
+  for (std::size_t b = 0; b < flat.layout.size(); ++b) {
+    const Segment& last = flat.layout[b].parameters.back();
     const auto n = static_cast<std::int64_t>(last.offset + last.length);
-    buffers_.push_back(torch::zeros({n}, torch::kFloat32));
-    sizes_.push_back(members[b].size());
-    for (std::size_t m = 0; m < members[b].size(); ++m) {
-      torch::Tensor& parameter = members[b][m];
-      const auto offset = static_cast<std::int64_t>(layout[b].parameters[m].offset);
+    flat.buffers.push_back(torch::zeros({n}, torch::kFloat32));
+    for (std::size_t m = 0; m < flat.members[b].size(); ++m) {
+      torch::Tensor& parameter = flat.members[b][m];
+      const auto offset = static_cast<std::int64_t>(flat.layout[b].parameters[m].offset);
       parameter.mutable_grad() =
-          buffers_[b].narrow(0, offset, parameter.numel()).view(parameter.sizes());
+          flat.buffers[b].narrow(0, offset, parameter.numel()).view(parameter.sizes());
+    }
+  }
+  return flat;
+}
+
+GradientBuckets::GradientBuckets(Model& model, std::size_t bucket_bytes, Reducer& reducer)
+    : reducer_(reducer) {
+  FlatGradients flat = flatten_gradients(model, bucket_bytes);
+  parameters_ = flat.parameters;
+  buffers_ = std::move(flat.buffers);
+  for (std::size_t b = 0; b < flat.members.size(); ++b) {
+    sizes_.push_back(flat.members[b].size());
+    for (const torch::Tensor& parameter : flat.members[b]) {
       auto node = torch::autograd::impl::grad_accumulator(parameter);
       node->add_post_hook(std::make_unique<Hook>(*this, b));
       accumulators_.push_back(std::move(node));
     }
   }
   missing_ = sizes_;
-  reducer_.set_layout(layout);
+  reducer_.set_layout(flat.layout);
 }
 
 GradientBuckets::~GradientBuckets() { drain(); }

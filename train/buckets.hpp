@@ -13,12 +13,21 @@
 
 namespace skim::train {
 
-// Makes every parameter's grad a view into a flat buffer, one buffer a bucket, and keeps it so.
-// Not thread-safe. model and reducer must outlive it.
+// A model's gradients as flat buffers, one a bucket: every parameter's grad is a view into one.
+struct FlatGradients {
+  std::vector<Bucket> layout;          // slot b is bucket b, parameters by their name in the model
+  std::vector<torch::Tensor> buffers;  // [buckets]
+  std::vector<std::vector<torch::Tensor>> members;  // the parameters of a bucket
+  std::size_t parameters = 0;                       // n, over all buckets
+};
+// bucket_bytes: a bucket is closed once it holds as many; 0: one bucket.
+FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes);
+
+// The flat gradients of one rank, which it keeps flat. Not thread-safe. model and reducer must
+// outlive it.
 class GradientBuckets {
  public:
-  // bucket_bytes: a bucket is closed once it holds as many; 0: one bucket. Declares the layout to
-  // the reducer: slot b is bucket b, parameters by their name in the model.
+  // As flatten_gradients. Declares the layout to the reducer.
   GradientBuckets(Model& model, std::size_t bucket_bytes, Reducer& reducer);
   ~GradientBuckets();
   GradientBuckets(const GradientBuckets&) = delete;

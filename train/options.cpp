@@ -100,6 +100,13 @@ nlohmann::json identity(const TrainOptions& o) {
       {"select_seeds", o.select_seeds},
       {"per_layer", o.per_layer},
       {"drop", o.drop},
+      {"gtopk_form", o.gtopk_form},
+      {"oktopk_exact", o.oktopk.exact},
+      {"oktopk_cut_every", o.oktopk.cut_every},
+      {"oktopk_regions_every", o.oktopk.regions_every},
+      {"inside_hosts", o.inside_hosts},
+      {"between_hosts", o.between_hosts},
+      {"auto_among", o.auto_among},
       {"value_code", o.value_code},
       {"rounding", o.rounding},
       {"feedback", o.feedback},
@@ -132,6 +139,20 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   r.exchange.kind =
       static_cast<ExchangeKind>(index_of(o.exchange, exchange_kind_names(), "--exchange"));
   r.exchange.drop = static_cast<DropPolicy>(index_of(o.drop, drop_policy_names(), "--drop"));
+  r.exchange.gtopk_form =
+      static_cast<GTopKForm>(index_of(o.gtopk_form, gtopk_form_names(), "--gtopk-form"));
+  r.exchange.oktopk = o.oktopk;
+  const auto kind_of = [](const std::string& name, const char* option) {
+    return static_cast<ExchangeKind>(index_of(name, exchange_kind_names(), option));
+  };
+  r.exchange.hierarchy = {.inside = kind_of(o.inside_hosts, "--inside-hosts"),
+                          .between = kind_of(o.between_hosts, "--between-hosts")};
+  if (!o.auto_among.empty()) r.exchange.automatic.among.clear();
+  for (const std::string& name : o.auto_among) {
+    r.exchange.automatic.among.push_back(kind_of(name, "--auto-among"));
+  }
+  r.exchange.automatic.link = o.auto_link;
+  r.exchange.automatic.local = o.auto_local;
   if (const std::size_t code = index_of(o.index_code, index_code_choices(), "--index-code");
       code > 0) {
     r.exchange.codec.index = static_cast<IndexCode>(code - 1);

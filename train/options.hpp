@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,6 +55,13 @@ struct TrainOptions {
   std::string select_seeds = "same";  // or "own": what rules draw, on the ranks
   bool per_layer = false;             // select inside every parameter
   std::string drop = "survivors";
+  std::string gtopk_form = "butterfly";
+  OkTopKOptions oktopk = {};
+  std::string inside_hosts = "allgather", between_hosts = "gtopk";  // hierarchical
+  std::vector<std::string> auto_among{};                            // empty: AutoOptions::among
+  // What auto predicts from, on rank 0; none: it measures the link.
+  std::optional<Link> auto_link = {};
+  LocalSpeeds auto_local = AutoOptions().local;
   std::string index_code = "auto";  // of frames; auto: the smallest, found for each
   std::string value_code = "f32", rounding = "nearest";  // of values in frames
   std::string feedback = "residual";                     // or "none"

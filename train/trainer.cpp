@@ -2,14 +2,12 @@
 // they fill), finish (wait for them), end_step (apply or skip), optimizer.
 #include "train/trainer.hpp"
 
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
@@ -17,8 +15,8 @@
 #include "skim/error.hpp"
 #include "train/buckets.hpp"
 #include "train/checkpoint.hpp"
+#include "train/loop.hpp"
 #include "train/models.hpp"
-#include "train/random.hpp"
 
 namespace fs = std::filesystem;
 
@@ -26,12 +24,6 @@ namespace skim::train {
 namespace {
 
 constexpr std::uint32_t kStopSignal = 1;
-constexpr std::int64_t kEvaluationBatch = 250;
-
-using Clock = std::chrono::steady_clock;
-double milliseconds(Clock::duration d) {
-  return std::chrono::duration<double, std::milli>(d).count();
-}
 
 // Each rank's numbers, by rank. Collective.
 std::vector<std::vector<double>> gather(std::span<const double> mine, Communicator& comm) {
@@ -47,15 +39,6 @@ std::vector<std::vector<double>> gather(std::span<const double> mine, Communicat
     std::memcpy(numbers[r].data(), all[r].data(), all[r].size());
   }
   return numbers;
-}
-
-// Floating-point buffers of a model (batch norm's running statistics), flat.
-std::vector<torch::Tensor> float_buffers(Model& model) {
-  std::vector<torch::Tensor> buffers;
-  for (const torch::Tensor& b : model.buffers()) {
-    if (b.is_floating_point()) buffers.push_back(b);
-  }
-  return buffers;
 }
 
 // While it lives, the model's buffers hold their means over the ranks; afterwards this rank's own
@@ -86,65 +69,6 @@ class AveragedBuffers {
   std::vector<torch::Tensor> buffers_, own_;
 };
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o, Model& model) {
-  std::vector<torch::Tensor> decayed, plain;
-  for (const torch::Tensor& p : model.parameters()) {
-    (o.decay_biases || takes_weight_decay(p) ? decayed : plain).push_back(p);
-  }
-  const auto groups = [&](auto options) {
-    options.weight_decay(o.weight_decay);
-    auto without = options;
-    without.weight_decay(0.0);
-    std::vector<torch::optim::OptimizerParamGroup> list;
-    list.emplace_back(decayed, std::make_unique<decltype(options)>(options));
-    if (!plain.empty()) list.emplace_back(plain, std::make_unique<decltype(options)>(without));
-    return list;
-  };
-  const double lr = o.learning_rate.base;
-  switch (o.optimizer) {
-    case OptimizerKind::sgd: {
-      const auto s = torch::optim::SGDOptions(lr).momentum(o.momentum).nesterov(o.nesterov);
-      return std::make_unique<torch::optim::SGD>(groups(s), s);
-    }
-    case OptimizerKind::adam: {
-      const torch::optim::AdamOptions s(lr);
-      return std::make_unique<torch::optim::Adam>(groups(s), s);
-    }
-    case OptimizerKind::adamw: {
-      const torch::optim::AdamWOptions s(lr);
-      return std::make_unique<torch::optim::AdamW>(groups(s), s);
-    }
-  }
-  throw InvalidArgument("unknown optimizer");
-}
-
-// Scales the mean gradient to at most `limit` in norm. Equal on all ranks, as the gradient is.
-void clip(const std::vector<torch::Tensor>& buffers, double limit) {
-  double norm2 = 0.0;
-  for (const torch::Tensor& b : buffers) norm2 += b.dot(b).item<double>();
-  const double norm = std::sqrt(norm2);
-  if (!(norm > limit)) return;
-  for (torch::Tensor b : buffers) b.mul_(limit / norm);
-}
-
-double median(std::vector<double>& values) {
-  if (values.empty()) return 0.0;
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
-std::uint64_t peak_rss_bytes() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
-}
-
-double ring_bytes(std::size_t n, int ranks) {
-  const double P = ranks;
-  return 2.0 * (P - 1.0) / P * static_cast<double>(n) * sizeof(float);
-}
-
 // Writes a torch archive. Through memory: torch ends the process when a stream fails under it.
 template <class T>
 void write_archive(const fs::path& path, const T& what) {
@@ -163,7 +87,7 @@ class Run {
         comm_(comm),
         stop_(stop),
         observer_(observer),
-        model_(make_model(with_sizes(options, data.info()))),
+        model_(make_model(options, data.info())),
         optimizer_(make_optimizer(options, *model_)),
         sampler_(data.info().train_size, comm.size(), options.batch, options.seed),
         reducer_(reducer_options(options, comm.rank()),
@@ -172,13 +96,9 @@ class Run {
                   .exchange = nullptr},
                  comm),
         buckets_(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6), reducer_) {
-    const auto per_epoch = static_cast<double>(sampler_.steps_per_epoch());
-    total_steps_ = options.steps > 0
-                       ? options.steps
-                       : std::max<std::int64_t>(1, std::llround(options.epochs * per_epoch));
-    eval_steps_ = options.eval_epochs > 0.0
-                      ? std::max<std::int64_t>(1, std::llround(options.eval_epochs * per_epoch))
-                      : total_steps_;
+    const RunLength length = run_length(options, sampler_.steps_per_epoch());
+    total_steps_ = length.total;
+    eval_steps_ = length.evaluation;
     reducer_.set_total_steps(static_cast<std::uint64_t>(total_steps_));
   }
 
@@ -196,15 +116,6 @@ class Run {
   }
 
  private:
-  static ModelOptions with_sizes(const TrainOptions& o, const DataInfo& info) {
-    ModelOptions m = model_options(o.model, info, o.seed);
-    if (o.layers > 0) m.layers = o.layers;
-    if (o.hidden > 0) m.hidden = o.hidden;
-    if (o.embedding > 0) m.embedding = o.embedding;
-    if (o.heads > 0) m.heads = o.heads;
-    return m;
-  }
-
   double epoch_at(std::int64_t step) const {
     return static_cast<double>(step) / static_cast<double>(sampler_.steps_per_epoch());
   }
@@ -215,11 +126,10 @@ class Run {
     const std::int64_t in_epoch = done_ % sampler_.steps_per_epoch();
     const Batch batch = data_.train_batch(sampler_.examples(epoch, in_epoch, comm_.rank()), epoch);
     model_->train();
-    model_->seed_dropout(mix(mix(options_.seed) + mix(static_cast<std::uint64_t>(done_)) +
-                             static_cast<std::uint64_t>(comm_.rank())));
+    model_->seed_dropout(dropout_seed(options_.seed, done_, comm_.rank()));
     const double rate = options_.learning_rate.at(epoch_at(done_), epoch_at(total_steps_),
                                                   sampler_.steps_per_epoch());
-    for (auto& group : optimizer_->param_groups()) group.options().set_lr(rate);
+    set_learning_rate(*optimizer_, rate);
     if (stop_.load()) reducer_.raise_signal(kStopSignal);
 
     StepRecord r;
@@ -250,23 +160,7 @@ class Run {
     r.epoch = epoch_at(done_);
     r.n = buckets_.parameters();
     r.dense_bytes = static_cast<std::uint64_t>(std::llround(ring_bytes(r.n, comm_.size())));
-    double kept = 0.0, total = 0.0, residual2 = 0.0;
-    for (const StepReport& b : reports_) {
-      r.k += b.k;
-      r.sent_entries += b.sent_nnz;
-      r.received_entries += b.sum_nnz;
-      r.sent_bytes += b.sent_bytes;
-      r.received_bytes += b.received_bytes;
-      r.threshold = std::max(r.threshold, double{b.threshold});
-      r.select_ms += static_cast<double>(b.select_ns) * 1e-6;
-      r.exchange_ms += static_cast<double>(b.exchange_ns) * 1e-6;
-      r.apply_ms += static_cast<double>(b.apply_ns) * 1e-6;
-      kept += b.group.sent_norm2;
-      total += b.group.accumulated_norm2;
-      residual2 += b.residual_norm * b.residual_norm;
-    }
-    r.capture = total > 0.0 ? kept / total : 1.0;
-    r.residual_norm = std::sqrt(residual2);
+    add_reports(reports_, r);
     sent_bytes_ += r.sent_bytes;
     received_bytes_ += r.received_bytes;
     r.compute_ms = milliseconds(t2 - t1);
@@ -278,6 +172,19 @@ class Run {
                            r.exposed_ms, r.optimizer_ms, r.step_ms};
       for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
       if (observer_.on_step) observer_.on_step(r);
+      if (observer_.on_decision) tell_decisions();
+    }
+  }
+
+  // Those that are new.
+  void tell_decisions() {
+    const Exchange* const exchange = reducer_.exchange();
+    for (const StepReport& b : reports_) {
+      const std::string_view now = exchange ? exchange->decision(b.id.slot) : std::string_view{};
+      std::string& told = decisions_[b.id.slot];
+      if (now == told) continue;
+      told = now;
+      observer_.on_decision(done_, b.id.slot, b.n, now);
     }
   }
 
@@ -292,19 +199,7 @@ class Run {
     const AveragedBuffers averaged(*model_, comm_);
     const torch::NoGradGuard no_grad;
     model_->eval();
-    std::int64_t size = data_.info().test_size;
-    if (options_.eval_examples > 0) size = std::min(size, options_.eval_examples);
-    const std::int64_t first = size * comm_.rank() / comm_.size();
-    const std::int64_t last = size * (comm_.rank() + 1) / comm_.size();
-    double loss = 0.0, correct = 0.0, predictions = 0.0;
-    for (std::int64_t at = first; at < last && !stop_.load(); at += kEvaluationBatch) {
-      const Batch batch = data_.test_batch(at, std::min(last, at + kEvaluationBatch));
-      const torch::Tensor logits = model_->forward(batch.input);
-      const auto count = static_cast<double>(batch.target.numel());
-      loss += cross_entropy(logits, batch.target).item<double>() * count;
-      correct += static_cast<double>(count_correct(logits, batch.target));
-      predictions += count;
-    }
+    const TestSums mine = test_part(options_, data_, *model_, comm_.rank(), comm_.size(), stop_);
     std::size_t hash = 0;
     for (const torch::Tensor& p : model_->parameters()) {
       const torch::Tensor c = p.contiguous();
@@ -312,10 +207,10 @@ class Run {
              std::hash<std::string_view>{}({static_cast<const char*>(c.data_ptr()), c.nbytes()});
     }
     comm_.set_phase({"evaluation"});
-    const auto all =
-        gather(std::array{loss, correct, predictions, loss_sum_, static_cast<double>(loss_count_),
-                          stop_.load() ? 1.0 : 0.0, std::bit_cast<double>(hash)},
-               comm_);
+    const auto all = gather(std::array{mine.loss, mine.correct, mine.predictions, loss_sum_,
+                                       static_cast<double>(loss_count_), stop_.load() ? 1.0 : 0.0,
+                                       std::bit_cast<double>(hash)},
+                            comm_);
     std::array<double, 6> total{};
     for (std::size_t r = 0; r < all.size(); ++r) {
       for (std::size_t i = 0; i < total.size(); ++i) total[i] += all[r][i];
@@ -492,6 +387,7 @@ class Run {
   Evaluation evaluation_;
   std::string checkpoint_;
   std::vector<StepReport> reports_;
+  std::map<Slot, std::string> decisions_;     // told so far
   std::array<std::vector<double>, 7> times_;  // of the steps of this process
 };
 

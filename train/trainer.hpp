@@ -7,6 +7,7 @@
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <string_view>
 
 #include "skim/communicator.hpp"
 #include "skim/select.hpp"
@@ -62,6 +63,9 @@ struct Observer {
   std::function<void(const Evaluation&)> on_evaluation;
   // A run continues after this step: what was recorded of later steps is void.
   std::function<void(std::int64_t step)> on_resume;
+  // A slot of n entries is exchanged by another scheme from the next step on, or by its first one
+  // in this step; why, in one line.
+  std::function<void(std::int64_t step, Slot, std::size_t n, std::string_view)> on_decision;
   // Makes the selector that rank 0 takes in place of the options' own, to look over its shoulder:
   // it must choose as that would. It is called by the reducer's communication thread.
   std::function<std::unique_ptr<Selector>()> selector;

@@ -18,20 +18,22 @@
 
 namespace skim {
 
-// The exchanges, and of all-gather its forms. Not `hierarchical`: inside a host is another link.
+// The exchanges, and of all-gather and gtopk their forms. Not `hierarchical`: inside a host is
+// another link.
 enum class Scheme : std::uint8_t {
   dense,               // ring reduce-scatter and all-gather of whole gradients
   allgather_ring,      // P - 1 rounds
   allgather_doubling,  // log2 P rounds; P a power of two
   allgather_bruck,     // ceil(log2 P) rounds
-  gtopk,
+  gtopk_tree,
+  gtopk_butterfly,
   global_topk,  // all-gather in ceil(log2 P) rounds
   oktopk,       // a run whose cut and regions stand, with selections spread evenly
   sparcml,
 };
 // In the order of the enumerators: "allgather-ring", "gtopk".
 std::span<const std::string_view> scheme_names() noexcept;
-// The name of its exchange on the command line: "allgather" for each of the three forms.
+// The name of its exchange on the command line: "allgather" for each of its three forms.
 std::string_view exchange_of(Scheme scheme) noexcept;
 // Whether the scheme works for so many ranks.
 bool is_possible(Scheme scheme, int ranks) noexcept;
@@ -47,6 +49,8 @@ struct FrameSize {
 
   double bytes(double nnz, double n) const noexcept;  // without statistics
 };
+// Of frames with these options; indices at their entropy unless they are raw.
+FrameSize frame_size(const CodecOptions& options) noexcept;
 // log2 of the number of k-subsets of n, in bits, for 0 <= k <= n; from log-gamma, so k and n need
 // not be whole.
 double subset_bits(double k, double n) noexcept;
@@ -80,8 +84,8 @@ struct Cost {
 // The cost of the exchange `scheme`. For one rank: selection alone. Selections are taken to have no
 // index in common, which is the most that an exchange can cost.
 // Throws: InvalidArgument: a load, link or speed out of range; !is_possible(scheme, ranks).
-// Source: gtopk, allgather_doubling and dense: arXiv 1901.04359, table of costs, with frames in
-// place of 2k words; the others derived from their courses (docs/algorithms.md).
+// Source: gtopk_tree, allgather_doubling and dense: arXiv 1901.04359, table of costs, with frames
+// in place of 2k words; the others derived from their courses (docs/algorithms.md).
 Cost predict(Scheme scheme, const Load& load, const Link& link, const LocalSpeeds& local = {});
 
 // Seconds of a step: compute_s, then selection and exchange. The part `overlap`, in [0, 1], of the
@@ -91,7 +95,7 @@ double step_seconds(double compute_s, const Cost& cost, double overlap = 0.0);
 struct Choice {
   Scheme scheme = Scheme::dense;
   Cost cost;
-  std::string reason;  // one line: "gtopk 8.9 ms, allgather-doubling 9.3 ms, dense 1.35 s"
+  std::string reason;  // one line: "gtopk-tree 8.9 ms, allgather-doubling 9.3 ms, dense 1.35 s"
 };
 // The scheme of `among` with the least total_s, the first of equals; those that are not possible
 // for load.ranks are passed over. Dense pays no selection, so it wins where a link is fast.
@@ -103,11 +107,20 @@ Choice cheapest(std::span<const Scheme> among, const Load& load, const Link& lin
 struct LinkSample {
   double bytes = 0.0, seconds = 0.0;
 };
+// Half the times of round trips between rank 0 and the last one, of 1, 4, 16 .. up to `largest`
+// bytes: on rank 0 the medians, elsewhere nothing. Each length gets 3 to 51 round trips and about
+// budget_s seconds; longer ones are left out once one trip takes longer than that, but two lengths
+// are always there. Collective; the others wait in their next receive. Throws: CommError;
+// InvalidArgument: fewer than two ranks.
+std::vector<LinkSample> ping_pong(Communicator& comm, std::size_t largest, double budget_s);
 // alpha: the median over messages of at most 256 bytes of what beta leaves; beta: the slope of a
 // line, with relative weights, through those of at least 256 KiB, or through all if there are not
 // two lengths. Not one line through all: a shaper lets a burst through at once, and a line through
 // large messages then meets 0 bytes below 0 seconds. Not below 0.
 // Throws: InvalidArgument: fewer than two different lengths, a time that is not > 0.
 Link fit_link(std::span<const LinkSample> samples);
+
+// "8.9 ms", "35 us", "1.35 s".
+std::string duration_text(double seconds);
 
 }  // namespace skim

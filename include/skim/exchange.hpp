@@ -4,11 +4,14 @@
 #include <cstdint>
 #include <iosfwd>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "skim/codec.hpp"
 #include "skim/communicator.hpp"
+#include "skim/cost.hpp"
 #include "skim/types.hpp"
 
 namespace skim {
@@ -21,6 +24,7 @@ enum class ExchangeKind : std::uint8_t {
   oktopk,        // sums split by index range over the ranks, then all-gather of the largest
   sparcml,       // recursive doubling; exact sum of what was selected, dense where it fills up
   hierarchical,  // one exchange inside hosts, and one between them
+  automatic,     // "auto": of those above, what the cost model finds cheapest, for each slot
 };
 // The names that the command line knows, in enumerator order.
 std::span<const std::string_view> exchange_kind_names() noexcept;
@@ -33,6 +37,12 @@ enum class DropPolicy : std::uint8_t {
                  // loses mass when an index survives on one branch and is dropped on another
 };
 std::span<const std::string_view> drop_policy_names() noexcept;
+
+enum class GTopKForm : std::uint8_t {
+  tree,       // as published: 2 ceil(log2 P) rounds, 2 (P - 1) frames in all
+  butterfly,  // pairs swap and both merge: log2 P rounds (floor, and 2, if P is no power of two)
+};
+std::span<const std::string_view> gtopk_form_names() noexcept;
 
 // Views are valid until the next run() on the same object.
 struct ExchangeResult {
@@ -62,6 +72,17 @@ class Exchange {
   // Gives held mass back, for a change of exchange or of group size.
   virtual void flush(Slot, SparseBuffer& returned) { returned.reset(returned.view().dim); }
 
+  // For exchanges that choose, and so for callers that can sum a bucket whole. Before its
+  // selection: whether the bucket should go dense, and skip run(). Collective; equal on all ranks.
+  // Throws: CommError; InvalidArgument, before anything is sent.
+  virtual bool wants_dense(StepId, std::size_t /*n*/, const Keep&, Communicator&) { return false; }
+  // After it, whichever way it went: what selection (of a dense one: accumulation) and exchange
+  // took on this rank, by the communicator's clock. Not collective.
+  virtual void took(StepId, std::int64_t /*select_ns*/, std::int64_t /*exchange_ns*/) noexcept {}
+  // What the slot's next bucket will go by, and why, in one line whose first word is the name of a
+  // Scheme; empty: nothing to choose. Valid until the slot's next wants_dense().
+  virtual std::string_view decision(Slot) const noexcept { return {}; }
+
   virtual void end_step() noexcept {}
   virtual void rollback_step() {}  // held mass as before the step
   virtual void save(std::ostream&) const {}
@@ -77,19 +98,39 @@ struct OkTopKOptions {
   std::uint32_t regions_every = 64;  // the same for the ranks' index ranges; > 0
 };
 
-// Neither may be `dense` or `hierarchical`.
+// Neither may be `dense`, `hierarchical` or `automatic`.
 struct HierarchyOptions {
   ExchangeKind inside = ExchangeKind::allgather;  // of a host: its ranks
   ExchangeKind between = ExchangeKind::gtopk;     // one rank of each host
 };
 
+// How `automatic` chooses: the cost model (cost.hpp) predicts, and what the group measured corrects
+// it. Alike on all ranks, and per slot. A resumed run chooses anew.
+struct AutoOptions {
+  // Not `automatic` or `hierarchical`. gtopk and oktopk hold more back than the others do.
+  std::vector<ExchangeKind> among{ExchangeKind::dense, ExchangeKind::allgather, ExchangeKind::gtopk,
+                                  ExchangeKind::oktopk, ExchangeKind::sparcml};
+  // Those of rank 0 count. No link: it measures the one to the last rank before the first bucket,
+  // in a second or so.
+  std::optional<Link> link = {};
+  LocalSpeeds local = {.select_s = 0.35e-9, .merge_s = 10e-9, .add_s = 0.35e-9};
+  std::uint32_t review_every = 32;  // buckets of a slot until measurements are compared; > 0
+};
+
 struct ExchangeOptions {
   ExchangeKind kind = ExchangeKind::allgather;
   DropPolicy drop = DropPolicy::survivors;  // gtopk
+  GTopKForm gtopk_form = GTopKForm::butterfly;
   OkTopKOptions oktopk = {};
   HierarchyOptions hierarchy = {};
+  AutoOptions automatic = {};
   CodecOptions codec = {};
 };
+
+// What the cost model calls the exchange of k of n entries; none: it has no model of it, or, of
+// automatic, the choice is the group's (Exchange::decision).
+std::optional<Scheme> scheme_of(const ExchangeOptions& options, int ranks, std::size_t n,
+                                std::size_t k);
 
 // Throws: InvalidArgument for `dense`, which is no Exchange.
 std::unique_ptr<Exchange> make_exchange(const ExchangeOptions& options);

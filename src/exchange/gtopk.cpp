@@ -1,22 +1,39 @@
-// gTop-k (arXiv 1901.04359): partial sums go up a binary tree, each merge keeps its k largest
-// entries, and the root's result is broadcast. Any number of ranks.
+// gTop-k (arXiv 1901.04359): partial sums meet pairwise, and each merge keeps its k largest
+// entries. Any number of ranks.
 //
-// Vocabulary: a `merge` adds the frame of a child to what a rank holds and splits the sum into
-// `kept` (k entries) and `dropped`. The `result` is what the root kept last.
+// Vocabulary: a `merge` adds two partial sums, of neighbouring *blocks* of ranks, the lower block's
+// first, and splits the sum into `kept` (k entries) and `dropped`. The `result` is what the merge
+// of all ranks kept.
+//
+//   tree       as published: the upper block's lowest rank sends to the lower block's, which
+//   merges;
+//              rank 0 broadcasts the result
+//   butterfly  all ranks of both blocks swap, pair by pair, and all merge: the same merges, on
+//   every
+//              rank, so that nothing is left to broadcast. With P no power of two, the ranks above
+//              the largest one, Q, first give theirs to the rank Q below, and get the result from
+//              it
+//
+// The tree's broadcast cannot begin before its reduction ends, as the result depends on every
+// frame. A butterfly is the tree with both at once: the same links, in the other direction.
+//
+// Every dropped entry has one *keeper*. With the tree that is the rank that merged. With the
+// butterfly a whole block has made the merge, and its ranks take turns, entry by entry.
 //
 // Who re-queues a dropped entry (DropPolicy), with `mine` this rank's selection:
-//   survivors     index in the result:     the merger that dropped it (its part never arrived)
+//   survivors     index in the result:     the keeper (its part never arrived)
 //                 index not in the result: every owner its own part of `mine`
-//   merger_keeps  the merger, always
-//   sender_keeps  every owner, if the index is not in the result (as published): what a merger
+//   merger_keeps  the keeper, always
+//   sender_keeps  every owner, if the index is not in the result (as published): what a merge
 //                 dropped of an index that survived elsewhere is lost
 //
-// What a rank rounds off the sum that it sends on (`error_`) comes back to that rank: with
-// merger_keeps always, otherwise if the index is in the result, because if it is not, its owners
-// take back what they gave, whole.
+// What is rounded off a sum before it is sent on (`error_`) has a keeper, too, and comes back to
+// it: with merger_keeps always, otherwise if the index is in the result, because if it is not, its
+// owners take back what they gave, whole.
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <deque>
 #include <vector>
 
 #include "exchange/factories.hpp"
@@ -28,7 +45,8 @@ namespace {
 
 class GTopK final : public Exchange {
  public:
-  explicit GTopK(const ExchangeOptions& options) : codec_(options.codec), drop_(options.drop) {}
+  explicit GTopK(const ExchangeOptions& options)
+      : codec_(options.codec), drop_(options.drop), form_(options.gtopk_form) {}
   std::string_view name() const noexcept override { return "gtopk"; }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
@@ -36,108 +54,213 @@ class GTopK final : public Exchange {
     returned_.reset(mine.dim);
     if (comm.size() == 1) return {.sum = mine, .returned = returned_.view(), .contributors = 1};
     return or_abort(comm, [&] {
-      const std::size_t merges = reduce(id, mine, keep.k, stats, comm);
-      comm.set_phase({"gtopk: broadcast"});
-      comm.broadcast(frame_, 0);
-      decode_message(codec_, frame_, mine.dim, result_, stats, comm, 0);
-      put_back(mine, merges);
+      make_room(mine, keep.k);
+      held_ = mine;
+      merges_ = 0;
+      errors_.clear();
+      if (form_ == GTopKForm::tree) {
+        tree(id, keep.k, stats, comm);
+      } else {
+        butterfly(id, keep.k, stats, comm);
+      }
+      put_back(mine);
       return ExchangeResult{
-          .sum = result_.view(), .returned = returned_.view(), .contributors = comm.size()};
+          .sum = held_, .returned = returned_.view(), .contributors = comm.size()};
     });
   }
 
  private:
-  // Up the tree: in round r a rank that is an odd multiple of 2^r sends what it holds to the rank
-  // 2^r below it and is done. Leaves frame_ of the root holding the result. Returns the number of
-  // merges that this rank made; dropped_ has one list for each.
-  std::size_t reduce(StepId id, const SparseView& mine, std::size_t k, GroupStats& stats,
-                     Communicator& comm) {
+  // Room for the most that may come, not for what comes: a warm step allocates nothing, however
+  // much the ranks' selections overlap.
+  void make_room(const SparseView& mine, std::size_t k) {
+    room_ = std::max(k, mine.nnz());
+    for (auto* frame : {&frame_, &message_}) {
+      frame->reserve(codec_.max_encoded_bytes(room_, mine.dim));
+    }
+    for (SparseBuffer* s : {&incoming_, &kept_[0], &kept_[1], &mine_lost_}) s->reserve(room_);
+    merged_.reserve(2 * room_);
+    scratch_.reserve(2 * room_);
+  }
+  // Those buffers are made once per run of a group, and then reused in the same order.
+  static SparseBuffer& nth(std::deque<SparseBuffer>& buffers, std::size_t i, std::size_t room) {
+    if (buffers.size() == i) buffers.emplace_back();
+    buffers[i].reserve(room);
+    return buffers[i];
+  }
+
+  // held_ to `to`. What this rank selected is quantized already; a sum is not.
+  void send(StepId id, const GroupStats& stats, Communicator& comm, int to) {
+    if (merges_ > 0) round_off(id, comm, {comm.rank(), 1}, 0);
+    encode(stats, frame_);
+    comm.wait(comm.isend(frame_, to));
+  }
+  void encode(const GroupStats& stats, std::vector<std::byte>& frame) {
+    frame.clear();
+    codec_.encode(held_, &stats, frame);
+  }
+  void receive(Communicator& comm, int from) {
+    comm.wait(comm.ireceive(message_, from));
+    decode_message(codec_, message_, held_.dim, incoming_, of_peer_, comm, from);
+  }
+
+  // The ranks that have made a merge alike: `size` of them from `first` on.
+  struct Block {
+    int first = 0, size = 1;
+  };
+  // Leaves in s this rank's turns.
+  static void take_turns(SparseBuffer& s, const Block& block, int rank) {
+    if (block.size == 1) return;
+    const auto turn = static_cast<std::size_t>(rank - block.first);
+    const std::span<Index> index = s.indices();
+    const std::span<float> value = s.values();
+    std::size_t own = 0;
+    for (std::size_t e = turn; e < value.size(); e += static_cast<std::size_t>(block.size)) {
+      index[own] = index[e];
+      value[own++] = value[e];
+    }
+    s.resize(own);
+  }
+
+  // Rounds held_, a sum, to what a frame keeps: alike on all ranks of the block.
+  void round_off(StepId id, const Communicator& comm, const Block& block, int hop) {
+    if (codec_.options().value == ValueCode::f32) return;
+    SparseBuffer& error = nth(error_, errors_.size(), room_);
+    quantize_to_send(codec_, id, block.first + comm.size() * (hop + 1), kept_[merges_ % 2], error);
+    held_ = kept_[merges_ % 2].view();
+    take_turns(error, block, comm.rank());
+    errors_.push_back(error.view());
+  }
+
+  // Merges held_ with what came in, as all ranks of the block do. lower: held_ is of the lower
+  // half.
+  void merge(std::size_t k, GroupStats& stats, bool lower, const Block& block, int rank) {
+    const SparseView theirs = incoming_.view();
+    sum(lower ? std::array{held_, theirs} : std::array{theirs, held_}, merged_);
+    SparseBuffer& dropped = nth(dropped_, merges_, 2 * room_);
+    SparseBuffer& kept = kept_[++merges_ % 2];
+    split_top_k(merged_.view(), k, kept, dropped, scratch_);
+    take_turns(dropped, block, rank);
+    held_ = kept.view();
+    GroupStats first = lower ? stats : of_peer_;
+    combine(first, lower ? of_peer_ : stats);
+    stats = first;
+  }
+
+  // In round r a rank that is an odd multiple of 2^r sends what it holds to the rank 2^r below it
+  // and is done.
+  void tree(StepId id, std::size_t k, GroupStats& stats, Communicator& comm) {
     const int rounds = static_cast<int>(std::bit_width(static_cast<unsigned>(comm.size() - 1)));
     const int rank = comm.rank();
-    SparseView held = mine;
-    std::size_t merges = 0;
     bool active = true;
-    // Room for the most that may come, not for what comes: a warm step allocates nothing, however
-    // much the ranks' selections overlap.
-    const std::size_t room = std::max(k, mine.nnz());
-    returned_room_ = 2 * room;
-    frame_.reserve(codec_.max_encoded_bytes(room, mine.dim));
-    for (SparseBuffer* s : {&incoming_, &kept_, &result_, &error_arrived_}) s->reserve(room);
-    error_.reset(mine.dim);
-    // Only a sum: what this rank selected is quantized.
-    const auto encode = [&] {
-      if (merges > 0) quantize_to_send(codec_, id, 1, comm, kept_, error_);
-      frame_.clear();
-      codec_.encode(held, &stats, frame_);
-    };
     for (int round = 0; round < rounds; ++round) {
       comm.set_phase({"gtopk: merge", round + 1, rounds});
       const int distance = 1 << round;
       if (active && (rank & distance) != 0) {
-        encode();
-        comm.wait(comm.isend(frame_, rank - distance));
+        send(id, stats, comm, rank - distance);
         active = false;
       } else if (active && rank + distance < comm.size()) {
-        const int child = rank + distance;
-        comm.wait(comm.ireceive(frame_, child));
-        GroupStats of_child;
-        decode_message(codec_, frame_, mine.dim, incoming_, of_child, comm, child);
-        combine(stats, of_child);
-        if (dropped_.size() == merges) dropped_.emplace_back();
-        const std::size_t most = std::max(2 * room, held.nnz() + incoming_.nnz());
-        returned_room_ += most;
-        dropped_[merges].reserve(most);
-        scratch_.reserve(most);
-        error_.reserve(most);
-        merged_.reserve(most);
-        sum(std::array{held, incoming_.view()}, merged_);
-        split_top_k(merged_.view(), k, kept_, dropped_[merges], scratch_);
-        held = kept_.view();
-        ++merges;
+        receive(comm, rank + distance);
+        merge(k, stats, true, {rank, 1}, rank);
       }
       comm.end_round();
     }
-    if (rank == 0) encode();
-    return merges;
+    comm.set_phase({"gtopk: broadcast"});
+    if (rank == 0) {
+      round_off(id, comm, {0, 1}, 0);
+      encode(stats, message_);
+    }
+    comm.broadcast(message_, 0);
+    if (rank == 0) return;
+    decode_message(codec_, message_, held_.dim, incoming_, stats, comm, 0);
+    held_ = incoming_.view();
   }
 
-  void put_back(const SparseView& mine, std::size_t merges) {
-    const SparseView result = result_.view();
-    parts_.clear();
-    if (drop_ != DropPolicy::merger_keeps) {
-      filter(mine, result, false, mine_lost_);
-      parts_.push_back(mine_lost_.view());
+  void butterfly(StepId id, std::size_t k, GroupStats& stats, Communicator& comm) {
+    const int rank = comm.rank();
+    const int inner = static_cast<int>(std::bit_floor(static_cast<unsigned>(comm.size())));
+    const int rounds = std::countr_zero(static_cast<unsigned>(inner));
+    const bool folds = inner < comm.size();
+    if (folds) {
+      comm.set_phase({"gtopk: fold"});
+      if (rank >= inner) {
+        send(id, stats, comm, rank - inner);
+      } else if (rank + inner < comm.size()) {
+        receive(comm, rank + inner);
+        merge(k, stats, true, {rank, 1}, rank);
+      }
+      comm.end_round();
     }
-    if (drop_ != DropPolicy::sender_keeps) {
-      survived_.resize(std::max(survived_.size(), merges));
-      for (std::size_t m = 0; m < merges; ++m) {
-        if (drop_ == DropPolicy::survivors) {
-          survived_[m].reserve(mine.nnz());
-          filter(dropped_[m].view(), result, true, survived_[m]);
-          parts_.push_back(survived_[m].view());
-        } else {
-          parts_.push_back(dropped_[m].view());
+    for (int round = 0; round < rounds; ++round) {
+      if (rank < inner) {
+        comm.set_phase({"gtopk: merge", round + 1, rounds});
+        const int size = 1 << round;
+        const int partner = rank ^ size;
+        const Block mine{rank & ~(size - 1), size};
+        if (merges_ > 0) round_off(id, comm, mine, round);
+        encode(stats, frame_);
+        const Ticket sending = comm.isend(frame_, partner);
+        receive(comm, partner);
+        comm.wait(sending);
+        merge(k, stats, rank < partner, {rank & ~(2 * size - 1), 2 * size}, rank);
+      }
+      comm.end_round();
+    }
+    if (folds) {
+      comm.set_phase({"gtopk: unfold"});
+      if (rank >= inner) {
+        receive(comm, rank - inner);
+        held_ = incoming_.view();
+        stats = of_peer_;
+      } else {
+        round_off(id, comm, {0, inner}, rounds);  // what the others will get
+        if (rank + inner < comm.size()) {
+          encode(stats, frame_);
+          comm.wait(comm.isend(frame_, rank + inner));
         }
       }
+      comm.end_round();
     }
-    if (drop_ == DropPolicy::merger_keeps) {
-      parts_.push_back(error_.view());
-    } else {
-      filter(error_.view(), result, true, error_arrived_);
-      parts_.push_back(error_arrived_.view());
+  }
+
+  // held_ is the result.
+  void put_back(const SparseView& mine) {
+    parts_.clear();
+    if (drop_ != DropPolicy::merger_keeps) {
+      filter(mine, held_, false, mine_lost_);
+      parts_.push_back(mine_lost_.view());
     }
-    returned_.reserve(returned_room_);
-    sum(parts_, returned_);
+    const auto add = [&](const SparseView& kept_here) {
+      if (drop_ == DropPolicy::merger_keeps) {
+        parts_.push_back(kept_here);
+      } else {
+        SparseBuffer& arrived = nth(arrived_, parts_.size() - 1, room_);
+        filter(kept_here, held_, true, arrived);
+        parts_.push_back(arrived.view());
+      }
+    };
+    if (drop_ != DropPolicy::sender_keeps) {
+      for (std::size_t m = 0; m < merges_; ++m) add(dropped_[m].view());
+    }
+    for (const SparseView& error : errors_) add(error);
+    returned_.reserve((2 * parts_.size() + 1) * room_);
+    if (!parts_.empty()) sum(parts_, returned_);
   }
 
   Codec codec_;
   DropPolicy drop_;
-  std::vector<std::byte> frame_;
-  SparseBuffer incoming_, merged_, kept_, result_, mine_lost_, error_, error_arrived_, returned_;
-  std::vector<SparseBuffer> dropped_, survived_;  // [merges]
-  std::vector<SparseView> parts_;
+  GTopKForm form_;
+  std::vector<std::byte> frame_, message_;
+  GroupStats of_peer_;
+  SparseView held_;         // the partial sum that this rank has
+  std::size_t merges_ = 0;  // that made it
+  std::size_t room_ = 0;    // entries of a frame, at most
+  SparseBuffer incoming_, merged_, mine_lost_, returned_;
+  std::array<SparseBuffer, 2> kept_;  // of the merges in turn: one reads the other
+  std::deque<SparseBuffer> dropped_;  // [merges_]: this rank's turns
+  std::deque<SparseBuffer> error_;    // [errors_.size()]: this rank's turns
+  std::vector<SparseView> errors_, parts_;
+  std::deque<SparseBuffer> arrived_;  // of dropped_ and error_, what is in the result
   std::vector<std::uint32_t> scratch_;
-  std::size_t returned_room_ = 0;
 };
 
 }  // namespace
@@ -146,6 +269,9 @@ std::unique_ptr<Exchange> make_gtopk(const ExchangeOptions& options) {
   SKIM_EXPECTS(
       static_cast<std::size_t>(options.drop) < drop_policy_names().size(),
       "gtopk: unknown drop policy (" + std::to_string(static_cast<int>(options.drop)) + ")");
+  SKIM_EXPECTS(
+      static_cast<std::size_t>(options.gtopk_form) < gtopk_form_names().size(),
+      "gtopk: unknown form (" + std::to_string(static_cast<int>(options.gtopk_form)) + ")");
   return std::make_unique<GTopK>(options);
 }
 

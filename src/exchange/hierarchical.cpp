@@ -94,8 +94,8 @@ class Hierarchical final : public Exchange {
   };
 
   static std::unique_ptr<Exchange> make_part(ExchangeOptions options, ExchangeKind kind) {
-    SKIM_EXPECTS(kind != ExchangeKind::hierarchical,
-                 "hierarchical: an exchange inside or between hosts is not hierarchical itself");
+    SKIM_EXPECTS(kind != ExchangeKind::hierarchical && kind != ExchangeKind::automatic,
+                 "hierarchical: inside and between hosts goes one of the other sparse exchanges");
     options.kind = kind;
     return make_exchange(options);
   }

@@ -216,8 +216,8 @@ class Runs(Case):
         frame = 24 + 40 + 8 * k
         # In two rounds: a frame, then two in one message, in front of each but the last its length.
         self.assertEqual(runs["allgather:0.01"]["sent_bytes_per_step"], 3 * frame + 8)
-        # gtopk on 4 ranks: 3 frames up, 3 down; at most k entries in each.
-        self.assertEqual(runs["gtopk:0.01"]["sent_bytes_per_step"], 6 * frame / 4)
+        # Two swaps of every rank; k entries in each frame.
+        self.assertEqual(runs["gtopk:0.01"]["sent_bytes_per_step"], 2 * frame)
         self.assertEqual(runs["gtopk:0.01"]["max_sent_bytes_per_step"], 2 * frame)
         steps = [line for line in lines(metrics) if "sent_bytes" in line]
         self.assertEqual(len(steps), 90)

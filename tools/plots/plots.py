@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draws what `skim inspect`, `skim train` and `skim bench select` wrote. Needs matplotlib (scripts/setup).
+"""Draws what `skim inspect`, `skim train`, `skim bench select` and `skim bench scaling` wrote. Needs matplotlib
+(scripts/setup).
 
   plots.py inspect        inspect.json              histograms, distributions, loss of top-k, counts of selectors
   plots.py curves         metrics.jsonl...          accuracy or loss against epochs
@@ -7,6 +8,10 @@
   plots.py sensitivity    summary.json...           accuracy against bytes communicated, at the end of runs
   plots.py select-time    bench.json...             selection time against the number of entries
   plots.py iteration-time bench.json                modelled time of an iteration of known models
+  plots.py scaling        scaling.json...           scaling efficiency against ranks, beside the published one
+  plots.py scaling-parts  scaling.json...           computing, selection and exchange of a step
+  plots.py scaling-time   scaling.json...           time of exchanges against ranks and parameters, and the model's
+  plots.py scaling-table  scaling.json...           the same in numbers: a table in Markdown
 
 A file may be followed by =LABEL. PNG, SVG or PDF by the name of --out (or --format).
 """
@@ -385,6 +390,25 @@ def at_size(points, n):
     return seconds * n / nearest
 
 
+def stack(axis, title, rows):
+    """A bar for each row of (label, seconds computing, selecting, communicating)."""
+    for at, (_, *parts) in enumerate(rows):
+        bottom = 0.0
+        for part, colour, seconds in zip(["compute", "selection", "communication"],
+                                         [COLOURS[7], COLOURS[1], COLOURS[0]], parts):
+            axis.bar(at, seconds * 1e3, bottom=bottom * 1e3, color=colour, width=0.7,
+                     label=part if at == 0 else None)
+            bottom += seconds
+    axis.set_xticks(range(len(rows)), [r[0] for r in rows], rotation=45, ha="right", rotation_mode="anchor")
+    axis.set_title(title)
+    axis.grid(axis="x", visible=False)
+
+
+def legend_below(figure, axis):
+    handles, names = axis.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+
+
 def iteration_time(arguments):
     """Stacked bars: compute as published, selection as measured, communication as modelled.
 
@@ -401,7 +425,6 @@ def iteration_time(arguments):
         except ValueError:
             fail(f"--model '{text}': expected NAME:PARAMETERS:SECONDS")
     ranks, a, b = arguments.ranks, arguments.latency, arguments.seconds_per_byte
-    parts = ["compute", "selection", "communication"]
     figure, axes = plt.subplots(1, len(models), figsize=(PAGE, 2.6))
     for axis, (name, (n, compute)) in zip(axes, models.items()):
         rows = [("dense", 0.0, 2 * (ranks - 1) * a + 2 * (ranks - 1) / ranks * 4 * n * b)]
@@ -410,21 +433,197 @@ def iteration_time(arguments):
                 fail(f"no case of '{algo}'; there are {', '.join(found)}")
             k = arguments.density * n
             rows.append((algo, at_size(found[algo], n), math.log2(ranks) * a + (ranks - 1) * 8 * k * b))
-        for at, (_, select, communicate) in enumerate(rows):
-            bottom = 0.0
-            for part, colour, seconds in zip(parts, [COLOURS[7], COLOURS[1], COLOURS[0]],
-                                             [compute, select, communicate]):
-                axis.bar(at, seconds * 1e3, bottom=bottom * 1e3, color=colour, width=0.7,
-                         label=part if at == 0 else None)
-                bottom += seconds
-        axis.set_xticks(range(len(rows)), [r[0] for r in rows], rotation=45, ha="right", rotation_mode="anchor")
-        axis.set_title(name)
-        axis.grid(axis="x", visible=False)
+        stack(axis, name, [(label, compute, select, communicate) for label, select, communicate in rows])
     axes[0].set_ylabel("time of an iteration (ms)")
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=3)
+    legend_below(figure, axes[0])
     figure.suptitle(arguments.title or f"{ranks} ranks, k/d = {arguments.density:g}: modelled", fontsize=8)
     save(figure, arguments.out)
+
+
+# ---- skim bench scaling --json -------------------------------------------------------------------------
+
+# Scaling efficiency in per cent at PUBLISHED_RANKS, for dense, topk (all-gather) and gtopk: throughput of a worker
+# over that of one alone, as published with the code of S. Shi et al., "A Distributed Synchronous SGD Algorithm with
+# Global Top-k Sparsification for Low Bandwidth Networks", arXiv 1901.04359.
+PUBLISHED_RANKS = [4, 8, 16, 32]
+PUBLISHED = {
+    "vgg16": {"dense": [7.9, 7.0, 3.0, 1.0], "allgather": [8.4, 8.3, 7.4, 4.8], "gtopk": [9.9, 9.9, 9.6, 9.4]},
+    "resnet20": {"dense": [89.3, 76.6, 56.5, 31.3], "allgather": [98.7, 81.8, 80.1, 75.6],
+                 "gtopk": [99.5, 94.4, 87.8, 85.7]},
+    "alexnet": {"dense": [8.1, 7.0, 2.8, 0.7], "allgather": [8.2, 8.0, 7.7, 5.3], "gtopk": [9.5, 9.5, 9.4, 9.1]},
+    "resnet50": {"dense": [73.8, 70.0, 43.8, 20.3], "allgather": [71.4, 67.5, 65.2, 57.8],
+                 "gtopk": [75.3, 75.1, 73.9, 74.0]},
+    "lstm-ptb": {"dense": [3.2, 2.2, 1.0, 0.5], "allgather": [5.1, 4.7, 3.8, 1.4], "gtopk": [4.5, 4.5, 3.9, 2.8]},
+}
+
+
+def published(model, exchange, ranks):
+    """Per cent, or None."""
+    of = PUBLISHED.get(model, {}).get(exchange)
+    return of[PUBLISHED_RANKS.index(ranks)] if of and ranks in PUBLISHED_RANKS else None
+
+
+def scaled(arguments):
+    """{(model, exchange): {(ranks, time_scale): row}} in the order of the files: of two dense sums the faster."""
+    found = {}
+    for argument in arguments.files:
+        for row in read_json(argument)[0]:
+            if row.get("counts_as") and row["index_code"] == arguments.index_code:
+                points = found.setdefault((row["model"], row["counts_as"]), {})
+                if points.setdefault((row["ranks"], row["time_scale"]), row) is not row:
+                    fail(f"two cases of {row['model']}, {row['counts_as']}, {row['ranks']} ranks")
+    if not found:
+        fail(f"no case with {arguments.index_code} frames")
+    return found
+
+
+def models_and_exchanges(found):
+    return list(dict.fromkeys(m for m, _ in found)), list(dict.fromkeys(e for _, e in found))
+
+
+def by_ranks(points):
+    """[(ranks, row)]; where ranks were measured on two links, on the faster."""
+    best = {}
+    for (ranks, _), row in sorted(points.items(), reverse=True):
+        best[ranks] = row
+    return sorted(best.items())
+
+
+def ranks_axis(axis, ranks):
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ranks, ranks)
+    axis.minorticks_off()
+
+
+def scaling(arguments):
+    """Measured: full lines; published: dashed, in the same colours (allgather is there called topk)."""
+    found = scaled(arguments)
+    models, exchanges = models_and_exchanges(found)
+    figure, axes = plt.subplots(1, len(models), figsize=(PAGE, 2.4), sharey=True, squeeze=False)
+    for axis, model in zip(axes[0], models):
+        for i, exchange in enumerate(exchanges):
+            points = by_ranks(found.get((model, exchange), {}))
+            style = {"color": COLOURS[i], "marker": MARKERS[i]}
+            axis.plot([p for p, _ in points], [100 * r["efficiency"] for _, r in points], label=exchange, **style)
+            if known := PUBLISHED.get(model, {}).get(exchange):
+                axis.plot(PUBLISHED_RANKS, known, linestyle="--", fillstyle="none", **style)
+        axis.set(yscale="log", title=model, xlabel="ranks")
+        ranks_axis(axis, sorted({p for (m, _), points in found.items() if m == model for p, _ in points}))
+    axes[0][0].set_ylabel("scaling efficiency (%)")
+    ticks = [0.5, 1, 2, 5, 10, 20, 50, 100]
+    axes[0][0].set_yticks(ticks, ticks)
+    axes[0][0].plot([], [], color="black", linestyle="--", label="published")
+    legend_below(figure, axes[0][0])
+    save(figure, arguments.out)
+
+
+def scaling_parts(arguments):
+    """Stacked bars for each exchange: computing as published, selection and exchange as measured."""
+    found = scaled(arguments)
+    models, exchanges = models_and_exchanges(found)
+    ranks = arguments.ranks or max(p for points in found.values() for p, _ in points)
+    figure, axes = plt.subplots(1, len(models), figsize=(PAGE, 2.6), squeeze=False)
+    for axis, model in zip(axes[0], models):
+        rows = [(e, dict(by_ranks(found.get((model, e), {}))).get(ranks)) for e in exchanges]
+        if not any(r for _, r in rows):
+            fail(f"no case of {model} on {ranks} ranks")
+        stack(axis, model, [(e, r["compute_s"], r["select_s"], r["exchange_s"]) for e, r in rows if r])
+    axes[0][0].set_ylabel("time of a step (ms)")
+    legend_below(figure, axes[0][0])
+    figure.suptitle(arguments.title or f"{ranks} ranks", fontsize=8)
+    save(figure, arguments.out)
+
+
+def scaling_time(arguments):
+    """All-gather and gTop-k: measured as points, modelled as lines; left against ranks, right against parameters."""
+    found = scaled(arguments)
+    models, _ = models_and_exchanges(found)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(PAGE, 2.8), sharey=True)
+    lines = {"allgather": "--", "gtopk": "-"}
+    rows = [(e, r) for (_, e), points in found.items() if e in lines for _, r in by_ranks(points)]
+
+    def draw(axis, exchange, points, x, label, i):
+        points = sorted(points, key=lambda r: r[x])
+        if not points:
+            return
+        axis.plot([r[x] for r in points], [1e3 * r["exchange_s"] for r in points], linestyle="none",
+                  marker=MARKERS[i], color=COLOURS[i], fillstyle="full" if exchange == "gtopk" else "none")
+        modelled = [r for r in points if r["predicted_s"] is not None]
+        axis.plot([r[x] for r in modelled], [1e3 * r["predicted_s"] for r in modelled], color=COLOURS[i],
+                  linestyle=lines[exchange], label=f"{exchange}, {label}")
+
+    ranks = sorted({r["ranks"] for _, r in rows})
+    for exchange in lines:
+        for i, model in enumerate(models):
+            draw(left, exchange, [r for e, r in rows if e == exchange and r["model"] == model], "ranks", model, i)
+        for i, p in enumerate(ranks):
+            draw(right, exchange, [r for e, r in rows if e == exchange and r["ranks"] == p], "params",
+                 f"{p} ranks", i)
+    left.set(yscale="log", xlabel="ranks", ylabel="time of an exchange (ms)")
+    ranks_axis(left, ranks)
+    right.set(xscale="log", xlabel="parameters")
+    for axis in (left, right):
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
+    save(figure, arguments.out)
+
+
+def milliseconds(seconds):
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
+def efficiency_cell(r):
+    known = published(r["model"], r["counts_as"], r["ranks"])
+    return f"{100 * r['efficiency']:.1f}" + (f" ({known:g})" if known is not None else "")
+
+
+def auto_cell(r):
+    if "over_best" not in r:
+        return "-"
+    over = r["over_best"]
+    return f"{r['scheme'] or '?'}: {over['median']:.3f} [{over['low']:.3f}, {over['high']:.3f}]"
+
+
+# What --cell says: a row of skim bench scaling in few characters.
+CELLS = {
+    "efficiency": ("scaling efficiency in %, in brackets as published", efficiency_cell),
+    "time": ("exchange in ms, median [least, most]",
+             lambda r: f"{milliseconds(r['exchange_s'])} [{milliseconds(r['exchange_least_s'])}, "
+                       f"{milliseconds(r['exchange_most_s'])}]"),
+    "ratio": ("measured over predicted time of the exchange",
+              lambda r: "-" if r["predicted_s"] is None else f"{r['measured_over_predicted']:.2f}"),
+    "speed-up": ("speed-up of a step over dense; over allgather",
+                 lambda r: "; ".join("-" if r[key] is None else f"{r[key]:.2f}" for key in
+                                     ("speed_up_over_dense", "speed_up_over_allgather"))),
+    "parts": ("% of a step computing; selecting; exchanging",
+              lambda r: "; ".join(f"{100 * r[part] * r['efficiency'] / r['compute_s']:.1f}" for part in
+                                  ("compute_s", "select_s", "exchange_s"))),
+    "bytes": ("bytes sent by the busiest rank", lambda r: f"{r['bytes']:,.0f}"),
+    "busy": ("% of the machine's processors busy",
+             lambda r: "-" if r["busy"] is None else f"{100 * r['busy']:.0f}"),
+    "auto": ("auto: what it chose: its step less computing over that of the best single exchange, median of rounds "
+             "[interval]", auto_cell),
+}
+
+
+def scaling_table(arguments):
+    """Models and exchanges down, ranks across. A star: the machine was over 90 % busy, so that the figure says
+    nothing about the network."""
+    found = scaled(arguments)
+    what, cell = CELLS[arguments.cell]
+    models, exchanges = models_and_exchanges(found)
+    if arguments.cell == "auto":
+        exchanges = [e for e in exchanges if e == "auto"]
+    settings = sorted({s for points in found.values() for s in points}, key=lambda s: (s[0], s[1]))
+    head = [f"P = {p}" + (f", {scale:g} x slower" if scale != 1 else "") for p, scale in settings]
+    print(f"{what[0].upper()}{what[1:]}.\n")
+    print("| model | exchange | " + " | ".join(head) + " |")
+    print("|---" * (2 + len(head)) + "|")
+    for model in models:
+        for exchange in exchanges:
+            points = found.get((model, exchange), {})
+            cells = [cell(points[s]) + ("*" if (points[s]["busy"] or 0) > 0.9 else "") if s in points else "-"
+                     for s in settings]
+            print(f"| {model} | {exchange} | " + " | ".join(cells) + " |")
 
 
 # ---- command line ----------------------------------------------------------------------------------------
@@ -469,6 +668,22 @@ def main():
     one.add_argument("--ranks", type=int, default=16)
     one.add_argument("--latency", type=float, default=1.4e-4, help="s [1.4e-4]")
     one.add_argument("--seconds-per-byte", type=float, default=2e-10, help="[2e-10]")
+
+    for name, run, words in [("scaling", scaling, "scaling efficiency against ranks"),
+                             ("scaling-parts", scaling_parts, "computing, selection and exchange of a step"),
+                             ("scaling-time", scaling_time, "time of an exchange, measured and modelled"),
+                             ("scaling-table", scaling_table, "a table in Markdown, on standard output")]:
+        one = commands.add_parser(name, help=words, description=run.__doc__)
+        one.add_argument("files", nargs="+", metavar="FILE")
+        one.add_argument("--index-code", default="coded", choices=["coded", "raw32"], help="of the frames [coded]")
+        one.set_defaults(run=run)
+        if run is scaling_table:
+            one.add_argument("--cell", default="efficiency", choices=list(CELLS))
+        else:
+            one.add_argument("--out", required=True)
+        if run is scaling_parts:
+            one.add_argument("--ranks", type=int, help="[the most that were measured]")
+            one.add_argument("--title")
 
     arguments = parser.parse_args()
     arguments.run(arguments)

@@ -1,0 +1,260 @@
+// Automatic: for each slot the exchange, or the dense sum, that the cost model finds cheapest,
+// corrected by what was measured.
+//
+// Ranks must choose alike, and clocks differ. So a choice depends on nothing but the numbers of
+// rank 0, which tells the others its link and speeds with the first bucket, and measurements that
+// all ranks have told each other: two numbers of each, every review_every buckets of a slot.
+//
+// A measured bucket takes as long as the slowest selection and the shortest exchange of any rank:
+// what others take longer, they waited for the slowest. Its ratio to the prediction corrects the
+// scheme that ran. Schemes that have not run are taken at their prediction, so one that looks
+// cheaper than what was measured is tried, once, and then known.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "exchange/factories.hpp"
+#include "exchange/frames.hpp"
+#include "skim/cost.hpp"
+
+namespace skim {
+namespace {
+
+// A change must promise as much: exchanges have to learn a slot anew (oktopk its regions), and
+// measurements scatter.
+constexpr double kGain = 0.05;
+
+class Automatic final : public Exchange {
+ public:
+  explicit Automatic(const ExchangeOptions& options)
+      : options_(options), frame_(frame_size(options.codec)) {
+    SKIM_EXPECTS(options_.automatic.review_every > 0, "auto: review_every must be > 0");
+    SKIM_EXPECTS(!options_.automatic.among.empty(), "auto: no exchange to choose from");
+    for (const ExchangeKind kind : options_.automatic.among) {
+      SKIM_EXPECTS(kind != ExchangeKind::automatic && kind != ExchangeKind::hierarchical,
+                   "auto: cannot choose hierarchical, which has no cost model, or itself");
+      if (kind == ExchangeKind::dense) continue;
+      ExchangeOptions of_kind = options;
+      of_kind.kind = kind;
+      exchanges_[kind] = make_exchange(of_kind);
+    }
+  }
+  std::string_view name() const noexcept override { return "auto"; }
+
+  bool wants_dense(StepId id, std::size_t n, const Keep& keep, Communicator& comm) override {
+    if (comm.size() == 1 || n == 0) return false;
+    if (!agreed_) or_abort(comm, [&] { agree(comm); });
+    State& state = slots_[id.slot];
+    if (state.times.size() >= options_.automatic.review_every) {
+      or_abort(comm, [&] { review(state, comm); });
+    }
+    if (state.n != n || state.k != keep.k) {
+      state.n = n;
+      state.k = keep.k;
+      predict_all(state, comm.size());
+      choose(state);
+    }
+    return kind_of(state.now) == ExchangeKind::dense;
+  }
+
+  void took(StepId id, std::int64_t select_ns, std::int64_t exchange_ns) noexcept override {
+    const auto found = slots_.find(id.slot);
+    // times has room: no more than review_every come between two reviews.
+    if (found == slots_.end() || found->second.times.size() >= options_.automatic.review_every)
+      return;
+    found->second.times.push_back(
+        {1e-9 * static_cast<double>(select_ns), 1e-9 * static_cast<double>(exchange_ns)});
+  }
+
+  std::string_view decision(Slot slot) const noexcept override {
+    const auto found = slots_.find(slot);
+    return found == slots_.end() ? std::string_view{} : found->second.reason;
+  }
+
+  ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
+                     Communicator& comm) override {
+    // Without a choice (one rank; a caller that cannot go dense): the first exchange there is.
+    const auto found = slots_.find(id.slot);
+    ExchangeKind kind = ExchangeKind::dense;
+    if (found != slots_.end()) kind = kind_of(found->second.now);
+    if (kind == ExchangeKind::dense) {
+      SKIM_EXPECTS(!exchanges_.empty(), "auto: only dense to choose from, and run() is not dense");
+      kind = exchanges_.begin()->first;
+    }
+    return exchanges_.at(kind)->run(id, mine, keep, stats, comm);
+  }
+
+  void end_step() noexcept override {
+    for (auto& [kind, exchange] : exchanges_) exchange->end_step();
+  }
+  void rollback_step() override {
+    for (auto& [kind, exchange] : exchanges_) exchange->rollback_step();
+  }
+  // What was measured belongs to a machine and an hour, not to the run: it is not saved.
+  void save(std::ostream& out) const override {
+    for (const auto& [kind, exchange] : exchanges_) exchange->save(out);
+  }
+  void load(std::istream& in) override {
+    for (auto& [kind, exchange] : exchanges_) exchange->load(in);
+    slots_.clear();
+  }
+
+ private:
+  struct Times {
+    double select_s = 0.0, exchange_s = 0.0;
+  };
+  struct Candidate {
+    Scheme scheme = Scheme::dense;
+    Cost predicted;
+    double correction = 1.0;  // measured over predicted
+    bool measured = false;
+
+    double seconds() const noexcept { return correction * predicted.total_s(); }
+  };
+  struct State {
+    std::size_t n = 0, k = 0;
+    std::vector<Candidate> candidates;
+    Scheme now = Scheme::dense;
+    std::string reason;
+    std::vector<Times> times;  // since the last review, of `now`
+  };
+
+  ExchangeKind kind_of(Scheme scheme) const {
+    const std::string_view name = exchange_of(scheme);
+    const auto names = exchange_kind_names();
+    return static_cast<ExchangeKind>(std::ranges::find(names, name) - names.begin());
+  }
+
+  // Link and speeds of rank 0. Where it was not told a link, it measures it.
+  void agree(Communicator& comm) {
+    constexpr double kBudget = 0.05;  // seconds for each length
+    comm.set_phase({"auto: measurement of the link"});
+    const bool measures =
+        from_rank_0(std::array{options_.automatic.link ? 0.0 : 1.0}, comm)[0] > 0.0;
+    Link link;
+    if (measures) {
+      const std::vector<LinkSample> samples = ping_pong(comm, std::size_t{1} << 20, kBudget);
+      if (comm.rank() == 0) link = fit_link(samples);
+    } else if (options_.automatic.link) {
+      link = *options_.automatic.link;
+    }
+    const LocalSpeeds& local = options_.automatic.local;
+    const auto all = from_rank_0(
+        std::array{link.alpha_s, link.beta_s_per_byte, local.select_s, local.merge_s, local.add_s},
+        comm);
+    link_ = {.alpha_s = all[0], .beta_s_per_byte = all[1]};
+    local_ = {.select_s = all[2], .merge_s = all[3], .add_s = all[4]};
+    agreed_ = true;
+  }
+
+  template <std::size_t N>
+  std::array<double, N> from_rank_0(std::array<double, N> numbers, Communicator& comm) {
+    const auto bytes = std::as_bytes(std::span(numbers));
+    std::vector<std::byte> message(bytes.begin(), bytes.end());
+    comm.broadcast(message, 0);
+    read(message, numbers, comm, 0);
+    return numbers;
+  }
+  template <std::size_t N>
+  static void read(Bytes message, std::array<double, N>& numbers, const Communicator& comm,
+                   int peer) {
+    if (message.size() == sizeof numbers) {
+      std::memcpy(numbers.data(), message.data(), sizeof numbers);
+      if (std::ranges::all_of(numbers, [](double x) { return std::isfinite(x) && x >= 0.0; })) {
+        return;
+      }
+    }
+    const std::string phase = comm.phase().text();
+    throw CommError("rank " + std::to_string(comm.rank()) + ": bad message from rank " +
+                        std::to_string(peer) + " in '" + phase + "': expected " +
+                        std::to_string(N) + " numbers, finite and not negative",
+                    peer, phase);
+  }
+
+  // Corrections stand: they are of a scheme on this machine, and much the same at another k.
+  void predict_all(State& state, int ranks) {
+    const Load load{.ranks = ranks,
+                    .n = static_cast<double>(state.n),
+                    .k = static_cast<double>(std::clamp<std::size_t>(state.k, 1, state.n)),
+                    .frame = frame_};
+    const bool is_new = state.candidates.empty();
+    if (is_new) state.times.reserve(options_.automatic.review_every);
+    for (std::size_t i = 0; i < options_.automatic.among.size(); ++i) {
+      ExchangeOptions of_kind = options_;
+      of_kind.kind = options_.automatic.among[i];
+      const Scheme scheme = scheme_of(of_kind, ranks, state.n, state.k).value_or(Scheme::dense);
+      if (is_new) state.candidates.emplace_back();
+      state.candidates[i].scheme = scheme;
+      state.candidates[i].predicted = predict(scheme, load, link_, local_);
+    }
+  }
+
+  // What the ranks measured decides what the slot's scheme costs, and then which is best.
+  // Collective.
+  void review(State& state, Communicator& comm) {
+    const auto median = [&](double Times::*what) {
+      const auto middle = state.times.begin() + static_cast<std::ptrdiff_t>(state.times.size() / 2);
+      std::ranges::nth_element(state.times, middle, {}, what);
+      return (*middle).*what;
+    };
+    const std::array mine{median(&Times::select_s), median(&Times::exchange_s)};
+    state.times.clear();
+    comm.set_phase({"auto: comparison of measurements"});
+    comm.allgather(std::as_bytes(std::span(mine)), all_, sizeof mine);
+    Times group;
+    for (std::size_t r = 0; r < all_.size(); ++r) {
+      std::array<double, 2> of_rank{};
+      read(all_[r], of_rank, comm, static_cast<int>(r));
+      group.select_s = std::max(group.select_s, of_rank[0]);
+      group.exchange_s = r == 0 ? of_rank[1] : std::min(group.exchange_s, of_rank[1]);
+    }
+    for (Candidate& c : state.candidates) {
+      if (c.scheme != state.now || !(c.predicted.total_s() > 0.0)) continue;
+      c.correction = (group.select_s + group.exchange_s) / c.predicted.total_s();
+      c.measured = true;
+    }
+    choose(state);
+  }
+
+  void choose(State& state) {
+    const auto best = std::ranges::min_element(state.candidates, {}, &Candidate::seconds);
+    const auto now = std::ranges::find(state.candidates, state.now, &Candidate::scheme);
+    const bool stays = !state.reason.empty() && now != state.candidates.end() &&
+                       best->seconds() > (1.0 - kGain) * now->seconds();
+    if (stays) return;
+    if (state.now != best->scheme) state.times.clear();
+    state.now = best->scheme;
+
+    // The choice, then the others from the cheapest on.
+    std::vector<const Candidate*> order;
+    for (const Candidate& c : state.candidates) order.push_back(&c);
+    std::ranges::stable_sort(order, {}, &Candidate::seconds);
+    state.reason.clear();
+    for (const Candidate* c : order) {
+      if (!state.reason.empty()) state.reason += ", ";
+      state.reason += std::string(scheme_names()[static_cast<std::size_t>(c->scheme)]) + " " +
+                      duration_text(c->seconds()) + (c->measured ? " (measured)" : "");
+    }
+  }
+
+  ExchangeOptions options_;
+  FrameSize frame_;
+  bool agreed_ = false;
+  Link link_;  // of rank 0, as the speeds
+  LocalSpeeds local_;
+  std::map<ExchangeKind, std::unique_ptr<Exchange>>
+      exchanges_;  // alike on all ranks, as options are
+  std::map<Slot, State> slots_;
+  MessageList all_;
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_automatic(const ExchangeOptions& options) {
+  return std::make_unique<Automatic>(options);
+}
+
+}  // namespace skim

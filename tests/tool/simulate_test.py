@@ -1,0 +1,146 @@
+"""skim simulate --train, as a person or a script uses it. The other form: plan_test.py.
+
+Needs SKIM_TOOL (the binary) and SKIM_VERSION; SKIM_HAS_MPI=1 where the build has MPI.
+"""
+
+import json
+import signal
+import subprocess
+import unittest
+
+from tool_test import HAS_MPI, SMALL, TOOL, Case, lines, skim
+
+LINK = ["--link", "1gbit", "--latency", "0.1ms"]
+
+
+def simulate(*arguments, **options):
+    return skim("simulate", "--train", *LINK, *SMALL, "--model", "mlp-64", *arguments, **options)
+
+
+def without(line, *keys):
+    return {key: value for key, value in line.items() if key not in keys}
+
+
+class Training(Case):
+    def run_with_metrics(self, name, *arguments):
+        path = self.dir / name
+        done = simulate(*arguments, "--metrics", path, "--json", "-")
+        self.assert_ok(done)
+        (row,) = json.loads(done.stdout)
+        return row, lines(path)
+
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
+    def test_it_trains_as_skim_train_does(self):
+        case = ["--ranks", 4, "--steps", 6, "--density", 0.01, "--threads", 1]
+        for exchange in ["gtopk", "allgather", "dense"]:
+            with self.subTest(exchange):
+                row, simulated = self.run_with_metrics("s.jsonl", *case, "--exchange", exchange)
+                metrics, summary = self.dir / "t.jsonl", self.dir / "t.json"
+                self.assert_ok(skim("train", *SMALL, "--model", "mlp-64", *case, "--exchange", exchange,
+                                    "--metrics", metrics, "--summary", summary))
+                trained = lines(metrics)
+                self.assertEqual(len(trained), 7)
+                for s, t in zip(simulated, trained, strict=True):
+                    same = {key for key in t if not key.endswith("_ms")}
+                    self.assertEqual({key: s[key] for key in same}, {key: t[key] for key in same})
+                (expected,) = json.loads(summary.read_text())
+                for key in expected.keys() - {"peak_rss_bytes"}:
+                    if not key.endswith("_ms"):
+                        self.assertEqual(row[key], expected[key], key)
+
+    def test_time_is_the_links_and_what_compute_is_said_to_take(self):
+        case = ["--ranks", 6, "--steps", 5, "--exchange", "gtopk", "--density", 0.01, "--compute", "20ms",
+                "--link-only", "--measure-delta", 2]
+        first, again = (self.run_with_metrics(name, *case) for name in ("a.jsonl", "b.jsonl"))
+        machine = ["wall_ms", "wall_s", "peak_rss_bytes"]
+        self.assertEqual(without(first[0], *machine), without(again[0], *machine))
+        for a, b in zip(first[1], again[1], strict=True):
+            self.assertEqual(without(a, *machine), without(b, *machine))
+        row, metrics = first
+        steps = [line for line in metrics if "step_ms" in line]
+        self.assertEqual(len(steps), 5)
+        total = 0
+        for s in steps:
+            self.assertEqual((s["compute_ms"], s["optimizer_ms"], s["select_ms"]), (20, 0, 0))
+            self.assertAlmostEqual(s["step_ms"], 20 + s["exposed_ms"])
+            self.assertGreater(s["exposed_ms"], 8e-6 * s["max_sent_bytes"])
+            self.assertGreaterEqual(s["max_sent_bytes"], s["sent_bytes"])
+            total += 1e-3 * s["step_ms"]
+            self.assertAlmostEqual(s["total_s"], total)
+            self.assertEqual("delta" in s, s["step"] in (2, 4))
+            self.assertGreater(s.get("delta", 1), 0)
+        self.assertAlmostEqual(row["total_s"], total)
+        self.assertEqual((row["ranks"], row["link_only"], row["alpha_s"]), (6, True, 1e-4))
+        self.assertAlmostEqual(row["beta_s_per_byte"], 8e-9)
+        self.assertTrue(metrics[-1]["evaluation"])
+
+    def test_a_hundred_ranks(self):
+        row, metrics = self.run_with_metrics("m.jsonl", "--ranks", 100, "--batch", 1, "--steps", 3)
+        self.assertEqual((row["ranks"], row["steps"], len(metrics)), (100, 3, 4))
+        self.assertGreater(row["exchange_ms"], 0)
+        self.assertGreater(row["compute_ms"], 0)
+
+    def test_people_get_lines(self):
+        done = simulate("--ranks", 2, "--steps", 3)
+        self.assert_ok(done)
+        self.assertRegex(done.stdout, r"\nmlp-64 on generated: 50890 parameters, 2 ranks, batch 8 a rank, 3 steps\n"
+                         r"simulated: \S+ s; a step \S+ ms = compute \S+ \+ exchange \S+ \(medians\); sent ")
+
+    def test_help_lists_both_forms(self):
+        alone, training = skim("simulate", "--help"), skim("simulate", "--train", "--help")
+        for done in (alone, training):
+            self.assert_ok(done)
+            for option in ("--train", "--link", "--latency", "--json"):
+                self.assertRegex(done.stdout, rf"{option}\b")
+        for option in ("--model", "--lr", "--metrics", "--compute", "--measure-delta"):
+            self.assertRegex(training.stdout, rf"{option}\b")
+            self.assertNotRegex(alone.stdout, rf"\n  {option}\b")
+
+    def test_ctrl_c_ends_it(self):
+        metrics = self.dir / "m.jsonl"
+        run = subprocess.Popen(
+            [TOOL, "simulate", "--train", *LINK, *SMALL, "--model", "mlp-64", "--ranks", "4", "--epochs",
+             "100000", "--metrics", str(metrics), "--json", str(self.dir / "s.json")],
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.addCleanup(run.kill)
+        self.wait_for_step(run, metrics, 3)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=30)
+        self.assertEqual(run.returncode, 128 + signal.SIGINT, out + err)
+        self.assertEqual(len(err.strip().splitlines()), 1, err)
+        self.assertIn("stopped after step", err)
+        (row,) = json.loads((self.dir / "s.json").read_text())
+        self.assertTrue(row["stopped"])
+        self.assertEqual(row["steps"], max(line["step"] for line in lines(metrics)))
+
+    def test_refusals(self):
+        text = self.dir / "text"
+        text.write_text("many words. " * 10000)
+        for arguments, words in [
+            (["--compute", "soon"], ["--compute", "'soon'"]),
+            (["--link", "fast"], ["--link", "'fast'"]),
+            (["--density", 2], ["--density", "(0, 1]", "2"]),
+            (["--ranks", 0], ["--ranks"]),
+            (["--ranks", 100], ["512", "100"]),
+            (["--measure-delta", 0], ["--measure-delta"]),
+            (["--measure-delta", 1, "--feedback", "none"], ["--measure-delta", "--feedback none"]),
+            (["--exchange", "ring"], ["--exchange", "ring"]),
+            (["--exchange", "hierarchical"], ["hierarchical", "one host"]),
+            (["--checkpoint", self.dir], ["--checkpoint", "none"]),
+            (["--resume"], ["--resume"]),
+            (["--model", "alexnet"], ["alexnet", "lenet5"]),
+            (["--data", "mnist", "--data-dir", self.dir], ["mnist"]),
+            (["--nesterov"], ["--nesterov needs"]),
+            (["--json", self.dir / "x", "--metrics", self.dir / "x"], ["--json and --metrics"]),
+            (["--params", 5], ["--params"]),
+            (["--model", "lstm", "--data", "text", "--data-dir", text, "--hidden", 2048, "--ranks", 4096,
+              "--batch", 1, "--sequence", 8], ["lstm on 4096 ranks needs about", "GB"]),
+        ]:
+            with self.subTest(arguments):
+                self.assert_refused(simulate("--steps", 1, *arguments), *words)
+        self.assert_refused(simulate("--steps", 2, "--lr", 1e30, "--non-finite", "raise"), "step 1", status=1)
+        self.assert_refused(simulate("--steps", 1, "--metrics", "/dev/full"), "--metrics", "No space left", status=1)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,384 @@
+// Simulated training: beside a group that trains, beside loops written out here, and its clock.
+#include "train/simulation.hpp"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <filesystem>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "group.hpp"
+#include "skim/error.hpp"
+#include "train/checkpoint.hpp"
+
+namespace skim::train {
+namespace {
+
+namespace fs = std::filesystem;
+using torch::Tensor;
+
+// The cores belong to other tests too; and sums of a given number of threads are the same.
+class OneThread : public testing::Environment {
+  void SetUp() override { torch::set_num_threads(1); }
+};
+const testing::Environment* const kOneThread =
+    testing::AddGlobalTestEnvironment(new OneThread);  // owned by gtest
+
+const std::atomic<bool> kNoStop{false};
+
+const Dataset& data() {
+  static const Dataset loaded = load_data({.generated_train = 512, .generated_test = 101});
+  return loaded;
+}
+
+TrainOptions options(const std::string& exchange) {
+  TrainOptions o;
+  o.model = "mlp-64";
+  o.batch = 4;
+  o.steps = 8;
+  o.exchange = exchange;
+  o.density = 0.01;
+  o.learning_rate.base = 0.05;
+  return o;
+}
+
+// What is the same of a simulation and of rank 0 of a group.
+struct Course {
+  std::vector<double> losses, capture;
+  std::vector<std::uint64_t> sent_bytes;
+  std::vector<Evaluation> evaluations;
+  Summary summary;
+  std::vector<Tensor> parameters, buffers;
+
+  void see(const StepRecord& r) {
+    losses.push_back(r.loss);
+    capture.push_back(r.capture);
+    sent_bytes.push_back(r.sent_bytes);
+  }
+  void see(Model& model) {
+    parameters = model.parameters();
+    buffers = model.buffers();
+  }
+};
+
+Course by_group(TrainOptions o, int ranks) {
+  std::string dir = testing::TempDir() + "/skim_simulation_test_XXXXXX";
+  if (mkdtemp(dir.data()) == nullptr) throw std::runtime_error("cannot make " + dir);
+  o.checkpoint = dir;
+  Course course;
+  Observer observer;
+  observer.on_step = [&](const StepRecord& r) { course.see(r); };
+  observer.on_evaluation = [&](const Evaluation& e) { course.evaluations.push_back(e); };
+  test::run_threads(ranks, [&](Communicator& comm) {
+    const Summary s = train(o, data(), comm, kNoStop, observer);
+    if (comm.rank() == 0) course.summary = s;
+  });
+  auto model = make_model(model_options(o.model, data().info(), o.seed));
+  torch::load(model, (latest_checkpoint(dir) / "model.pt").string());
+  course.see(*model);
+  fs::remove_all(dir);
+  return course;
+}
+
+Course by_simulation(const TrainOptions& o, SimulationOptions simulation) {
+  Course course;
+  const SimulationSummary s =
+      simulate(o, data(), simulation, kNoStop,
+               {.on_step = [&](const SimulatedStep& step) { course.see(step.record); },
+                .on_evaluation = [&](const Evaluation& e) { course.evaluations.push_back(e); }});
+  course.summary = s.run;
+  course.see(*s.model);
+  return course;
+}
+
+void expect_same_parameters(const Course& a, const Course& b) {
+  ASSERT_EQ(a.parameters.size(), b.parameters.size());
+  for (std::size_t i = 0; i < a.parameters.size(); ++i) {
+    EXPECT_TRUE(torch::equal(a.parameters[i], b.parameters[i])) << "parameter " << i;
+  }
+}
+
+void expect_same(const Course& simulated, const Course& group) {
+  EXPECT_EQ(simulated.losses, group.losses);
+  EXPECT_EQ(simulated.capture, group.capture);
+  EXPECT_EQ(simulated.sent_bytes, group.sent_bytes);
+  expect_same_parameters(simulated, group);
+  ASSERT_EQ(simulated.evaluations.size(), group.evaluations.size());
+  for (std::size_t i = 0; i < group.evaluations.size(); ++i) {
+    EXPECT_EQ(simulated.evaluations[i].step, group.evaluations[i].step);
+    EXPECT_EQ(simulated.evaluations[i].train_loss, group.evaluations[i].train_loss);
+  }
+  const Summary &s = simulated.summary, &g = group.summary;
+  EXPECT_EQ(s.steps, g.steps);
+  EXPECT_EQ(s.parameters, g.parameters);
+  EXPECT_EQ(s.skipped_steps, g.skipped_steps);
+  EXPECT_DOUBLE_EQ(s.sent_bytes_per_step, g.sent_bytes_per_step);
+  EXPECT_EQ(s.max_sent_bytes_per_step, g.max_sent_bytes_per_step);
+  EXPECT_EQ(s.max_received_bytes_per_step, g.max_received_bytes_per_step);
+}
+
+class SameAsAGroup : public testing::TestWithParam<const char*> {};
+
+TEST_P(SameAsAGroup, BitForBit) {
+  TrainOptions o = options(GetParam());
+  o.bucket_mb = 0.1;  // two buckets, of which the first goes dense
+  o.momentum = 0.9;
+  o.clip_norm = 0.5;
+  o.learning_rate.warmup_epochs = 0.1;
+  o.eval_epochs = 0.15;
+  const Course simulated = by_simulation(o, {.ranks = 4}), group = by_group(o, 4);
+  ASSERT_EQ(group.losses.size(), 8U);
+  EXPECT_GT(group.evaluations.size(), 1U);
+  expect_same(simulated, group);
+  for (std::size_t i = 0; i < group.evaluations.size(); ++i) {
+    EXPECT_EQ(simulated.evaluations[i].test_loss, group.evaluations[i].test_loss);
+    EXPECT_EQ(simulated.evaluations[i].test_accuracy, group.evaluations[i].test_accuracy);
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Exchanges, SameAsAGroup, testing::Values("gtopk", "allgather", "dense"));
+
+// cnn: each rank drops entries of its own. cnn-bn: each normalises with statistics of its own
+// batches; evaluated are their means, which are added in another order here.
+TEST(Simulation, KeepsMasksAndStatisticsOfEveryRank) {
+  for (const char* model : {"cnn", "cnn-bn"}) {
+    TrainOptions o = options("gtopk");
+    o.model = model;
+    o.steps = 3;
+    o.eval_examples = 20;
+    const Course simulated = by_simulation(o, {.ranks = 3}), group = by_group(o, 3);
+    expect_same(simulated, group);
+    EXPECT_EQ(group.buffers.empty(), o.model == "cnn");
+    ASSERT_EQ(simulated.buffers.size(), group.buffers.size());
+    for (std::size_t i = 0; i < group.buffers.size(); ++i) {
+      EXPECT_TRUE(torch::allclose(simulated.buffers[i], group.buffers[i], 1e-5, 1e-6)) << i;
+    }
+    EXPECT_NEAR(simulated.summary.last.test_loss, group.summary.last.test_loss, 1e-4);
+  }
+}
+
+TEST(Simulation, SkipsAStepThatIsNotFiniteAsAGroupDoes) {
+  TrainOptions o = options("gtopk");
+  o.learning_rate.base = 1e30;
+  const Course simulated = by_simulation(o, {.ranks = 2}), group = by_group(o, 2);
+  EXPECT_GT(group.summary.skipped_steps, 0U);
+  EXPECT_EQ(simulated.summary.skipped_steps, group.summary.skipped_steps);
+  o.non_finite = "raise";
+  EXPECT_THROW(by_simulation(o, {.ranks = 2}), NonFiniteError);
+}
+
+// The mean of four equal gradients is exact, so four ranks with one rank's examples are that rank.
+TEST(Simulation, TakesExamplesFromItsCaller) {
+  const TrainOptions o = options("dense");
+  std::vector<std::int64_t> mine(4);
+  std::vector<int> asked;
+  SimulationOptions simulation{.ranks = 4};
+  simulation.examples = [&](std::int64_t epoch, std::int64_t step, int rank) {
+    asked.push_back(rank);
+    std::iota(mine.begin(), mine.end(), 100 * epoch + 4 * step);
+    return std::span<const std::int64_t>(mine);
+  };
+  const Course four = by_simulation(o, simulation);
+  ASSERT_EQ(asked.size(), 32U);
+  EXPECT_EQ((std::vector<int>(asked.begin(), asked.begin() + 4)), (std::vector<int>{0, 1, 2, 3}));
+  simulation.ranks = 1;
+  const Course one = by_simulation(o, simulation);
+  EXPECT_EQ(four.losses, one.losses);
+  expect_same_parameters(four, one);
+  EXPECT_NE(four.losses, by_simulation(o, {.ranks = 4}).losses);
+}
+
+// ---- delta --------------------------------------------------------------------------------------
+
+// Plain SGD on sums of what the ranks' accumulated gradients have among their k largest, and
+// |x - sum|^2 / ((1 - k/n) |x|^2) of every step.
+std::vector<double> written_out(const TrainOptions& o, int ranks) {
+  const auto model = make_model(model_options(o.model, data().info(), o.seed));
+  Sampler sampler(data().info().train_size, ranks, o.batch, o.seed);
+  std::vector<Tensor> residual(static_cast<std::size_t>(ranks));
+  std::vector<double> delta;
+  model->train();
+  for (std::int64_t step = 0; step < o.steps; ++step) {
+    Tensor x, sum;
+    std::int64_t k = 0;
+    for (int r = 0; r < ranks; ++r) {
+      model->zero_grad();
+      const Batch batch = data().train_batch(sampler.examples(0, step, r), 0);
+      cross_entropy(model->forward(batch.input), batch.target).backward();
+      std::vector<Tensor> flat;
+      for (const Tensor& p : model->parameters()) flat.push_back(p.grad().flatten());
+      Tensor& u = residual[static_cast<std::size_t>(r)];
+      u = u.defined() ? u + torch::cat(flat) : torch::cat(flat);
+      x = x.defined() ? x + u.to(torch::kFloat64) : u.to(torch::kFloat64);
+      k = static_cast<std::int64_t>(o.density * static_cast<double>(u.numel()));
+      const Tensor at = std::get<1>(u.abs().topk(k));
+      const Tensor sent = torch::zeros_like(u).index_copy(0, at, u.index_select(0, at));
+      sum = sum.defined() ? sum + sent : sent;
+      u = u - sent;
+    }
+    const double rest = (x - sum).pow(2).sum().item<double>();
+    const double part = 1.0 - static_cast<double>(k) / static_cast<double>(x.numel());
+    delta.push_back(rest / (part * x.pow(2).sum().item<double>()));
+    const torch::NoGradGuard no_grad;
+    std::int64_t begin = 0;
+    for (Tensor p : model->parameters()) {
+      p.sub_(sum.narrow(0, begin, p.numel()).view(p.sizes()) *
+             (o.learning_rate.base / static_cast<double>(ranks)));
+      begin += p.numel();
+    }
+  }
+  return delta;
+}
+
+std::vector<std::optional<double>> deltas(const TrainOptions& o, const SimulationOptions& s) {
+  std::vector<std::optional<double>> all;
+  simulate(o, data(), s, kNoStop,
+           {.on_step = [&](const SimulatedStep& step) { all.push_back(step.delta); }});
+  return all;
+}
+
+TEST(Delta, IsWhatALoopWrittenOutFinds) {
+  TrainOptions o = options("allgather");
+  o.bucket_mb = 0.0;
+  for (const int ranks : {1, 3}) {
+    const auto got = deltas(o, {.ranks = ranks, .measure_delta = 1});
+    const auto expected = written_out(o, ranks);
+    ASSERT_EQ(got.size(), expected.size());
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      ASSERT_TRUE(got[i].has_value());
+      EXPECT_NEAR(*got[i], expected[i], 1e-5 * expected[i]) << "step " << i + 1;
+      EXPECT_LT(*got[i], 1.0);
+    }
+  }
+}
+
+// Of one rank gtopk's sum is Top_k(x), which is nearer to x than the mean RandK(x).
+TEST(Delta, OfOneRankIsAtMostOne) {
+  TrainOptions o = options("gtopk");
+  o.momentum_correction = 0.9;
+  o.value_code = "f16";
+  o.bucket_mb = 0.1;
+  o.density = 0.002;
+  const auto got = deltas(o, {.ranks = 1, .measure_delta = 3});
+  ASSERT_EQ(got.size(), 8U);
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    ASSERT_EQ(got[i].has_value(), i == 2 || i == 5) << i;
+    if (got[i]) {
+      EXPECT_GT(*got[i], 0.0);
+      EXPECT_LE(*got[i], 1.0);
+    }
+  }
+}
+
+TEST(Delta, IsNotThereWhereNothingIsLeftOut) {
+  TrainOptions o = options("gtopk");
+  o.density_warmup = "1";
+  o.epochs = 1.0;
+  o.steps = 33;  // of which 32 are the first epoch
+  const auto got = deltas(o, {.ranks = 4, .measure_delta = 1});
+  EXPECT_FALSE(got.front().has_value());
+  EXPECT_TRUE(got.back().has_value());
+}
+
+// ---- time ---------------------------------------------------------------------------------------
+
+TEST(Time, OfADenseStepIsTheFormula) {
+  TrainOptions o = options("dense");
+  o.bucket_mb = 0.0;
+  o.steps = 3;
+  const SimulationOptions simulation{
+      .ranks = 4,
+      .time = {.link = {.alpha_s = 1e-3, .beta_s_per_byte = 8e-9}, .processor_time = false},
+      .compute_s = 0.25};
+  double total = 0.0;
+  const SimulationSummary s =
+      simulate(o, data(), simulation, kNoStop, {.on_step = [&](const SimulatedStep& step) {
+                 const StepRecord& r = step.record;
+                 // 2 (P - 1) rounds; chunks of n / P entries, and the notes of the others.
+                 const double bytes = 1.5 * 4.0 * static_cast<double>(r.n) + 3 * 40;
+                 EXPECT_NEAR(static_cast<double>(r.sent_bytes), bytes, 8.0);
+                 EXPECT_NEAR(r.exposed_ms, 6.0 + 8e-6 * bytes, 1e-3);
+                 EXPECT_EQ(r.compute_ms, 250.0);
+                 EXPECT_DOUBLE_EQ(r.step_ms, r.compute_ms + r.exposed_ms);
+                 total += 1e-3 * r.step_ms;
+                 EXPECT_DOUBLE_EQ(step.total_s, total);
+                 EXPECT_GE(step.max_sent_bytes, r.sent_bytes);
+               }});
+  EXPECT_DOUBLE_EQ(s.total_s, total);
+  EXPECT_GT(total, 0.75);
+}
+
+TEST(Time, OfTheProcessorCountsUnlessToldOtherwise) {
+  const TrainOptions o = options("gtopk");
+  const auto exchange_ms = [&](bool processor_time) {
+    std::vector<double> all;
+    simulate(o, data(),
+             {.ranks = 4,
+              .time = {.link = {.alpha_s = 1e-5}, .processor_time = processor_time},
+              .compute_s = 0.0},
+             kNoStop,
+             {.on_step = [&](const SimulatedStep& s) { all.push_back(s.record.exposed_ms); }});
+    return all;
+  };
+  const auto link = exchange_ms(false), both = exchange_ms(true);
+  EXPECT_EQ(link, exchange_ms(false));
+  for (std::size_t i = 0; i < link.size(); ++i) EXPECT_GT(both[i], link[i]) << i;
+}
+
+// ---- ends ---------------------------------------------------------------------------------------
+
+TEST(Simulation, EndsWhenAsked) {
+  std::atomic<bool> stop{false};
+  const SimulationSummary s =
+      simulate(options("gtopk"), data(), {.ranks = 2}, stop,
+               {.on_step = [&](const SimulatedStep& step) { stop = step.record.step == 3; },
+                .on_evaluation = [](const Evaluation&) { FAIL() << "an evaluation"; }});
+  EXPECT_TRUE(s.run.stopped);
+  EXPECT_EQ(s.run.steps, 3);
+}
+
+std::string refusal(const TrainOptions& o, const SimulationOptions& simulation) {
+  try {
+    simulate(o, data(), simulation, kNoStop, {});
+  } catch (const InvalidArgument& e) {
+    return e.what();
+  }
+  return "no InvalidArgument thrown";
+}
+
+TEST(Simulation, Refusals) {
+  TrainOptions o = options("gtopk");
+  EXPECT_EQ(refusal(o, {.ranks = 0}).find("simulate: ranks"), 0U);
+  o.drop = "sender-keeps";
+  EXPECT_EQ(refusal(o, {.ranks = 2, .measure_delta = 1}).find("--measure-delta needs"), 0U);
+  o = options("dense");
+  EXPECT_EQ(refusal(o, {.ranks = 2, .measure_delta = 1}).find("--measure-delta needs"), 0U);
+  o.dense_sum = "mpi";
+  EXPECT_EQ(refusal(o, {.ranks = 2}).find("--dense-sum mpi"), 0U);
+  EXPECT_EQ(refusal(options("hierarchical"), {.ranks = 2}).find("--exchange hierarchical"), 0U);
+}
+
+TEST(Simulation, SaysWhatMemoryItNeeds) {
+  EXPECT_NO_THROW(expect_memory(1e6, "a run", "take less"));
+  try {
+    expect_memory(1e18, "a run", "take less");
+    FAIL() << "nothing thrown";
+  } catch (const InvalidArgument& e) {
+    EXPECT_EQ(std::string(e.what()).find("a run needs about 1000000000 GB, and this machine has "),
+              0U);
+    EXPECT_TRUE(std::string(e.what()).ends_with(": take less"));
+  }
+  // All ranks hold all frames.
+  EXPECT_EQ(exchange_memory(ExchangeKind::allgather, 8, 1000, 10),
+            4.0 * exchange_memory(ExchangeKind::allgather, 4, 1000, 10));
+  EXPECT_EQ(exchange_memory(ExchangeKind::gtopk, 8, 1000, 10),
+            2.0 * exchange_memory(ExchangeKind::gtopk, 4, 1000, 10));
+}
+
+}  // namespace
+}  // namespace skim::train

@@ -1,0 +1,573 @@
+// skim bench scaling: how training scales over a real link with every exchange, beside the cost
+// model. Measures what arXiv 1901.04359 has in its table of throughputs.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "bench/cases.hpp"
+#include "bench/local_step.hpp"
+#include "bench/measure.hpp"
+#include "bench/network.hpp"
+#include "bench/scaling.hpp"
+#include "skim/cost.hpp"
+#include "skim/error.hpp"
+#include "skim/exchange.hpp"
+#include "skim/select.hpp"
+#include "tools/command_line.hpp"
+#include "tools/commands.hpp"
+#include "tools/fit.hpp"
+#include "tools/json_file.hpp"
+#include "tools/launcher.hpp"
+#include "tools/units.hpp"
+
+namespace skim::tool {
+namespace {
+
+constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();  // null in JSON
+// Selection is timed on four arrays of so many entries at most; of more it takes as much longer.
+constexpr std::size_t kMostTimed = std::size_t{1} << 26;
+
+struct ScalingOptions {
+  std::vector<std::string> models;
+  std::size_t params = 0;
+  std::string compute;
+  double density = 0.001;
+  std::vector<std::string> exchanges{"dense", "allgather", "gtopk", "oktopk", "auto"};
+  bool no_mpi_sum = false;
+  std::string index_code = "coded";
+  int rounds = 5;
+  double time_scale = 1.0;
+  std::string longest_wait;
+  std::string gradient_folder;
+  bool keep_gradient = false;
+  std::string fit;
+  int shared_cores = 0;
+  std::string json;
+};
+
+// The options, read and checked.
+struct Setting {
+  std::vector<bench::Workload> workloads;
+  std::vector<ExchangeKind> kinds;
+  CodecOptions codec;
+  double longest_wait_s = std::numeric_limits<double>::infinity();
+  std::filesystem::path folder;
+  std::optional<Fit> fit;
+};
+
+// Not hierarchical: it has no cost model, and a host of a slow link has one rank here.
+std::vector<std::string> exchanges() {
+  std::vector<std::string> names(exchange_kind_names().begin(), exchange_kind_names().end());
+  std::erase(names, "hierarchical");
+  return names;
+}
+
+std::vector<std::string> models() {
+  std::vector<std::string> names;
+  for (const bench::Workload& w : bench::kPublished) names.push_back(w.name);
+  return names;
+}
+
+Setting read(const ScalingOptions& o) {
+  Setting s;
+  if (!(o.density > 0.0 && o.density <= 1.0)) {
+    throw InvalidArgument(
+        fmt::format("--density: expected a number in (0, 1], got {:g}", o.density));
+  }
+  if ((o.params > 0) == o.compute.empty()) {
+    throw InvalidArgument("expected --params N and --compute TIME together, or --model NAME");
+  }
+  for (const bench::Workload& w : bench::kPublished) {
+    const bool all = o.models.empty() && o.params == 0;
+    if (all || std::ranges::find(o.models, w.name) != o.models.end()) s.workloads.push_back(w);
+  }
+  if (o.params > 0) {
+    s.workloads.push_back({"own", o.params, parse_seconds("--compute", o.compute)});
+  }
+  const auto names = exchange_kind_names();
+  for (const std::string& name : o.exchanges) {
+    s.kinds.push_back(static_cast<ExchangeKind>(std::ranges::find(names, name) - names.begin()));
+  }
+  if (o.index_code == "raw32") s.codec.index = IndexCode::raw32;
+  if (!o.longest_wait.empty()) s.longest_wait_s = parse_seconds("--longest-wait", o.longest_wait);
+  s.folder = o.gradient_folder.empty() ? std::filesystem::temp_directory_path()
+                                       : std::filesystem::path(o.gradient_folder);
+  if (!o.fit.empty()) s.fit = read_fit(o.fit);
+  return s;
+}
+
+// What ranks on the cores of one machine wait for each other when all work at once.
+double sharing(const ScalingOptions& o, int ranks) {
+  return o.shared_cores > 0 ? std::max(1.0, static_cast<double>(ranks) / o.shared_cores) : 1.0;
+}
+
+// Of a rank on the link that is measured, which is time_scale times as slow as the one that is
+// meant. Selection is not, so for a choice between exchanges it must become as much slower.
+LocalSpeeds speeds(const ScalingOptions& o, const Fit& fit, int ranks) {
+  return {.select_s = fit.local.select_s * o.time_scale,
+          .merge_s = fit.local.merge_s * sharing(o, ranks),
+          .add_s = fit.local.add_s * sharing(o, ranks)};
+}
+
+// One way to sum gradients, and its rounds.
+struct Contender {
+  std::string name;  // "dense-ring", "dense-mpi", "gtopk"
+  ExchangeKind kind = ExchangeKind::dense;
+  DenseSum sum = DenseSum::ring;
+  std::unique_ptr<Exchange> exchange;  // none: the dense sum
+  std::vector<double> seconds;         // of this rank, and once gathered of the slowest
+  double sent_bytes = 0.0;             // in the last round; once gathered of the busiest rank
+  std::size_t result_entries = 0;
+  bench::ProcessorTicks ticks;  // of the machine while it ran
+};
+
+// A model's measurement, on one rank.
+struct Trial {
+  bench::Workload workload;
+  int ranks = 1;
+  std::size_t k = 0, frame_bytes = 0, select_n = 0;
+  double select_s = 0.0, waited_s = 0.0;
+  std::vector<Contender> contenders = {};
+};
+
+std::vector<Contender> contenders(const ScalingOptions& o, const Setting& s, int ranks) {
+  std::vector<Contender> all;
+  for (const ExchangeKind kind : s.kinds) {
+    if (kind == ExchangeKind::dense) {
+      all.emplace_back().name = "dense-ring";
+      if (o.no_mpi_sum) continue;
+      Contender& mpi = all.emplace_back();
+      mpi.name = "dense-mpi";
+      mpi.sum = DenseSum::vendor;
+      continue;
+    }
+    ExchangeOptions options{.kind = kind, .codec = s.codec};
+    if (s.fit) {
+      options.automatic.link = s.fit->link;
+      options.automatic.local = speeds(o, *s.fit, ranks);
+    }
+    Contender& c = all.emplace_back();
+    c.name = exchange_kind_names()[static_cast<std::size_t>(kind)];
+    c.kind = kind;
+    c.exchange = make_exchange(options);
+  }
+  return all;
+}
+
+SparseBuffer select(const ScalingOptions& o, const Setting& s, std::size_t n, std::size_t k,
+                    Communicator& comm) {
+  const bench::SharedGradient gradient(s.folder, n, o.keep_gradient, comm);
+  SparseBuffer mine;
+  make_selector({})->select(
+      {.id = {}, .grad = gradient.of(comm.rank()), .residual = {}, .layout = {}, .keep = {.k = k}},
+      mine);
+  return mine;
+}
+
+// Of rank 0 while the others wait; equal on all.
+double time_selection(std::size_t timed, std::size_t n, Communicator& comm) {
+  double seconds = 0.0;
+  if (comm.rank() == 0) {
+    seconds = bench::measure_local(timed).select_s * static_cast<double>(n);
+  }
+  std::vector<std::byte> message(sizeof seconds);
+  std::memcpy(message.data(), &seconds, sizeof seconds);
+  comm.broadcast(message, 0);
+  std::memcpy(&seconds, message.data(), sizeof seconds);
+  return seconds;
+}
+
+// The rounds' figures of the slowest rank, and the bytes of the busiest.
+void take_slowest(std::vector<Contender>& all, Communicator& comm) {
+  std::vector<double> figures;
+  for (const Contender& c : all) {
+    figures.insert(figures.end(), c.seconds.begin(), c.seconds.end());
+    figures.push_back(c.sent_bytes);
+  }
+  MessageList of_ranks;
+  comm.allgather(std::as_bytes(std::span(figures)), of_ranks);
+  std::vector<double> other(figures.size());
+  for (std::size_t r = 0; r < of_ranks.size(); ++r) {
+    if (of_ranks[r].size() != figures.size() * sizeof(double)) {
+      throw InvalidArgument(fmt::format("rank {} was started with other options", r));
+    }
+    std::memcpy(other.data(), of_ranks[r].data(), of_ranks[r].size());
+    std::ranges::transform(figures, other, figures.begin(),
+                           [](double a, double b) { return std::max(a, b); });
+  }
+  auto figure = figures.begin();
+  for (Contender& c : all) {
+    for (double& seconds : c.seconds) seconds = *figure++;
+    c.sent_bytes = *figure++;
+  }
+}
+
+// Every contender once, in an order that turns from round to round, each after a step's computing.
+void run_round(const ScalingOptions& o, Trial& t, std::uint64_t round, const SparseView& mine,
+               std::span<float> dense, Communicator& comm) {
+  const std::vector<std::byte> note(kFrameStatsBytes);
+  MessageList notes;
+  const StepId id{round, 0};
+  const Keep keep{.k = t.k};
+  std::string line;
+  for (std::size_t i = 0; i < t.contenders.size(); ++i) {
+    Contender& c = t.contenders[(round + i) % t.contenders.size()];
+    comm.barrier();
+    std::this_thread::sleep_for(std::chrono::duration<double>(t.waited_s));
+    comm.barrier();
+    const bench::ProcessorTicks ticks = bench::processor_ticks();
+    const std::uint64_t sent = comm.traffic().sent_bytes;
+    const std::int64_t start = comm.now_ns();
+    const bool sums_dense = !c.exchange || c.exchange->wants_dense(id, mine.dim, keep, comm);
+    if (sums_dense) {
+      comm.allreduce_sum(dense, c.sum, note, notes);
+      c.result_entries = dense.size();
+    } else {
+      GroupStats stats;
+      const ExchangeResult result = c.exchange->run(id, mine, keep, stats, comm);
+      c.result_entries = result.dense_sum.empty() ? result.sum.nnz() : result.dense_sum.n;
+    }
+    const std::int64_t ns = comm.now_ns() - start;
+    if (c.exchange) {
+      // A dense sum is charged no selection, as in the cost model.
+      const double select_s = sums_dense ? 0.0 : t.select_s * o.time_scale;
+      c.exchange->took(id, static_cast<std::int64_t>(1e9 * select_s), ns);
+      c.exchange->end_step();
+    }
+    const double seconds = 1e-9 * static_cast<double>(ns);
+    line += fmt::format("{}{} {}", line.empty() ? "" : ", ", c.name, duration_text(seconds));
+    if (round == 0) continue;  // connections, room, and what an exchange learns first
+    c.seconds.push_back(seconds);
+    c.sent_bytes = static_cast<double>(comm.traffic().sent_bytes - sent);
+    const bench::ProcessorTicks now = bench::processor_ticks();
+    c.ticks.idle += now.idle - ticks.idle;
+    c.ticks.all += now.all - ticks.all;
+  }
+  if (comm.rank() == 0) {
+    const std::string which =
+        round == 0 ? "warm-up" : fmt::format("round {} of {}", round, o.rounds);
+    fmt::print(stderr, "{}: {}: {}\n", t.workload.name, which, line);
+  }
+}
+
+Trial measure(const ScalingOptions& o, const Setting& s, const bench::Workload& w,
+              Communicator& comm) {
+  Trial t{.workload = w,
+          .ranks = comm.size(),
+          .k = bench::kept(o.density, w.params),
+          .select_n = std::min(w.params, kMostTimed),
+          .waited_s = std::min(w.compute_s * o.time_scale, s.longest_wait_s)};
+  if (comm.rank() == 0) fmt::print(stderr, "{}: selection of {} entries\n", w.name, t.k);
+  const SparseBuffer selected = select(o, s, w.params, t.k, comm);
+  const SparseView mine = selected.view();
+  const GroupStats stats;
+  std::vector<std::byte> frame;
+  t.frame_bytes = Codec(s.codec).encode(mine, &stats, frame);
+  comm.barrier();  // the others' work has ended, and rank 0 has the machine
+  t.select_s = time_selection(t.select_n, w.params, comm);
+
+  t.contenders = contenders(o, s, comm.size());
+  const auto can_be_dense = [](ExchangeKind kind) {
+    return kind == ExchangeKind::dense || kind == ExchangeKind::automatic;
+  };
+  const bench::AlignedFloats dense(std::ranges::any_of(s.kinds, can_be_dense) ? w.params : 0);
+  std::ranges::fill(dense.span(), 0.0F);
+  for (int round = 0; round <= o.rounds; ++round) {
+    run_round(o, t, static_cast<std::uint64_t>(round), mine, dense.span(), comm);
+  }
+  take_slowest(t.contenders, comm);
+  return t;
+}
+
+// ---- what is made of it, on rank 0 --------------------------------------------------------------
+
+// Rounds of `auto` over those of the best single exchange.
+struct Paired {
+  std::string best;
+  double median = 0.0;
+  bench::MedianInterval interval;
+};
+
+// Seconds are those of the network that is meant: measured ones over time_scale, but for selection.
+struct Row {
+  std::string name, counts_as;   // in comparisons; empty: the slower one of two dense sums
+  std::string_view scheme = {};  // empty: not known
+  std::string reason = {};       // of auto
+  std::vector<double> rounds_s;  // of the exchange
+  double select_s = 0.0, exchange_s = 0.0;
+  double link_s = kUnknown, merge_s = kUnknown;  // predicted
+  double efficiency = 0.0, over_dense = kUnknown, over_allgather = kUnknown, busy = kUnknown;
+  double sent_bytes = 0.0;
+  std::size_t result_entries = 0;
+  std::optional<Paired> paired = {};
+
+  double least_s() const { return std::ranges::min(rounds_s); }
+  double most_s() const { return std::ranges::max(rounds_s); }
+  double added_s() const { return select_s + exchange_s; }
+  double predicted_s() const { return link_s + merge_s; }
+};
+
+// What the model calls what ran.
+std::optional<Scheme> scheme_of(const Contender& c, const Trial& t, const Setting& s) {
+  if (c.kind != ExchangeKind::automatic) {
+    return skim::scheme_of({.kind = c.kind, .codec = s.codec}, t.ranks, t.workload.params, t.k);
+  }
+  const std::string_view why = c.exchange->decision(0);
+  const auto names = scheme_names();
+  const auto found = std::ranges::find(names, why.substr(0, why.find(' ')));
+  if (found == names.end()) return std::nullopt;
+  return static_cast<Scheme>(found - names.begin());
+}
+
+Row row_of(const Contender& c, const ScalingOptions& o, const Setting& s, const Trial& t) {
+  Row r{.name = c.name, .counts_as = c.name, .rounds_s = c.seconds};
+  for (double& seconds : r.rounds_s) seconds /= o.time_scale;
+  r.exchange_s = bench::median(r.rounds_s);
+  r.sent_bytes = c.sent_bytes;
+  r.result_entries = c.result_entries;
+  constexpr double kFewestTicks = 50.0;  // of 10 ms, mostly: fewer do not tell
+  if (c.ticks.all >= kFewestTicks) r.busy = 1.0 - c.ticks.idle / c.ticks.all;
+  const std::optional<Scheme> scheme = scheme_of(c, t, s);
+  if (scheme) r.scheme = scheme_names()[static_cast<std::size_t>(*scheme)];
+  if (c.exchange) r.reason = c.exchange->decision(0);
+  if (scheme != Scheme::dense) r.select_s = t.select_s;
+  if (scheme && s.fit) {
+    const Load load{.ranks = t.ranks,
+                    .n = static_cast<double>(t.workload.params),
+                    .k = static_cast<double>(t.k),
+                    .frame = frame_size(s.codec)};
+    const Cost cost = predict(*scheme, load, s.fit->link, speeds(o, *s.fit, t.ranks));
+    r.link_s = cost.link_s / o.time_scale;
+    r.merge_s = cost.merge_s / o.time_scale;
+  }
+  r.efficiency = t.workload.compute_s / (t.workload.compute_s + r.added_s());
+  return r;
+}
+
+const Row* find(const std::vector<Row>& rows, std::string_view counts_as) {
+  const auto found = std::ranges::find(rows, counts_as, &Row::counts_as);
+  return found == rows.end() ? nullptr : &*found;
+}
+
+// By what a step takes beyond its computing, round for round.
+std::optional<Paired> pair_with_best(const Row& automatic, const std::vector<Row>& rows) {
+  const Row* best = nullptr;
+  for (const Row& r : rows) {
+    if (r.counts_as.empty() || &r == &automatic) continue;
+    if (best == nullptr || r.added_s() < best->added_s()) best = &r;
+  }
+  if (best == nullptr) return std::nullopt;
+  std::vector<double> ratios;
+  for (std::size_t i = 0; i < automatic.rounds_s.size(); ++i) {
+    ratios.push_back((automatic.select_s + automatic.rounds_s[i]) /
+                     (best->select_s + best->rounds_s[i]));
+  }
+  return Paired{best->name, bench::median(ratios), bench::median_interval(ratios)};
+}
+
+std::vector<Row> rows_of(const ScalingOptions& o, const Setting& s, const Trial& t) {
+  std::vector<Row> rows;
+  for (const Contender& c : t.contenders) rows.push_back(row_of(c, o, s, t));
+  Row* dense = nullptr;  // the faster sum
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (t.contenders[i].kind != ExchangeKind::dense) continue;
+    rows[i].counts_as.clear();
+    if (dense == nullptr || rows[i].exchange_s < dense->exchange_s) dense = &rows[i];
+  }
+  if (dense != nullptr) dense->counts_as = "dense";
+  const Row* const allgather = find(rows, "allgather");
+  for (Row& r : rows) {
+    if (dense != nullptr) r.over_dense = r.efficiency / dense->efficiency;
+    if (allgather != nullptr) r.over_allgather = r.efficiency / allgather->efficiency;
+    if (r.counts_as == "auto") r.paired = pair_with_best(r, rows);
+  }
+  return rows;
+}
+
+nlohmann::json to_json(const Row& r, const ScalingOptions& o, const Setting& s, const Trial& t) {
+  const auto text = [](std::string_view word) {
+    return word.empty() ? nlohmann::json() : nlohmann::json(word);
+  };
+  nlohmann::json j{{"model", t.workload.name},
+                   {"params", t.workload.params},
+                   {"k", t.k},
+                   {"density", o.density},
+                   {"ranks", t.ranks},
+                   {"exchange", r.name},
+                   {"counts_as", text(r.counts_as)},
+                   {"scheme", text(r.scheme)},
+                   {"reason", text(r.reason)},
+                   {"compute_s", t.workload.compute_s},
+                   {"select_s", r.select_s},
+                   {"select_n", t.select_n},
+                   {"exchange_s", r.exchange_s},
+                   {"exchange_least_s", r.least_s()},
+                   {"exchange_most_s", r.most_s()},
+                   {"rounds_s", r.rounds_s},
+                   {"predicted_s", r.predicted_s()},
+                   {"predicted_link_s", r.link_s},
+                   {"predicted_merge_s", r.merge_s},
+                   {"measured_over_predicted", r.exchange_s / r.predicted_s()},
+                   {"efficiency", r.efficiency},
+                   {"speed_up_over_dense", r.over_dense},
+                   {"speed_up_over_allgather", r.over_allgather},
+                   {"busy", r.busy},
+                   {"bytes", r.sent_bytes},
+                   {"result_entries", r.result_entries},
+                   {"frame_bytes", t.frame_bytes},
+                   {"index_code", o.index_code},
+                   {"time_scale", o.time_scale},
+                   {"waited_s", t.waited_s},
+                   {"shared_cores", o.shared_cores},
+                   {"alpha_s", s.fit ? s.fit->link.alpha_s : kUnknown},
+                   {"beta_s_per_byte", s.fit ? s.fit->link.beta_s_per_byte : kUnknown}};
+  if (r.paired) {
+    const bench::MedianInterval& i = r.paired->interval;
+    j["over_best"] = {{"best", r.paired->best},
+                      {"median", r.paired->median},
+                      {"low", i.low},
+                      {"high", i.high},
+                      {"j", i.j},
+                      {"coverage", i.coverage}};
+  }
+  return j;
+}
+
+std::string number(const char* format, double x) {
+  return std::isnan(x) ? "-" : fmt::format(fmt::runtime(format), x);
+}
+
+void print(std::FILE* out, const std::vector<Row>& rows, const Trial& t, const ScalingOptions& o) {
+  fmt::print(out,
+             "\n{}: {} parameters, k {} (a frame: {} bytes), {} ranks; compute {}, selection {}",
+             t.workload.name, t.workload.params, t.k, t.frame_bytes, t.ranks,
+             duration_text(t.workload.compute_s), duration_text(t.select_s));
+  if (o.time_scale != 1.0) {
+    fmt::print(out, "; measured on a link {:g} times slower, divided by that", o.time_scale);
+  }
+  fmt::print(out, "\n{:<12} {:>12} {:>25} {:>12} {:>7} {:>11} {:>8} {:>8} {:>6} {:>12}\n",
+             "exchange", "exchange ms", "min .. max", "predicted", "ratio", "efficiency", "/dense",
+             "/allg.", "busy", "bytes");
+  for (const Row& r : rows) {
+    fmt::print(out, "{:<12} {:>12.4g} {:>25} {:>12} {:>7} {:>10.1f}% {:>8} {:>8} {:>6} {:>12.0f}\n",
+               r.name, 1e3 * r.exchange_s,
+               fmt::format("{:.4g} .. {:.4g}", 1e3 * r.least_s(), 1e3 * r.most_s()),
+               number("{:.4g}", 1e3 * r.predicted_s()),
+               number("{:.2f}", r.exchange_s / r.predicted_s()), 100.0 * r.efficiency,
+               number("{:.2f}", r.over_dense), number("{:.2f}", r.over_allgather),
+               number("{:.0f}%", 100.0 * r.busy), r.sent_bytes);
+  }
+  for (const Row& r : rows) {
+    if (!r.reason.empty()) fmt::print(out, "{}: {}\n", r.name, r.reason);
+    if (r.paired) {
+      fmt::print(
+          out,
+          "{} over {}, selection included, round by round: {:.3f} [{:.3f}, {:.3f}] at {:.1f}%\n",
+          r.name, r.paired->best, r.paired->median, r.paired->interval.low, r.paired->interval.high,
+          100.0 * r.paired->interval.coverage);
+    }
+  }
+  std::fflush(out);
+}
+
+void run(const ScalingOptions& o, const Setting& s, Communicator& comm) {
+  if (comm.size() < 2) throw InvalidArgument("expected two ranks or more, got one");
+  const bool first = comm.rank() == 0;
+  JsonFile json(first ? o.json : "");
+  nlohmann::json array = nlohmann::json::array();
+  for (const bench::Workload& w : s.workloads) {
+    const Trial trial = measure(o, s, w, comm);
+    if (!first) continue;
+    const std::vector<Row> rows = rows_of(o, s, trial);
+    print(o.json == "-" ? stderr : stdout, rows, trial, o);
+    for (const Row& r : rows) array.push_back(to_json(r, o, s, trial));
+  }
+  if (first) json.write(array);
+  comm.barrier();
+}
+
+void declare(CLI::App& app, ScalingOptions& o) {
+  CommandLine line(app);
+  line.group("What is trained");
+  line.plain("--model", o.models, "NAME,...",
+             fmt::format("of: {} [all, without --params]", fmt::join(models(), ", ")))
+      ->delimiter(',')
+      ->check(CLI::IsMember(models()));
+  line.plain("--params", o.params, "N", "a model of your own: its parameters")
+      ->check(CLI::Range(std::size_t{1}, std::size_t{1} << 31));
+  line.plain("--compute", o.compute, "TIME", "and a step of it without any exchange, as 200ms");
+  line.option("--density", o.density, "D", "k/n");
+
+  line.group("How it is exchanged");
+  line.option("--exchange", o.exchanges, "NAME,...",
+              fmt::format("of: {}", fmt::join(exchanges(), ", ")))
+      ->delimiter(',')
+      ->check(CLI::IsMember(exchanges()));
+  line.flag("--no-mpi-sum", o.no_mpi_sum,
+            "dense: the ring alone, not the faster of it and MPI's all-reduce");
+  line.choice("--index-code", o.index_code, "the smallest for each frame, or 4 bytes an index",
+              std::array<std::string_view, 2>{"coded", "raw32"});
+
+  line.group("How it is measured");
+  line.option("--rounds", o.rounds, "N", "of every exchange once, after one that is not timed")
+      ->check(CLI::Range(1, 100'000));
+  line.option("--time-scale", o.time_scale, "X",
+              "the link is X times slower than the one that is meant: computing is, too, and what "
+              "is measured is divided by X")
+      ->check(positive());
+  line.plain("--longest-wait", o.longest_wait, "TIME",
+             "that stands for computing before an exchange; its whole time counts [no limit]");
+  line.plain("--gradient-folder", o.gradient_folder, "DIR",
+             "for a file with the ranks' gradients, 4 bytes a parameter [the system's]")
+      ->check(CLI::ExistingDirectory);
+  line.flag("--keep-gradient", o.keep_gradient, "for the next run");
+
+  line.group("What is predicted");
+  line.plain("--fit", o.fit, "FILE",
+             "from the link and the local speeds that skim bench network --json wrote");
+  line.option("--shared-cores", o.shared_cores, "C",
+              "all ranks share C cores, so that P merge as long as P/C would alone; 0: they do not")
+      ->check(CLI::Range(0, 1 << 20));
+  line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
+}
+
+}  // namespace
+
+int bench_scaling_command(int argc, char** argv) {
+  ScalingOptions o;
+  CLI::App app(
+      "Measures the exchanges of training steps on the network between MPI's ranks, in turn, with "
+      "waits in place of computing, and compares them with the cost model.",
+      "skim bench scaling");
+  declare(app, o);
+  app.footer(
+      "An exchange takes from a barrier until its slowest rank has the sum. Selection is timed\n"
+      "alone and added. Efficiency: computing over computing, selection and exchange.\n\n"
+      "Example:\n"
+      "  scripts/cluster/cluster up 4 1gbit\n"
+      "  scripts/cluster/cluster run build/release/skim bench network --json fit.json\n"
+      "  scripts/cluster/cluster run build/release/skim bench scaling --fit fit.json");
+  return parse_and_run(app, argc, argv, [&] {
+    const Setting s = read(o);
+    if (!is_launched()) {
+      throw InvalidArgument(
+          "expected two ranks or more: start it with mpirun or scripts/cluster/cluster run");
+    }
+    return run_as_rank("skim bench scaling", [&](Communicator& comm) { run(o, s, comm); });
+  });
+}
+
+}  // namespace skim::tool

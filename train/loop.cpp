@@ -1,0 +1,149 @@
+// Optimizer, evaluation and bookkeeping of a step.
+#include "train/loop.hpp"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "skim/error.hpp"
+#include "train/random.hpp"
+
+namespace skim::train {
+
+double milliseconds(Clock::duration d) {
+  return std::chrono::duration<double, std::milli>(d).count();
+}
+
+std::shared_ptr<Model> make_model(const TrainOptions& o, const DataInfo& data) {
+  ModelOptions m = model_options(o.model, data, o.seed);
+  if (o.layers > 0) m.layers = o.layers;
+  if (o.hidden > 0) m.hidden = o.hidden;
+  if (o.embedding > 0) m.embedding = o.embedding;
+  if (o.heads > 0) m.heads = o.heads;
+  return make_model(m);
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o, Model& model) {
+  std::vector<torch::Tensor> decayed, plain;
+  for (const torch::Tensor& p : model.parameters()) {
+    (o.decay_biases || takes_weight_decay(p) ? decayed : plain).push_back(p);
+  }
+  const auto groups = [&](auto options) {
+    options.weight_decay(o.weight_decay);
+    auto without = options;
+    without.weight_decay(0.0);
+    std::vector<torch::optim::OptimizerParamGroup> list;
+    list.emplace_back(decayed, std::make_unique<decltype(options)>(options));
+    if (!plain.empty()) list.emplace_back(plain, std::make_unique<decltype(options)>(without));
+    return list;
+  };
+  const double lr = o.learning_rate.base;
+  switch (o.optimizer) {
+    case OptimizerKind::sgd: {
+      const auto s = torch::optim::SGDOptions(lr).momentum(o.momentum).nesterov(o.nesterov);
+      return std::make_unique<torch::optim::SGD>(groups(s), s);
+    }
+    case OptimizerKind::adam: {
+      const torch::optim::AdamOptions s(lr);
+      return std::make_unique<torch::optim::Adam>(groups(s), s);
+    }
+    case OptimizerKind::adamw: {
+      const torch::optim::AdamWOptions s(lr);
+      return std::make_unique<torch::optim::AdamW>(groups(s), s);
+    }
+  }
+  throw InvalidArgument("unknown optimizer");
+}
+
+void set_learning_rate(torch::optim::Optimizer& optimizer, double rate) {
+  for (auto& group : optimizer.param_groups()) group.options().set_lr(rate);
+}
+
+std::vector<torch::Tensor> float_buffers(Model& model) {
+  std::vector<torch::Tensor> buffers;
+  for (const torch::Tensor& b : model.buffers()) {
+    if (b.is_floating_point()) buffers.push_back(b);
+  }
+  return buffers;
+}
+
+RunLength run_length(const TrainOptions& o, std::int64_t steps_per_epoch) {
+  const auto per_epoch = static_cast<double>(steps_per_epoch);
+  const auto steps = [&](double epochs) {
+    return std::max<std::int64_t>(1, std::llround(epochs * per_epoch));
+  };
+  const std::int64_t total = o.steps > 0 ? o.steps : steps(o.epochs);
+  return {.total = total, .evaluation = o.eval_epochs > 0.0 ? steps(o.eval_epochs) : total};
+}
+
+std::uint64_t dropout_seed(std::uint64_t seed, std::int64_t step, int rank) {
+  return mix(mix(seed) + mix(static_cast<std::uint64_t>(step)) + static_cast<std::uint64_t>(rank));
+}
+
+void clip(const std::vector<torch::Tensor>& buffers, double limit) {
+  double norm2 = 0.0;
+  for (const torch::Tensor& b : buffers) norm2 += b.dot(b).item<double>();
+  const double norm = std::sqrt(norm2);
+  if (!(norm > limit)) return;
+  for (torch::Tensor b : buffers) b.mul_(limit / norm);
+}
+
+TestSums test_part(const TrainOptions& options, const Dataset& data, Model& model, int rank,
+                   int ranks, const std::atomic<bool>& stop) {
+  constexpr std::int64_t kBatch = 250;
+  const torch::NoGradGuard no_grad;
+  std::int64_t size = data.info().test_size;
+  if (options.eval_examples > 0) size = std::min(size, options.eval_examples);
+  const std::int64_t last = size * (rank + 1) / ranks;
+  TestSums sums;
+  for (std::int64_t at = size * rank / ranks; at < last && !stop.load(); at += kBatch) {
+    const Batch batch = data.test_batch(at, std::min(last, at + kBatch));
+    const torch::Tensor logits = model.forward(batch.input);
+    const auto count = static_cast<double>(batch.target.numel());
+    sums.loss += cross_entropy(logits, batch.target).item<double>() * count;
+    sums.correct += static_cast<double>(count_correct(logits, batch.target));
+    sums.predictions += count;
+  }
+  return sums;
+}
+
+double ring_bytes(std::size_t n, int ranks) {
+  const double P = ranks;
+  return 2.0 * (P - 1.0) / P * static_cast<double>(n) * sizeof(float);
+}
+
+void add_reports(std::span<const StepReport> reports, StepRecord& r) {
+  double kept = 0.0, total = 0.0, residual2 = 0.0;
+  for (const StepReport& b : reports) {
+    r.k += b.k;
+    r.sent_entries += b.sent_nnz;
+    r.received_entries += b.sum_nnz;
+    r.sent_bytes += b.sent_bytes;
+    r.received_bytes += b.received_bytes;
+    r.threshold = std::max(r.threshold, double{b.threshold});
+    r.select_ms += static_cast<double>(b.select_ns) * 1e-6;
+    r.exchange_ms += static_cast<double>(b.exchange_ns) * 1e-6;
+    r.apply_ms += static_cast<double>(b.apply_ns) * 1e-6;
+    kept += b.group.sent_norm2;
+    total += b.group.accumulated_norm2;
+    residual2 += b.residual_norm * b.residual_norm;
+  }
+  r.capture = total > 0.0 ? kept / total : 1.0;
+  r.residual_norm = std::sqrt(residual2);
+}
+
+double median(std::vector<double>& values) {
+  if (values.empty()) return 0.0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+std::uint64_t peak_rss_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
+}
+
+}  // namespace skim::train

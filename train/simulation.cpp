@@ -1,0 +1,452 @@
+// One step: the ranks' gradients one after another in the one model; then all ranks exchange, each
+// in a thread of its own; then one optimizer step.
+#include "train/simulation.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "skim/error.hpp"
+#include "skim/reducer.hpp"
+#include "train/buckets.hpp"
+#include "train/loop.hpp"
+
+namespace skim::train {
+namespace {
+
+// One thread a rank, for the whole run: a rank's clock counts the processor time of its thread.
+class RankThreads {
+ public:
+  explicit RankThreads(int ranks) : errors_(static_cast<std::size_t>(ranks)) {
+    for (std::size_t r = 0; r < errors_.size(); ++r) {
+      threads_.emplace_back([this, r](const std::stop_token& stop) { serve(stop, r); });
+    }
+  }
+
+  // job(r) for every rank r; returns when all have ended. Throws what a rank threw: the cause,
+  // rather than what others saw of it.
+  void run(const std::function<void(std::size_t)>& job) {
+    std::unique_lock lock(mutex_);
+    job_ = &job;
+    running_ = errors_.size();
+    ++round_;
+    start_.notify_all();
+    end_.wait(lock, [&] { return running_ == 0; });
+    std::exception_ptr seen;
+    for (const std::exception_ptr& e : errors_) {
+      if (!e) continue;
+      try {
+        std::rethrow_exception(e);
+      } catch (const CommError&) {
+        if (!seen) seen = e;
+      }
+    }
+    if (seen) std::rethrow_exception(seen);
+  }
+
+ private:
+  void serve(const std::stop_token& stop, std::size_t r) {
+    std::unique_lock lock(mutex_);
+    std::uint64_t done = 0;
+    while (start_.wait(lock, stop, [&] { return round_ != done; })) {
+      done = round_;
+      lock.unlock();
+      try {
+        (*job_)(r);
+      } catch (...) {
+        errors_[r] = std::current_exception();
+      }
+      lock.lock();
+      if (--running_ == 0) end_.notify_one();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable_any start_;
+  std::condition_variable end_;
+  const std::function<void(std::size_t)>* job_ = nullptr;
+  std::uint64_t round_ = 0;
+  std::size_t running_ = 0;
+  std::vector<std::exception_ptr> errors_;  // [rank]
+  std::vector<std::jthread> threads_;       // last: they end before what they use
+};
+
+std::span<float> entries(const torch::Tensor& t) {
+  return {t.data_ptr<float>(), static_cast<std::size_t>(t.numel())};
+}
+
+void copy(const std::vector<torch::Tensor>& from, std::vector<torch::Tensor>& to) {
+  const torch::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < from.size(); ++i) to[i].copy_(from[i]);
+}
+
+struct Rank {
+  std::unique_ptr<Communicator> comm;
+  std::unique_ptr<Reducer> reducer;
+  std::vector<torch::Tensor> gradients;  // [buckets]: in, its own; out, the mean
+  std::vector<torch::Tensor> buffers;    // the model's, as this rank left them
+  // Of the last step.
+  std::vector<StepReport> reports;
+  std::int64_t begin_ns = 0, end_ns = 0;
+  bool applied = false;
+  double loss = 0.0;
+
+  double loss_sum = 0.0;  // since the last evaluation
+  std::uint64_t sent_bytes = 0, received_bytes = 0;
+};
+
+class Simulator {
+ public:
+  Simulator(const TrainOptions& options, const Dataset& data, const SimulationOptions& simulation,
+            const std::atomic<bool>& stop, const SimulationObserver& observer)
+      : options_(options),
+        data_(data),
+        simulation_(simulation),
+        stop_(stop),
+        observer_(observer),
+        model_(make_model(options, data.info())),
+        optimizer_(make_optimizer(options, *model_)),
+        sampler_(data.info().train_size, simulation.ranks, options.batch, options.seed),
+        length_(run_length(options, sampler_.steps_per_epoch())),
+        model_buffers_(model_->buffers()) {
+    const ReducerOptions first = reducer_options(options);
+    expect_possible(first);
+    flat_ = flatten_gradients(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6));
+    expect_room(first);
+    // Waits are of real time, and all ranks share the cores of this machine.
+    auto group = make_simulated_group(simulation.ranks, simulation.time, {std::chrono::hours(1)});
+    for (auto& comm : group) {
+      Rank& rank = ranks_.emplace_back();
+      rank.comm = std::move(comm);
+      rank.reducer = std::make_unique<Reducer>(
+          reducer_options(options, rank.comm->rank()),
+          ReducerParts{.schedule = density_schedule(options), .selector = {}, .exchange = {}},
+          *rank.comm);
+      rank.reducer->set_layout(flat_.layout);
+      rank.reducer->set_total_steps(static_cast<std::uint64_t>(length_.total));
+      for (const torch::Tensor& b : flat_.buffers) rank.gradients.push_back(torch::empty_like(b));
+      for (const torch::Tensor& b : model_buffers_) rank.buffers.push_back(b.clone());
+    }
+    threads_.emplace(simulation.ranks);
+  }
+
+  SimulationSummary operator()() {
+    const auto t0 = Clock::now();
+    while (done_ < length_.total && !stopped_) {
+      stopped_ = !step();
+      const bool due = done_ % length_.evaluation == 0 || done_ == length_.total;
+      if (due && !stopped_) evaluate();
+    }
+    SimulationSummary s{.run = summary(), .total_s = total_s_, .wall_s = 0.0, .model = model_};
+    s.wall_s = 1e-3 * milliseconds(Clock::now() - t0);
+    return s;
+  }
+
+ private:
+  void expect_possible(const ReducerOptions& o) const {
+    if (o.exchange.kind == ExchangeKind::hierarchical) {
+      throw InvalidArgument("--exchange hierarchical: in a simulation all ranks are of one host");
+    }
+    if (o.dense_sum == DenseSum::vendor) {
+      throw InvalidArgument("--dense-sum mpi: a simulation has no MPI");
+    }
+    if (simulation_.measure_delta == 0) return;
+    const bool loses =
+        o.exchange.kind == ExchangeKind::gtopk && o.exchange.drop == DropPolicy::sender_keeps;
+    if (!o.feedback.enabled || loses) {
+      throw InvalidArgument(
+          "--measure-delta needs an exchange that keeps what it leaves out: not dense, --feedback "
+          "none or --drop sender-keeps");
+    }
+  }
+
+  void expect_room(const ReducerOptions& o) const {
+    const auto n = static_cast<double>(flat_.parameters);
+    const double density = std::max(options_.density, density_schedule(options_)->density({}).up);
+    const double floats =
+        1.0 + (o.feedback.enabled ? 1.0 : 0.0) + (o.feedback.momentum > 0.0F ? 1.0 : 0.0);
+    expect_memory(simulation_.ranks * floats * n * sizeof(float) +
+                      exchange_memory(o.exchange.kind, simulation_.ranks, flat_.parameters,
+                                      static_cast<std::size_t>(std::ceil(density * n))),
+                  options_.model + " on " + std::to_string(simulation_.ranks) + " ranks",
+                  "take fewer ranks, a smaller model or a lower density");
+  }
+
+  double epoch_at(std::int64_t step) const {
+    return static_cast<double>(step) / static_cast<double>(sampler_.steps_per_epoch());
+  }
+
+  // False: stopped, and nothing has changed but what ranks keep of batch norm.
+  bool step() {
+    const auto t0 = Clock::now();
+    const double rate = options_.learning_rate.at(epoch_at(done_), epoch_at(length_.total),
+                                                  sampler_.steps_per_epoch());
+    set_learning_rate(*optimizer_, rate);
+    SimulatedStep s;
+    StepRecord& r = s.record;
+    r.density = options_.exchange == "dense" ? 1.0 : ranks_[0].reducer->density().up;
+    r.learning_rate = rate;
+
+    model_->train();
+    std::vector<double> compute_ms;
+    for (Rank& rank : ranks_) {
+      if (stop_.load()) return false;
+      compute_ms.push_back(compute(rank));
+    }
+    exchange();
+    expect_equal_means();
+    r.skipped = !ranks_[0].applied;
+    if (!r.skipped) {
+      if (simulation_.measure_delta > 0 && (done_ + 1) % simulation_.measure_delta == 0) {
+        s.delta = delta();
+      }
+      copy(ranks_[0].gradients, flat_.buffers);
+      if (options_.clip_norm > 0.0) clip(flat_.buffers, options_.clip_norm);
+      optimizer_->step();
+    }
+
+    ++done_;
+    skipped_ += r.skipped ? 1 : 0;
+    ++loss_count_;
+    r.loss = ranks_[0].loss;
+    r.step = done_;
+    r.total_steps = length_.total;
+    r.epoch = epoch_at(done_);
+    r.n = flat_.parameters;
+    r.dense_bytes = static_cast<std::uint64_t>(std::llround(ring_bytes(r.n, simulation_.ranks)));
+    add_reports(ranks_[0].reports, r);
+    std::int64_t begin_ns = 0, end_ns = 0;
+    for (Rank& rank : ranks_) {
+      rank.loss_sum += rank.loss;
+      s.mean_loss += rank.loss / simulation_.ranks;
+      std::uint64_t sent = 0;
+      for (const StepReport& b : rank.reports) {
+        sent += b.sent_bytes;
+        rank.received_bytes += b.received_bytes;
+      }
+      rank.sent_bytes += sent;
+      s.max_sent_bytes = std::max(s.max_sent_bytes, sent);
+      begin_ns = std::max(begin_ns, rank.begin_ns);
+      end_ns = std::max(end_ns, rank.end_ns);
+    }
+    r.compute_ms = simulation_.compute_s ? 1e3 * *simulation_.compute_s : median(compute_ms);
+    r.exposed_ms = 1e-6 * static_cast<double>(end_ns - begin_ns);
+    r.step_ms = r.compute_ms + r.exposed_ms;
+    total_s_ += 1e-3 * r.step_ms;
+    s.total_s = total_s_;
+    s.wall_ms = milliseconds(Clock::now() - t0);
+    const std::array now{r.compute_ms, r.select_ms,  r.exchange_ms,
+                         r.apply_ms,   r.exposed_ms, r.step_ms};
+    for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
+    if (observer_.on_step) observer_.on_step(s);
+    return true;
+  }
+
+  // A rank's gradient, and the milliseconds of forward and backward.
+  double compute(Rank& rank) {
+    const int r = rank.comm->rank();
+    const std::int64_t epoch = done_ / sampler_.steps_per_epoch();
+    const std::int64_t in_epoch = done_ % sampler_.steps_per_epoch();
+    const Batch batch =
+        data_.train_batch(simulation_.examples ? simulation_.examples(epoch, in_epoch, r)
+                                               : sampler_.examples(epoch, in_epoch, r),
+                          epoch);
+    model_->seed_dropout(dropout_seed(options_.seed, done_, r));
+    copy(rank.buffers, model_buffers_);
+    for (torch::Tensor& b : flat_.buffers) b.zero_();
+    const auto t0 = Clock::now();
+    const torch::Tensor loss = cross_entropy(model_->forward(batch.input), batch.target);
+    loss.backward();
+    const double ms = milliseconds(Clock::now() - t0);
+    rank.loss = loss.item<double>();
+    copy(flat_.buffers, rank.gradients);
+    copy(model_buffers_, rank.buffers);
+    return ms;
+  }
+
+  void exchange() {
+    threads_->run([&](std::size_t r) {
+      Rank& rank = ranks_[r];
+      try {
+        rank.begin_ns = rank.comm->now_ns();
+        rank.reports.clear();
+        for (std::size_t b = 0; b < rank.gradients.size(); ++b) {
+          rank.reports.push_back(
+              rank.reducer->reduce(static_cast<Slot>(b), entries(rank.gradients[b])));
+        }
+        rank.applied = rank.reducer->end_step(epoch_at(done_ + 1));
+        rank.end_ns = rank.comm->now_ns();
+      } catch (...) {
+        rank.comm->abort(static_cast<int>(r));
+        throw;
+      }
+    });
+  }
+
+  void expect_equal_means() const {
+    std::string others;
+    for (std::size_t r = 1; r < ranks_.size(); ++r) {
+      bool equal = ranks_[r].applied == ranks_[0].applied;
+      for (std::size_t b = 0; equal && ranks_[0].applied && b < flat_.buffers.size(); ++b) {
+        const std::span<const float> first = entries(ranks_[0].gradients[b]);
+        equal = std::memcmp(first.data(), entries(ranks_[r].gradients[b]).data(),
+                            first.size_bytes()) == 0;
+      }
+      if (!equal) others += (others.empty() ? "" : ", ") + std::to_string(r);
+    }
+    if (others.empty()) return;
+    throw Error("step " + std::to_string(done_ + 1) +
+                ": the mean gradient is not that of rank 0 on rank " + others);
+  }
+
+  // By the law of conservation (docs/architecture.md): what the exchange left out of x is in the
+  // residuals.
+  std::optional<double> delta() {
+    double left_out2 = 0.0, random2 = 0.0;
+    std::vector<double> residual;
+    for (std::size_t b = 0; b < flat_.buffers.size(); ++b) {
+      const std::span<const float> mean = entries(ranks_[0].gradients[b]);
+      residual.assign(mean.size(), 0.0);
+      for (Rank& rank : ranks_) {
+        const auto own = rank.reducer->feedback().residual(static_cast<Slot>(b)).span();
+        for (std::size_t i = 0; i < own.size(); ++i) residual[i] += double{own[i]};
+      }
+      double x2 = 0.0;
+      for (std::size_t i = 0; i < mean.size(); ++i) {
+        const double x = residual[i] + simulation_.ranks * double{mean[i]};
+        left_out2 += residual[i] * residual[i];
+        x2 += x * x;
+      }
+      const auto k = static_cast<double>(ranks_[0].reports[b].k);
+      random2 += (1.0 - k / static_cast<double>(mean.size())) * x2;
+    }
+    return random2 > 0.0 ? std::optional(left_out2 / random2) : std::nullopt;
+  }
+
+  // Part by part, as the ranks of a group take them: sums are then added in the same order.
+  void evaluate() {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < model_buffers_.size(); ++i) {
+      if (!model_buffers_[i].is_floating_point()) continue;
+      model_buffers_[i].zero_();
+      for (const Rank& rank : ranks_) model_buffers_[i].add_(rank.buffers[i]);
+      model_buffers_[i].div_(simulation_.ranks);
+    }
+    model_->eval();
+    TestSums sums;
+    double loss_sum = 0.0;
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      const TestSums part =
+          test_part(options_, data_, *model_, static_cast<int>(r), simulation_.ranks, stop_);
+      sums.loss += part.loss;
+      sums.correct += part.correct;
+      sums.predictions += part.predictions;
+      loss_sum += ranks_[r].loss_sum;
+    }
+    if (stop_.load()) {  // figures of a part of the test set are none
+      stopped_ = true;
+      return;
+    }
+    const auto losses = static_cast<double>(loss_count_ * simulation_.ranks);
+    evaluation_ = {.step = done_,
+                   .epoch = epoch_at(done_),
+                   .train_loss = loss_sum / losses,
+                   .test_loss = sums.loss / sums.predictions,
+                   .test_accuracy = sums.correct / sums.predictions};
+    for (Rank& rank : ranks_) rank.loss_sum = 0.0;
+    loss_count_ = 0;
+    if (observer_.on_evaluation) observer_.on_evaluation(evaluation_);
+  }
+
+  Summary summary() {
+    const auto steps = static_cast<double>(std::max<std::int64_t>(1, done_));
+    Summary s;
+    for (const Rank& rank : ranks_) {
+      const double sent = static_cast<double>(rank.sent_bytes) / steps;
+      const double received = static_cast<double>(rank.received_bytes) / steps;
+      s.sent_bytes_per_step += sent / simulation_.ranks;
+      s.received_bytes_per_step += received / simulation_.ranks;
+      s.max_sent_bytes_per_step = std::max(s.max_sent_bytes_per_step, sent);
+      s.max_received_bytes_per_step = std::max(s.max_received_bytes_per_step, received);
+    }
+    s.peak_rss_bytes = peak_rss_bytes();
+    s.steps = done_;
+    s.parameters = flat_.parameters;
+    s.last = evaluation_;
+    s.dense_bytes_per_step = ring_bytes(flat_.parameters, simulation_.ranks);
+    s.median.compute_ms = median(times_[0]);
+    s.median.select_ms = median(times_[1]);
+    s.median.exchange_ms = median(times_[2]);
+    s.median.apply_ms = median(times_[3]);
+    s.median.exposed_ms = median(times_[4]);
+    s.median.step_ms = median(times_[5]);
+    s.skipped_steps = skipped_;
+    s.stopped = stopped_;
+    return s;
+  }
+
+  const TrainOptions& options_;
+  const Dataset& data_;
+  const SimulationOptions& simulation_;
+  const std::atomic<bool>& stop_;
+  const SimulationObserver& observer_;
+  std::shared_ptr<Model> model_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  Sampler sampler_;
+  RunLength length_;
+  std::vector<torch::Tensor> model_buffers_;
+  FlatGradients flat_;
+  std::vector<Rank> ranks_;
+
+  std::int64_t done_ = 0;  // steps
+  bool stopped_ = false;
+  std::uint64_t skipped_ = 0;
+  std::int64_t loss_count_ = 0;  // of each rank, since the last evaluation
+  double total_s_ = 0.0;
+  Evaluation evaluation_;
+  std::array<std::vector<double>, 6> times_;
+  std::optional<RankThreads> threads_;  // last: they end before what they use
+};
+
+}  // namespace
+
+double exchange_memory(ExchangeKind kind, int ranks, std::size_t n, std::size_t k) {
+  const double p = ranks, entries = static_cast<double>(k);
+  switch (kind) {
+    case ExchangeKind::dense:
+      return 4.0 * static_cast<double>(n) * sizeof(float);
+    case ExchangeKind::allgather:
+    case ExchangeKind::global_topk:
+    case ExchangeKind::sparcml:
+      return p * p * entries * 60.0;
+    default:
+      return p * entries * 200.0;
+  }
+}
+
+void expect_memory(double bytes, const std::string& who, const std::string& remedy) {
+  const double room =
+      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  if (bytes <= 0.8 * room) return;
+  const auto gigabytes = [](double x) { return std::to_string(std::llround(1e-9 * x)); };
+  throw InvalidArgument(who + " needs about " + gigabytes(bytes) + " GB, and this machine has " +
+                        gigabytes(room) + ": " + remedy);
+}
+
+SimulationSummary simulate(const TrainOptions& options, const Dataset& data,
+                           const SimulationOptions& simulation, const std::atomic<bool>& stop,
+                           const SimulationObserver& observer) {
+  SKIM_EXPECTS(simulation.ranks >= 1, "simulate: ranks must be >= 1");
+  SKIM_EXPECTS(simulation.measure_delta >= 0, "simulate: measure_delta must be >= 0");
+  return Simulator(options, data, simulation, stop, observer)();
+}
+
+}  // namespace skim::train
