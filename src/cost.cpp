@@ -74,6 +74,8 @@ Course sparcml_course(const Load& load) {
   return c;
 }
 
+// A merge of gtopk adds two lists of k, and cuts their sum for as much as adding k more; at the end
+// comes what is put back, from two lists.
 Course course_of(Scheme scheme, const Load& load) {
   const double p = load.ranks, log = log2_ceil(load.ranks);
   const FrameSize& f = load.frame;
@@ -100,7 +102,7 @@ Course course_of(Scheme scheme, const Load& load) {
       c.rounds = 2 * log;
       c.sent_bytes = log * frame;
       c.chain_bytes = 2 * log * frame;
-      c.merged = log * 2 * load.k;
+      c.merged = (3 * log + 2) * load.k;
       break;
     case Scheme::gtopk_butterfly: {
       const double inner = std::floor(std::log2(p));
@@ -109,7 +111,7 @@ Course course_of(Scheme scheme, const Load& load) {
       c.rounds = inner + 2 * folds;
       c.sent_bytes = (inner + folds) * frame;
       c.chain_bytes = c.rounds * frame;
-      c.merged = (inner + folds) * 2 * load.k;
+      c.merged = (3 * (inner + folds) + 2) * load.k;
       break;
     }
     case Scheme::global_topk:

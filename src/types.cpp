@@ -67,18 +67,23 @@ bool is_canonical(const SparseView& s) noexcept {
 
 namespace {
 
-// Two parts. Without a branch that depends on indices: they come in no order that a processor could
-// foresee. Returns the number of entries written.
-std::size_t merge(const SparseView& a, const SparseView& b, Index* index, float* value) {
+// Two parts. Without a branch that depends on indices, which come in no order that a processor
+// could foresee. Returns the number of entries written.
+std::size_t merge(const SparseView& a, const SparseView& b, Index* __restrict index,
+                  float* __restrict value) {
+  const Index *const index_a = a.index.data(), *const index_b = b.index.data();
+  const float *const value_a = a.value.data(), *const value_b = b.value.data();
+  const auto bits = [](float v) { return std::bit_cast<std::uint32_t>(v); };
   std::size_t i = 0, j = 0, out = 0;
   while (i < a.nnz() && j < b.nnz()) {
-    const Index of_a = a.index[i], of_b = b.index[j];
-    const float x = a.value[i], y = b.value[j];
-    index[out] = std::min(of_a, of_b);
-    const float either = of_a < of_b ? x : y;
-    value[out++] = of_a == of_b ? x + y : either;
-    i += of_a <= of_b ? 1U : 0U;
-    j += of_b <= of_a ? 1U : 0U;
+    const Index x = index_a[i], y = index_b[j];
+    const std::uint32_t of_a = x < y ? ~0U : 0U, of_b = y < x ? ~0U : 0U, of_both = ~(of_a | of_b);
+    const float v = value_a[i], w = value_b[j];
+    index[out] = std::min(x, y);
+    value[out++] =
+        std::bit_cast<float>((bits(v) & of_a) | (bits(w) & of_b) | (bits(v + w) & of_both));
+    i += ~of_b & 1U;
+    j += ~of_a & 1U;
   }
   for (const auto& [rest, from] : {std::pair(&a, i), std::pair(&b, j)}) {
     std::ranges::copy(rest->index.subspan(from), index + out);
@@ -93,7 +98,7 @@ std::size_t merge(const SparseView& a, const SparseView& b, Index* index, float*
 // with one another.
 std::size_t add_windows(std::span<const SparseView> parts, std::span<std::size_t> next,
                         Index* index, float* value) {
-  constexpr std::size_t kWindow = 1U << 14U, kWord = 64;
+  constexpr std::size_t kWindow = 1U << 16U, kWord = 64;
   alignas(64) std::array<float, kWindow> window;  // an entry counts only if its bit is set
   std::array<std::uint64_t, kWindow / kWord> bits{};
   std::array<std::uint64_t, kWindow / kWord / kWord> words{};  // which of bits are not 0

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "exchange/frames.hpp"
 #include "exchange_oracle.hpp"
 #include "fault.hpp"
 #include "group.hpp"
@@ -248,6 +249,37 @@ TEST(exchange, conserves) {
           }
         });
       }
+    }
+  }
+}
+
+// Entries of one list that are, or are not, in another: across windows of 2^18 indices, and at
+// their ends.
+TEST(exchange, filter_is_set_intersection_and_difference) {
+  std::mt19937_64 rng(4);
+  const std::size_t n = 5'000'000;
+  for (const std::size_t count : {0U, 1U, 40U, 3000U}) {
+    const auto draw = [&] {
+      std::map<Index, float> entries;
+      for (const Index at : {0U, 63U, 64U, 0x3ffffU, 0x40000U, 4'999'999U}) {
+        if (rng() % 2 == 0) entries[at] = 1.0F;
+      }
+      while (entries.size() < count) {
+        entries[static_cast<Index>((rng() % 4 * 1'200'000 + rng() % 5000) % n)] = 2.0F;
+      }
+      SparseBuffer s;
+      s.reset(n);
+      for (const auto& [i, v] : entries) s.append(i, v);
+      return s;
+    };
+    const SparseBuffer a = draw(), b = draw();
+    const std::set<Index> in_b = test::indices_of(b.view());
+    SparseBuffer out;
+    for (const bool wanted : {true, false}) {
+      filter(a.view(), b.view(), wanted, out);
+      const auto expected =
+          test::entries_where(a.view(), [&](Index i) { return in_b.contains(i) == wanted; });
+      EXPECT_TRUE(test::same(out.view(), expected.view())) << count << wanted;
     }
   }
 }

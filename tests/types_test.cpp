@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -83,6 +84,33 @@ TEST(types, sum_is_the_oracle_for_any_number_of_parts) {
     sum(views, out);
     EXPECT_TRUE(is_canonical(out.view()));
     EXPECT_TRUE(test::same(out.view(), test::sum(views).view()));
+  }
+}
+
+// Long gradients are summed a window of 2^16 indices at a time: at its ends, across empty ones,
+// with neighbours and far apart.
+TEST(types, sum_of_long_parts) {
+  const std::size_t n = 0xffffffffU;
+  for (const std::size_t parts : {3U, 7U, 66U}) {
+    std::mt19937_64 rng(parts);
+    std::vector<SparseBuffer> part;
+    std::vector<SparseView> views;
+    for (std::size_t p = 0; p < parts; ++p) {
+      std::map<Index, float> entries;
+      for (const Index window : {0U, 1U, 2U, 900U, 901U, 0xffffU}) {
+        for (const Index at : {0U, 1U, 63U, 64U, 4095U, 4096U, 0xfffeU, 0xffffU}) {
+          if (rng() % 3 > 0 && window * 0x10000U + at < n) entries[window * 0x10000U + at] = 1.0F;
+        }
+        for (int i = 0; i < 20; ++i) entries[window * 0x10000U + rng() % 0xffffU] = 1.0F;
+      }
+      for (auto& [i, v] : entries) v = std::normal_distribution<float>()(rng);
+      part.push_back(sparse(n, {entries.begin(), entries.end()}));
+    }
+    for (const auto& p : part) views.push_back(p.view());
+    SparseBuffer out;
+    sum(views, out);
+    EXPECT_TRUE(is_canonical(out.view()));
+    EXPECT_TRUE(test::same(out.view(), test::sum(views).view())) << parts;
   }
 }
 

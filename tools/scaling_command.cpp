@@ -61,17 +61,20 @@ struct ScalingOptions {
 // The options, read and checked.
 struct Setting {
   std::vector<bench::Workload> workloads;
-  std::vector<ExchangeKind> kinds;
+  std::vector<std::pair<std::string, ExchangeOptions>> exchanges;  // by their names here
   CodecOptions codec;
   double longest_wait_s = std::numeric_limits<double>::infinity();
   std::filesystem::path folder;
   std::optional<Fit> fit;
 };
 
-// Not hierarchical: it has no cost model, and a host of a slow link has one rank here.
+// Not hierarchical: it has no cost model, and a host of a slow link has one rank here. gtopk in its
+// published form, too.
+constexpr std::string_view kTree = "gtopk-tree";
 std::vector<std::string> exchanges() {
   std::vector<std::string> names(exchange_kind_names().begin(), exchange_kind_names().end());
   std::erase(names, "hierarchical");
+  names.emplace_back(kTree);
   return names;
 }
 
@@ -97,11 +100,18 @@ Setting read(const ScalingOptions& o) {
   if (o.params > 0) {
     s.workloads.push_back({"own", o.params, parse_seconds("--compute", o.compute)});
   }
+  if (o.index_code == "raw32") s.codec.index = IndexCode::raw32;
   const auto names = exchange_kind_names();
   for (const std::string& name : o.exchanges) {
-    s.kinds.push_back(static_cast<ExchangeKind>(std::ranges::find(names, name) - names.begin()));
+    ExchangeOptions& options = s.exchanges.emplace_back(name, ExchangeOptions{}).second;
+    options.codec = s.codec;
+    if (name == kTree) {
+      options.kind = ExchangeKind::gtopk;
+      options.gtopk_form = GTopKForm::tree;
+    } else {
+      options.kind = static_cast<ExchangeKind>(std::ranges::find(names, name) - names.begin());
+    }
   }
-  if (o.index_code == "raw32") s.codec.index = IndexCode::raw32;
   if (!o.longest_wait.empty()) s.longest_wait_s = parse_seconds("--longest-wait", o.longest_wait);
   s.folder = o.gradient_folder.empty() ? std::filesystem::temp_directory_path()
                                        : std::filesystem::path(o.gradient_folder);
@@ -125,13 +135,13 @@ LocalSpeeds speeds(const ScalingOptions& o, const Fit& fit, int ranks) {
 // One way to sum gradients, and its rounds.
 struct Contender {
   std::string name;  // "dense-ring", "dense-mpi", "gtopk"
-  ExchangeKind kind = ExchangeKind::dense;
+  ExchangeOptions options = {};
   DenseSum sum = DenseSum::ring;
-  std::unique_ptr<Exchange> exchange;  // none: the dense sum
-  std::vector<double> seconds;         // of this rank, and once gathered of the slowest
-  double sent_bytes = 0.0;             // in the last round; once gathered of the busiest rank
+  std::unique_ptr<Exchange> exchange = {};  // none: the dense sum
+  std::vector<double> seconds = {};         // of this rank, and once gathered of the slowest
+  double sent_bytes = 0.0;                  // in the last round; once gathered of the busiest rank
   std::size_t result_entries = 0;
-  bench::ProcessorTicks ticks;  // of the machine while it ran
+  bench::ProcessorTicks ticks = {};  // of the machine while it ran
 };
 
 // A model's measurement, on one rank.
@@ -145,24 +155,21 @@ struct Trial {
 
 std::vector<Contender> contenders(const ScalingOptions& o, const Setting& s, int ranks) {
   std::vector<Contender> all;
-  for (const ExchangeKind kind : s.kinds) {
-    if (kind == ExchangeKind::dense) {
-      all.emplace_back().name = "dense-ring";
+  for (const auto& [name, options] : s.exchanges) {
+    if (options.kind == ExchangeKind::dense) {
+      all.push_back({.name = "dense-ring", .options = options});
       if (o.no_mpi_sum) continue;
-      Contender& mpi = all.emplace_back();
-      mpi.name = "dense-mpi";
-      mpi.sum = DenseSum::vendor;
+      all.push_back({.name = "dense-mpi", .options = options, .sum = DenseSum::vendor});
       continue;
     }
-    ExchangeOptions options{.kind = kind, .codec = s.codec};
-    if (s.fit) {
-      options.automatic.link = s.fit->link;
-      options.automatic.local = speeds(o, *s.fit, ranks);
-    }
     Contender& c = all.emplace_back();
-    c.name = exchange_kind_names()[static_cast<std::size_t>(kind)];
-    c.kind = kind;
-    c.exchange = make_exchange(options);
+    c.name = name;
+    c.options = options;
+    if (s.fit) {
+      c.options.automatic.link = s.fit->link;
+      c.options.automatic.local = speeds(o, *s.fit, ranks);
+    }
+    c.exchange = make_exchange(c.options);
   }
   return all;
 }
@@ -280,10 +287,10 @@ Trial measure(const ScalingOptions& o, const Setting& s, const bench::Workload& 
   t.select_s = time_selection(t.select_n, w.params, comm);
 
   t.contenders = contenders(o, s, comm.size());
-  const auto can_be_dense = [](ExchangeKind kind) {
-    return kind == ExchangeKind::dense || kind == ExchangeKind::automatic;
+  const auto can_be_dense = [](const Contender& c) {
+    return !c.exchange || c.options.kind == ExchangeKind::automatic;
   };
-  const bench::AlignedFloats dense(std::ranges::any_of(s.kinds, can_be_dense) ? w.params : 0);
+  const bench::AlignedFloats dense(std::ranges::any_of(t.contenders, can_be_dense) ? w.params : 0);
   std::ranges::fill(dense.span(), 0.0F);
   for (int round = 0; round <= o.rounds; ++round) {
     run_round(o, t, static_cast<std::uint64_t>(round), mine, dense.span(), comm);
@@ -321,9 +328,9 @@ struct Row {
 };
 
 // What the model calls what ran.
-std::optional<Scheme> scheme_of(const Contender& c, const Trial& t, const Setting& s) {
-  if (c.kind != ExchangeKind::automatic) {
-    return skim::scheme_of({.kind = c.kind, .codec = s.codec}, t.ranks, t.workload.params, t.k);
+std::optional<Scheme> scheme_of(const Contender& c, const Trial& t) {
+  if (c.options.kind != ExchangeKind::automatic) {
+    return skim::scheme_of(c.options, t.ranks, t.workload.params, t.k);
   }
   const std::string_view why = c.exchange->decision(0);
   const auto names = scheme_names();
@@ -340,7 +347,7 @@ Row row_of(const Contender& c, const ScalingOptions& o, const Setting& s, const 
   r.result_entries = c.result_entries;
   constexpr double kFewestTicks = 50.0;  // of 10 ms, mostly: fewer do not tell
   if (c.ticks.all >= kFewestTicks) r.busy = 1.0 - c.ticks.idle / c.ticks.all;
-  const std::optional<Scheme> scheme = scheme_of(c, t, s);
+  const std::optional<Scheme> scheme = scheme_of(c, t);
   if (scheme) r.scheme = scheme_names()[static_cast<std::size_t>(*scheme)];
   if (c.exchange) r.reason = c.exchange->decision(0);
   if (scheme != Scheme::dense) r.select_s = t.select_s;
@@ -383,7 +390,7 @@ std::vector<Row> rows_of(const ScalingOptions& o, const Setting& s, const Trial&
   for (const Contender& c : t.contenders) rows.push_back(row_of(c, o, s, t));
   Row* dense = nullptr;  // the faster sum
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (t.contenders[i].kind != ExchangeKind::dense) continue;
+    if (t.contenders[i].exchange) continue;
     rows[i].counts_as.clear();
     if (dense == nullptr || rows[i].exchange_s < dense->exchange_s) dense = &rows[i];
   }

@@ -107,7 +107,8 @@ struct HierarchyOptions {
 // How `automatic` chooses: the cost model (cost.hpp) predicts, and what the group measured corrects
 // it. Alike on all ranks, and per slot. A resumed run chooses anew.
 struct AutoOptions {
-  // Not `automatic` or `hierarchical`. gtopk and oktopk hold more back than the others do.
+  // Not `automatic` or `hierarchical`. gtopk: in both forms, whatever ExchangeOptions::gtopk_form
+  // says. gtopk and oktopk hold more back than the others do.
   std::vector<ExchangeKind> among{ExchangeKind::dense, ExchangeKind::allgather, ExchangeKind::gtopk,
                                   ExchangeKind::oktopk, ExchangeKind::sparcml};
   // Those of rank 0 count. No link: it measures the one to the last rank before the first bucket,

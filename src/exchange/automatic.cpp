@@ -36,10 +36,15 @@ class Automatic final : public Exchange {
     for (const ExchangeKind kind : options_.automatic.among) {
       SKIM_EXPECTS(kind != ExchangeKind::automatic && kind != ExchangeKind::hierarchical,
                    "auto: cannot choose hierarchical, which has no cost model, or itself");
-      if (kind == ExchangeKind::dense) continue;
       ExchangeOptions of_kind = options;
       of_kind.kind = kind;
-      exchanges_[kind] = make_exchange(of_kind);
+      if (kind ==
+          ExchangeKind::gtopk) {  // in either form: a busy machine or switch favours the tree
+        of_kind.gtopk_form = GTopKForm::butterfly;
+        add(of_kind);
+        of_kind.gtopk_form = GTopKForm::tree;
+      }
+      add(of_kind);
     }
   }
   std::string_view name() const noexcept override { return "auto"; }
@@ -57,7 +62,7 @@ class Automatic final : public Exchange {
       predict_all(state, comm.size());
       choose(state);
     }
-    return kind_of(state.now) == ExchangeKind::dense;
+    return !ways_[state.now].exchange;
   }
 
   void took(StepId id, std::int64_t select_ns, std::int64_t exchange_ns) noexcept override {
@@ -78,33 +83,41 @@ class Automatic final : public Exchange {
                      Communicator& comm) override {
     // Without a choice (one rank; a caller that cannot go dense): the first exchange there is.
     const auto found = slots_.find(id.slot);
-    ExchangeKind kind = ExchangeKind::dense;
-    if (found != slots_.end()) kind = kind_of(found->second.now);
-    if (kind == ExchangeKind::dense) {
-      SKIM_EXPECTS(!exchanges_.empty(), "auto: only dense to choose from, and run() is not dense");
-      kind = exchanges_.begin()->first;
-    }
-    return exchanges_.at(kind)->run(id, mine, keep, stats, comm);
+    std::size_t way = found == slots_.end() ? 0 : found->second.now;
+    if (!ways_[way].exchange) way = first_exchange();
+    return ways_[way].exchange->run(id, mine, keep, stats, comm);
   }
 
   void end_step() noexcept override {
-    for (auto& [kind, exchange] : exchanges_) exchange->end_step();
+    for (Way& w : ways_) {
+      if (w.exchange) w.exchange->end_step();
+    }
   }
   void rollback_step() override {
-    for (auto& [kind, exchange] : exchanges_) exchange->rollback_step();
+    for (Way& w : ways_) {
+      if (w.exchange) w.exchange->rollback_step();
+    }
   }
   // What was measured belongs to a machine and an hour, not to the run: it is not saved.
   void save(std::ostream& out) const override {
-    for (const auto& [kind, exchange] : exchanges_) exchange->save(out);
+    for (const Way& w : ways_) {
+      if (w.exchange) w.exchange->save(out);
+    }
   }
   void load(std::istream& in) override {
-    for (auto& [kind, exchange] : exchanges_) exchange->load(in);
+    for (Way& w : ways_) {
+      if (w.exchange) w.exchange->load(in);
+    }
     slots_.clear();
   }
 
  private:
   struct Times {
     double select_s = 0.0, exchange_s = 0.0;
+  };
+  struct Way {
+    ExchangeOptions options;
+    std::unique_ptr<Exchange> exchange;  // null: dense
   };
   struct Candidate {
     Scheme scheme = Scheme::dense;
@@ -116,16 +129,21 @@ class Automatic final : public Exchange {
   };
   struct State {
     std::size_t n = 0, k = 0;
-    std::vector<Candidate> candidates;
-    Scheme now = Scheme::dense;
-    std::string reason;
-    std::vector<Times> times;  // since the last review, of `now`
+    std::vector<Candidate> candidates;  // of ways_
+    std::size_t now = 0;                // one of them
+    std::string reason;                 // empty: nothing chosen yet
+    std::vector<Times> times;           // since the last review, of `now`
   };
 
-  ExchangeKind kind_of(Scheme scheme) const {
-    const std::string_view name = exchange_of(scheme);
-    const auto names = exchange_kind_names();
-    return static_cast<ExchangeKind>(std::ranges::find(names, name) - names.begin());
+  void add(const ExchangeOptions& options) {
+    const bool dense = options.kind == ExchangeKind::dense;
+    ways_.push_back({options, dense ? nullptr : make_exchange(options)});
+  }
+  std::size_t first_exchange() const {
+    for (std::size_t w = 0; w < ways_.size(); ++w) {
+      if (ways_[w].exchange) return w;
+    }
+    throw InvalidArgument("auto: only dense to choose from, and run() is not dense");
   }
 
   // Link and speeds of rank 0. Where it was not told a link, it measures it.
@@ -180,15 +198,12 @@ class Automatic final : public Exchange {
                     .n = static_cast<double>(state.n),
                     .k = static_cast<double>(std::clamp<std::size_t>(state.k, 1, state.n)),
                     .frame = frame_};
-    const bool is_new = state.candidates.empty();
-    if (is_new) state.times.reserve(options_.automatic.review_every);
-    for (std::size_t i = 0; i < options_.automatic.among.size(); ++i) {
-      ExchangeOptions of_kind = options_;
-      of_kind.kind = options_.automatic.among[i];
-      const Scheme scheme = scheme_of(of_kind, ranks, state.n, state.k).value_or(Scheme::dense);
-      if (is_new) state.candidates.emplace_back();
-      state.candidates[i].scheme = scheme;
-      state.candidates[i].predicted = predict(scheme, load, link_, local_);
+    state.candidates.resize(ways_.size());
+    state.times.reserve(options_.automatic.review_every);
+    for (std::size_t i = 0; i < ways_.size(); ++i) {
+      Candidate& c = state.candidates[i];
+      c.scheme = scheme_of(ways_[i].options, ranks, state.n, state.k).value_or(Scheme::dense);
+      c.predicted = predict(c.scheme, load, link_, local_);
     }
   }
 
@@ -211,22 +226,21 @@ class Automatic final : public Exchange {
       group.select_s = std::max(group.select_s, of_rank[0]);
       group.exchange_s = r == 0 ? of_rank[1] : std::min(group.exchange_s, of_rank[1]);
     }
-    for (Candidate& c : state.candidates) {
-      if (c.scheme != state.now || !(c.predicted.total_s() > 0.0)) continue;
-      c.correction = (group.select_s + group.exchange_s) / c.predicted.total_s();
-      c.measured = true;
+    Candidate& ran = state.candidates[state.now];
+    if (ran.predicted.total_s() > 0.0) {
+      ran.correction = (group.select_s + group.exchange_s) / ran.predicted.total_s();
+      ran.measured = true;
     }
     choose(state);
   }
 
   void choose(State& state) {
     const auto best = std::ranges::min_element(state.candidates, {}, &Candidate::seconds);
-    const auto now = std::ranges::find(state.candidates, state.now, &Candidate::scheme);
-    const bool stays = !state.reason.empty() && now != state.candidates.end() &&
-                       best->seconds() > (1.0 - kGain) * now->seconds();
-    if (stays) return;
-    if (state.now != best->scheme) state.times.clear();
-    state.now = best->scheme;
+    const double now_s = state.candidates[state.now].seconds();
+    if (!state.reason.empty() && best->seconds() > (1.0 - kGain) * now_s) return;
+    const auto chosen = static_cast<std::size_t>(best - state.candidates.begin());
+    if (state.now != chosen) state.times.clear();
+    state.now = chosen;
 
     // The choice, then the others from the cheapest on.
     std::vector<const Candidate*> order;
@@ -245,8 +259,7 @@ class Automatic final : public Exchange {
   bool agreed_ = false;
   Link link_;  // of rank 0, as the speeds
   LocalSpeeds local_;
-  std::map<ExchangeKind, std::unique_ptr<Exchange>>
-      exchanges_;  // alike on all ranks, as options are
+  std::vector<Way> ways_;  // alike on all ranks, as options are
   std::map<Slot, State> slots_;
   MessageList all_;
 };

@@ -166,29 +166,45 @@ std::unique_ptr<Selector> make_selector(const SelectOptions& options) {
 
 void split_top_k(const SparseView& s, std::size_t k, SparseBuffer& kept, SparseBuffer& dropped,
                  std::vector<std::uint32_t>& scratch) {
-  kept.reset(s.dim);
-  dropped.reset(s.dim);
-  scratch.clear();
-  for (const float v : s.value) {
-    if (const std::uint32_t o = kernels::order(v); o > 0) scratch.push_back(o);
-  }
-  // Order 0 belongs to no entry that is looked at below.
-  const std::size_t non_zero = scratch.size();
+  const std::size_t nnz = s.nnz();
+  const auto non_zero = static_cast<std::size_t>(
+      std::ranges::count_if(s.value, [](float v) { return kernels::order(v) > 0; }));
   selectors::Cut cut{kernels::kAboveAll, 0};
   if (k >= non_zero) {
-    cut = {0, 0};
+    cut = {0, 0};  // order 0 belongs to no entry that is kept or dropped
   } else if (k > 0) {
-    cut = selectors::cut_of(scratch, k);
+    scratch.resize(nnz);
+    cut = selectors::cut_of(s.value.data(), nnz, k, scratch);
   }
-  kept.reserve(std::min(k, non_zero));
-  dropped.reserve(non_zero - std::min(k, non_zero));
-  for (std::size_t e = 0; e < s.nnz(); ++e) {
-    const std::uint32_t o = kernels::order(s.value[e]);
-    if (o == 0) continue;
-    const bool tie = o == cut.order && cut.ties > 0;
-    if (tie) --cut.ties;
-    (o > cut.order || tie ? kept : dropped).append(s.index[e], s.value[e]);
+  const std::size_t most_kept = std::min(k, non_zero);
+  kept.set_dim(s.dim);
+  dropped.set_dim(s.dim);
+  // Of those that tie with the k-th, the ones in front of this place are kept.
+  std::size_t tie_end = 0;
+  for (std::size_t ties = cut.ties; ties > 0; ++tie_end) {
+    ties -= kernels::order(s.value[tie_end]) == cut.order ? 1U : 0U;
   }
+  // Every entry is written to both lists, and counts in one or none: no branch that depends on
+  // values, which come in no order. So each list needs room for one more than it will have.
+  kept.resize(most_kept + 1);
+  dropped.resize(non_zero - most_kept + 1);
+  const Index* const index = s.index.data();
+  const float* const value = s.value.data();
+  Index* const __restrict kept_index = kept.indices().data(), * const __restrict dropped_index =
+                                                                  dropped.indices().data();
+  float* const __restrict kept_value = kept.values().data(), * const __restrict dropped_value =
+                                                                 dropped.values().data();
+  std::size_t keeps = 0, drops = 0;
+  for (std::size_t e = 0; e < nnz; ++e) {
+    const std::uint32_t o = kernels::order(value[e]);
+    const bool keep = (o > cut.order) | ((o == cut.order) & (e < tie_end));
+    kept_index[keeps] = dropped_index[drops] = index[e];
+    kept_value[keeps] = dropped_value[drops] = value[e];
+    keeps += keep ? 1U : 0U;
+    drops += !keep & (o > 0) ? 1U : 0U;
+  }
+  kept.resize(keeps);
+  dropped.resize(drops);
 }
 
 }  // namespace skim

@@ -125,6 +125,11 @@ class Usage(Case):
         self.assert_refused(train("--compare", "gtopk:0.01:best"), "best", "exact", "blocktopk")
         self.assert_refused(train("--compare", "gtopk::exact"), "''", "no density")
         self.assert_refused(train("--select-seeds", "other"), "other", "same", "own")
+        self.assert_refused(train("--gtopk-form", "star"), "star", "tree", "butterfly")
+        self.assert_refused(train("--auto-among", "dense,auto"), "auto", "oktopk")
+        self.assert_refused(train("--inside-hosts", "dense"), "dense", "allgather")
+        self.assert_refused(train("--oktopk-cut-every", "0"), "--oktopk-cut-every", "> 0")
+        self.assert_refused(train("--fit", self.dir / "none"), "--fit", "cannot open", "none")
 
     def test_values_out_of_range(self):
         for density in ["0", "-0.1", "1.5", "nan"]:
@@ -292,6 +297,30 @@ class Runs(Case):
         self.assertNotEqual(ours, dense)
         for a, b in zip(ours, theirs):
             self.assertAlmostEqual(a, b, places=4)
+
+    def test_auto_says_what_it_takes_and_why(self):
+        fit = self.dir / "fit.json"
+        metrics = self.dir / "m.jsonl"
+
+        def decisions(beta, *arguments):
+            fit.write_text(json.dumps({"alpha_s": 1e-6, "beta_s_per_byte": beta, "select_s": 1e-9,
+                                       "merge_s": 1e-9, "add_s": 1e-12}))
+            done = train("--ranks", 3, "--exchange", "auto", "--fit", fit, "--steps", 5, "--bucket-mb", 0.1,
+                         "--metrics", metrics, *arguments)
+            self.assert_ok(done)
+            found = [line for line in lines(metrics) if "decision" in line]
+            self.assertEqual({d["step"] for d in found}, {1})
+            self.assertGreater(len(found), 1)  # buckets
+            for d in found:
+                self.assertIn(d["decision"], done.stdout)
+                self.assertIn(f"bucket {d['bucket']} ({d['n']} entries)", done.stdout)
+            return {d["decision"].split()[0] for d in found}
+
+        self.assertEqual(decisions(1e-15), {"dense"})
+        self.assertNotIn("dense", decisions(1e-6))
+        self.assertEqual(decisions(1e-15, "--auto-among", "gtopk,oktopk"), {"gtopk-butterfly"})
+        # Without a fit it measures; on this machine anything may be best, but all ranks agree.
+        self.assert_ok(train("--ranks", 3, "--exchange", "auto", "--steps", 40))
 
     def test_dash_is_standard_output_and_people_read_standard_error(self):
         done = train("--ranks", 2, "--model", "linear", "--steps", 3, "--summary", "-")

@@ -539,7 +539,7 @@ def scaling_time(arguments):
     found = scaled(arguments)
     models, _ = models_and_exchanges(found)
     figure, (left, right) = plt.subplots(1, 2, figsize=(PAGE, 2.8), sharey=True)
-    lines = {"allgather": "--", "gtopk": "-"}
+    lines = {"allgather": "--", "gtopk": "-", "gtopk-tree": ":"}
     rows = [(e, r) for (_, e), points in found.items() if e in lines for _, r in by_ranks(points)]
 
     def draw(axis, exchange, points, x, label, i):
@@ -547,7 +547,7 @@ def scaling_time(arguments):
         if not points:
             return
         axis.plot([r[x] for r in points], [1e3 * r["exchange_s"] for r in points], linestyle="none",
-                  marker=MARKERS[i], color=COLOURS[i], fillstyle="full" if exchange == "gtopk" else "none")
+                  marker=MARKERS[i], color=COLOURS[i], fillstyle={"gtopk": "full", "gtopk-tree": "bottom"}.get(exchange, "none"))
         modelled = [r for r in points if r["predicted_s"] is not None]
         axis.plot([r[x] for r in modelled], [1e3 * r["predicted_s"] for r in modelled], color=COLOURS[i],
                   linestyle=lines[exchange], label=f"{exchange}, {label}")
