@@ -239,7 +239,7 @@ class Plots(Case):
     def test_figures(self):
         for command, words in [("scaling", ["vgg16", "dense", "gtopk", "published"]),
                                ("scaling-parts", ["32 ranks", "selection", "allgather"]),
-                               ("scaling-time", ["gtopk, vgg16", "allgather, 16 ranks"])]:
+                               ("scaling-time", ["gtopk, measured", "allgather, modelled", "vgg16"])]:
             out = self.dir / f"{command}.svg"
             self.assert_ok(self.plot(command, self.file, "--out", out))
             for word in words:

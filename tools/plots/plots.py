@@ -535,35 +535,23 @@ def scaling_parts(arguments):
 
 
 def scaling_time(arguments):
-    """All-gather and gTop-k: measured as points, modelled as lines; left against ranks, right against parameters."""
+    """All-gather and gTop-k against ranks, a panel for each model: measured as points, modelled as lines."""
     found = scaled(arguments)
-    models, _ = models_and_exchanges(found)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(PAGE, 2.8), sharey=True)
-    lines = {"allgather": "--", "gtopk": "-", "gtopk-tree": ":"}
-    rows = [(e, r) for (_, e), points in found.items() if e in lines for _, r in by_ranks(points)]
-
-    def draw(axis, exchange, points, x, label, i):
-        points = sorted(points, key=lambda r: r[x])
-        if not points:
-            return
-        axis.plot([r[x] for r in points], [1e3 * r["exchange_s"] for r in points], linestyle="none",
-                  marker=MARKERS[i], color=COLOURS[i], fillstyle={"gtopk": "full", "gtopk-tree": "bottom"}.get(exchange, "none"))
-        modelled = [r for r in points if r["predicted_s"] is not None]
-        axis.plot([r[x] for r in modelled], [1e3 * r["predicted_s"] for r in modelled], color=COLOURS[i],
-                  linestyle=lines[exchange], label=f"{exchange}, {label}")
-
-    ranks = sorted({r["ranks"] for _, r in rows})
-    for exchange in lines:
-        for i, model in enumerate(models):
-            draw(left, exchange, [r for e, r in rows if e == exchange and r["model"] == model], "ranks", model, i)
-        for i, p in enumerate(ranks):
-            draw(right, exchange, [r for e, r in rows if e == exchange and r["ranks"] == p], "params",
-                 f"{p} ranks", i)
-    left.set(yscale="log", xlabel="ranks", ylabel="time of an exchange (ms)")
-    ranks_axis(left, ranks)
-    right.set(xscale="log", xlabel="parameters")
-    for axis in (left, right):
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
+    models, exchanges = models_and_exchanges(found)
+    exchanges = [e for e in ("allgather", "gtopk-tree", "gtopk") if e in exchanges]
+    figure, axes = plt.subplots(1, len(models), figsize=(PAGE, 2.4), squeeze=False)
+    for axis, model in zip(axes[0], models):
+        for i, exchange in enumerate(exchanges):
+            points = by_ranks(found.get((model, exchange), {}))
+            axis.plot([p for p, _ in points], [1e3 * r["exchange_s"] for _, r in points], linestyle="none",
+                      marker=MARKERS[i], color=COLOURS[i], label=f"{exchange}, measured")
+            modelled = [(p, r) for p, r in points if r["predicted_s"] is not None]
+            axis.plot([p for p, _ in modelled], [1e3 * r["predicted_s"] for _, r in modelled], color=COLOURS[i],
+                      label=f"{exchange}, modelled")
+        axis.set(yscale="log", xlabel="ranks", title=model)
+        ranks_axis(axis, sorted({p for e in exchanges for p, _ in by_ranks(found.get((model, e), {}))}))
+    axes[0][0].set_ylabel("time of an exchange (ms)")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(exchanges))
     save(figure, arguments.out)
 
 
