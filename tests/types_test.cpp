@@ -101,7 +101,8 @@ TEST(types, sum_of_long_parts) {
         for (const Index at : {0U, 1U, 63U, 64U, 4095U, 4096U, 0xfffeU, 0xffffU}) {
           if (rng() % 3 > 0 && window * 0x10000U + at < n) entries[window * 0x10000U + at] = 1.0F;
         }
-        for (int i = 0; i < 20; ++i) entries[window * 0x10000U + rng() % 0xffffU] = 1.0F;
+        for (int i = 0; i < 20; ++i)
+          entries[window * 0x10000U + static_cast<Index>(rng() % 0xffffU)] = 1.0F;
       }
       for (auto& [i, v] : entries) v = std::normal_distribution<float>()(rng);
       part.push_back(sparse(n, {entries.begin(), entries.end()}));

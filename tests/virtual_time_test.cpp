@@ -413,7 +413,7 @@ TEST(automatic, measurements_correct_a_wrong_link) {
     EXPECT_EQ(b % 4, 0U) << "not after a review";
   }
   EXPECT_LE(changes, 6) << "each of the others is tried once at most, and then the best";
-  EXPECT_EQ(names[0][20], names[0].back());
+  EXPECT_EQ(names[0][28], names[0].back());
 }
 
 // It may not take what it was not given.

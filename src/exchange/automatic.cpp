@@ -38,8 +38,7 @@ class Automatic final : public Exchange {
                    "auto: cannot choose hierarchical, which has no cost model, or itself");
       ExchangeOptions of_kind = options;
       of_kind.kind = kind;
-      if (kind ==
-          ExchangeKind::gtopk) {  // in either form: a busy machine or switch favours the tree
+      if (kind == ExchangeKind::gtopk) {  // either form: a busy machine or switch favours the tree
         of_kind.gtopk_form = GTopKForm::butterfly;
         add(of_kind);
         of_kind.gtopk_form = GTopKForm::tree;
@@ -67,11 +66,13 @@ class Automatic final : public Exchange {
 
   void took(StepId id, std::int64_t select_ns, std::int64_t exchange_ns) noexcept override {
     const auto found = slots_.find(id.slot);
+    if (found == slots_.end()) return;
+    State& state = found->second;
+    const double predicted_ns = 1e9 * state.candidates[state.now].predicted.total_s();
     // times has room: no more than review_every come between two reviews.
-    if (found == slots_.end() || found->second.times.size() >= options_.automatic.review_every)
-      return;
-    found->second.times.push_back(
-        {1e-9 * static_cast<double>(select_ns), 1e-9 * static_cast<double>(exchange_ns)});
+    if (!(predicted_ns > 0.0) || state.times.size() >= options_.automatic.review_every) return;
+    state.times.push_back({static_cast<double>(select_ns) / predicted_ns,
+                           static_cast<double>(exchange_ns) / predicted_ns});
   }
 
   std::string_view decision(Slot slot) const noexcept override {
@@ -112,8 +113,9 @@ class Automatic final : public Exchange {
   }
 
  private:
+  // Of a bucket, over the prediction of both together: so they may be of different k.
   struct Times {
-    double select_s = 0.0, exchange_s = 0.0;
+    double select = 0.0, exchange = 0.0;
   };
   struct Way {
     ExchangeOptions options;
@@ -215,7 +217,7 @@ class Automatic final : public Exchange {
       std::ranges::nth_element(state.times, middle, {}, what);
       return (*middle).*what;
     };
-    const std::array mine{median(&Times::select_s), median(&Times::exchange_s)};
+    const std::array mine{median(&Times::select), median(&Times::exchange)};
     state.times.clear();
     comm.set_phase({"auto: comparison of measurements"});
     comm.allgather(std::as_bytes(std::span(mine)), all_, sizeof mine);
@@ -223,14 +225,12 @@ class Automatic final : public Exchange {
     for (std::size_t r = 0; r < all_.size(); ++r) {
       std::array<double, 2> of_rank{};
       read(all_[r], of_rank, comm, static_cast<int>(r));
-      group.select_s = std::max(group.select_s, of_rank[0]);
-      group.exchange_s = r == 0 ? of_rank[1] : std::min(group.exchange_s, of_rank[1]);
+      group.select = std::max(group.select, of_rank[0]);
+      group.exchange = r == 0 ? of_rank[1] : std::min(group.exchange, of_rank[1]);
     }
     Candidate& ran = state.candidates[state.now];
-    if (ran.predicted.total_s() > 0.0) {
-      ran.correction = (group.select_s + group.exchange_s) / ran.predicted.total_s();
-      ran.measured = true;
-    }
+    ran.correction = group.select + group.exchange;
+    ran.measured = true;
     choose(state);
   }
 
