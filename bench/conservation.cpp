@@ -40,7 +40,7 @@ struct Mass {
   double largest = 0.0, smallest = 1e300;  // |residual|_1 of a rank
 };
 
-Mass measure(int ranks, skim::DropPolicy drop) {
+Mass measure(int ranks, skim::GTopKForm form, skim::DropPolicy drop) {
   const auto group = skim::make_in_process_group(ranks);
   const auto P = static_cast<std::size_t>(ranks);
   std::vector<std::vector<double>> given(P, std::vector<double>(kEntries));
@@ -54,6 +54,7 @@ Mass measure(int ranks, skim::DropPolicy drop) {
         skim::ReducerOptions options;
         options.exchange.kind = skim::ExchangeKind::gtopk;
         options.exchange.drop = drop;
+        options.exchange.gtopk_form = form;
         options.dense_below = 0;
         skim::ReducerParts parts;
         parts.schedule =
@@ -108,14 +109,19 @@ int main() {
     std::printf("n %zu, k %zu, %d steps, half of the gradient's energy shared by the ranks\n\n",
                 kEntries, kKept, kSteps);
     std::printf(
-        "| P | rule | lost / delivered | behind | largest / smallest residual of a rank |\n");
-    std::printf("|---|---|---|---|---|\n");
+        "| P | form | rule | lost / delivered | behind | largest / smallest residual of a rank "
+        "|\n");
+    std::printf("|---|---|---|---|---|---|\n");
     for (const int ranks : {2, 3, 4, 8}) {
-      for (std::size_t rule = 0; rule < skim::drop_policy_names().size(); ++rule) {
-        const Mass m = measure(ranks, static_cast<skim::DropPolicy>(rule));
-        std::printf("| %d | %s | %.4f %% | %.3f | %.2f |\n", ranks,
-                    std::string(skim::drop_policy_names()[rule]).c_str(),
-                    100.0 * m.lost / m.delivered, m.behind, m.largest / m.smallest);
+      for (std::size_t form = 0; form < skim::gtopk_form_names().size(); ++form) {
+        for (std::size_t rule = 0; rule < skim::drop_policy_names().size(); ++rule) {
+          const Mass m = measure(ranks, static_cast<skim::GTopKForm>(form),
+                                 static_cast<skim::DropPolicy>(rule));
+          std::printf("| %d | %s | %s | %.4f %% | %.3f | %.2f |\n", ranks,
+                      std::string(skim::gtopk_form_names()[form]).c_str(),
+                      std::string(skim::drop_policy_names()[rule]).c_str(),
+                      100.0 * m.lost / m.delivered, m.behind, m.largest / m.smallest);
+        }
       }
     }
   } catch (const std::exception& e) {
