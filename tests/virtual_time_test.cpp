@@ -350,6 +350,9 @@ std::vector<std::vector<std::string>> automatic(int ranks, const VirtualTime& ti
     for (int b = 0; b < buckets; ++b) {
       const StepId id{static_cast<std::uint64_t>(b), 0};
       const bool dense = exchange->wants_dense(id, n, {.k = k}, comm);
+      if (b == 0) {
+        EXPECT_EQ(comm.traffic().sent_bytes, 0U) << "the measurement of the link is counted";
+      }
       const std::int64_t start = comm.now_ns();
       if (dense) {
         comm.allreduce_sum(gradient, DenseSum::ring, {}, notes);

@@ -148,10 +148,12 @@ class Automatic final : public Exchange {
     throw InvalidArgument("auto: only dense to choose from, and run() is not dense");
   }
 
-  // Link and speeds of rank 0. Where it was not told a link, it measures it.
+  // Link and speeds of rank 0. Where it was not told a link, it measures it. That traffic is not
+  // counted: it is none of a step's.
   void agree(Communicator& comm) {
     constexpr double kBudget = 0.05;  // seconds for each length
     comm.set_phase({"auto: measurement of the link"});
+    const Traffic before = comm.traffic();
     const bool measures =
         from_rank_0(std::array{options_.automatic.link ? 0.0 : 1.0}, comm)[0] > 0.0;
     Link link;
@@ -168,6 +170,8 @@ class Automatic final : public Exchange {
     link_ = {.alpha_s = all[0], .beta_s_per_byte = all[1]};
     local_ = {.select_s = all[2], .merge_s = all[3], .add_s = all[4]};
     agreed_ = true;
+    const Traffic after = comm.traffic();
+    comm.add_traffic(before, after);
   }
 
   template <std::size_t N>
