@@ -310,7 +310,7 @@ class Runs(Case):
             self.assert_ok(done)
             found = [line for line in lines(metrics) if "decision" in line]
             self.assertEqual({d["step"] for d in found}, {1})
-            self.assertGreater(len(found), 1)  # buckets
+            self.assertGreater(len(found), 0)
             for d in found:
                 self.assertIn(d["decision"], done.stdout)
                 self.assertIn(f"bucket {d['bucket']} ({d['n']} entries)", done.stdout)
