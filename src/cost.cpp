@@ -2,6 +2,8 @@
 // seconds.
 #include "skim/cost.hpp"
 
+#include <math.h>  // lgamma_r
+
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -210,7 +212,10 @@ FrameSize frame_size(const CodecOptions& options) noexcept {
 
 double subset_bits(double k, double n) noexcept {
   if (!(k > 0.0) || k >= n) return 0.0;
-  return (std::lgamma(n + 1) - std::lgamma(k + 1) - std::lgamma(n - k + 1)) / std::numbers::ln2;
+  // Not std::lgamma, which writes a global variable: ranks may be threads.
+  int sign = 0;
+  const auto log_gamma = [&](double x) { return ::lgamma_r(x, &sign); };
+  return (log_gamma(n + 1) - log_gamma(k + 1) - log_gamma(n - k + 1)) / std::numbers::ln2;
 }
 
 Cost predict(Scheme scheme, const Load& load, const Link& link, const LocalSpeeds& local) {
