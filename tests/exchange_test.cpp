@@ -526,7 +526,6 @@ TEST(exchange, names_and_options) {
                InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = K::gtopk, .gtopk_form = static_cast<GTopKForm>(9)}),
                InvalidArgument);
-  EXPECT_THROW(make_exchange({.kind = K::automatic, .automatic = {.among = {}}}), InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = K::automatic, .automatic = {.among = {K::automatic}}}),
                InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = K::automatic, .automatic = {.review_every = 0}}),

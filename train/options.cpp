@@ -147,7 +147,6 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   };
   r.exchange.hierarchy = {.inside = kind_of(o.inside_hosts, "--inside-hosts"),
                           .between = kind_of(o.between_hosts, "--between-hosts")};
-  if (!o.auto_among.empty()) r.exchange.automatic.among.clear();
   for (const std::string& name : o.auto_among) {
     r.exchange.automatic.among.push_back(kind_of(name, "--auto-among"));
   }

@@ -107,10 +107,10 @@ struct HierarchyOptions {
 // How `automatic` chooses: the cost model (cost.hpp) predicts, and what the group measured corrects
 // it. Alike on all ranks, and per slot. A resumed run chooses anew.
 struct AutoOptions {
-  // Not `automatic` or `hierarchical`. gtopk: in both forms, whatever ExchangeOptions::gtopk_form
-  // says. gtopk and oktopk hold more back than the others do.
-  std::vector<ExchangeKind> among{ExchangeKind::dense, ExchangeKind::allgather, ExchangeKind::gtopk,
-                                  ExchangeKind::oktopk, ExchangeKind::sparcml};
+  // Empty: dense, allgather, gtopk, oktopk, sparcml. Not `automatic` or `hierarchical`. gtopk: in
+  // both forms, whatever ExchangeOptions::gtopk_form says. gtopk and oktopk hold more back than the
+  // others.
+  std::vector<ExchangeKind> among = {};
   // Those of rank 0 count. No link: it measures the one to the last rank before the first bucket,
   // in a second or so.
   std::optional<Link> link = {};

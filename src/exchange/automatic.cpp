@@ -32,8 +32,10 @@ class Automatic final : public Exchange {
   explicit Automatic(const ExchangeOptions& options)
       : options_(options), frame_(frame_size(options.codec)) {
     SKIM_EXPECTS(options_.automatic.review_every > 0, "auto: review_every must be > 0");
-    SKIM_EXPECTS(!options_.automatic.among.empty(), "auto: no exchange to choose from");
-    for (const ExchangeKind kind : options_.automatic.among) {
+    using K = ExchangeKind;
+    static constexpr std::array kAll{K::dense, K::allgather, K::gtopk, K::oktopk, K::sparcml};
+    const std::span<const K> given = options_.automatic.among;
+    for (const K kind : given.empty() ? std::span<const K>(kAll) : given) {
       SKIM_EXPECTS(kind != ExchangeKind::automatic && kind != ExchangeKind::hierarchical,
                    "auto: cannot choose hierarchical, which has no cost model, or itself");
       ExchangeOptions of_kind = options;
