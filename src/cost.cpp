@@ -292,8 +292,7 @@ std::vector<LinkSample> ping_pong(Communicator& comm, std::size_t largest, doubl
   if (comm.rank() == last) {  // sends back what comes, until an empty message
     do {
       comm.wait(comm.ireceive(in, 0));
-      const std::vector<std::byte> out = in;
-      comm.wait(comm.isend(out, 0));
+      comm.wait(comm.isend(in, 0));
     } while (!in.empty());
   }
   if (comm.rank() != 0) return samples;

@@ -419,6 +419,15 @@ TEST(automatic, measurements_correct_a_wrong_link) {
   EXPECT_EQ(names[0][28], names[0].back());
 }
 
+TEST(automatic, dense_alone_is_a_choice_on_any_number_of_ranks) {
+  const AutoOptions options{.among = {ExchangeKind::dense}, .link = Link{1e-5, 1e-8}};
+  run_simulated(1, kLinkOnly, [&](Communicator& comm) {
+    const auto exchange = make_exchange({.kind = ExchangeKind::automatic, .automatic = options});
+    EXPECT_TRUE(exchange->wants_dense({}, 100, {.k = 10}, comm));
+  });
+  EXPECT_EQ(automatic(2, kLinkOnly, 1000, 10, 1, options)[0][0], "dense");
+}
+
 // It may not take what it was not given.
 TEST(automatic, among) {
   const AutoOptions options{.among = {ExchangeKind::allgather, ExchangeKind::sparcml},

@@ -51,7 +51,7 @@ class Automatic final : public Exchange {
   std::string_view name() const noexcept override { return "auto"; }
 
   bool wants_dense(StepId id, std::size_t n, const Keep& keep, Communicator& comm) override {
-    if (comm.size() == 1 || n == 0) return false;
+    if (comm.size() == 1 || n == 0) return first_exchange() == ways_.size();
     if (!agreed_) or_abort(comm, [&] { agree(comm); });
     State& state = slots_[id.slot];
     if (state.times.size() >= options_.automatic.review_every) {
@@ -88,6 +88,7 @@ class Automatic final : public Exchange {
     const auto found = slots_.find(id.slot);
     std::size_t way = found == slots_.end() ? 0 : found->second.now;
     if (!ways_[way].exchange) way = first_exchange();
+    SKIM_EXPECTS(way < ways_.size(), "auto: only dense to choose from, and run() is not dense");
     return ways_[way].exchange->run(id, mine, keep, stats, comm);
   }
 
@@ -143,11 +144,12 @@ class Automatic final : public Exchange {
     const bool dense = options.kind == ExchangeKind::dense;
     ways_.push_back({options, dense ? nullptr : make_exchange(options)});
   }
-  std::size_t first_exchange() const {
+  // ways_.size(): there is none but dense.
+  std::size_t first_exchange() const noexcept {
     for (std::size_t w = 0; w < ways_.size(); ++w) {
       if (ways_[w].exchange) return w;
     }
-    throw InvalidArgument("auto: only dense to choose from, and run() is not dense");
+    return ways_.size();
   }
 
   // Link and speeds of rank 0. Where it was not told a link, it measures it. That traffic is not
