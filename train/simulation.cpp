@@ -155,16 +155,21 @@ class Simulator {
     if (o.exchange.kind == ExchangeKind::hierarchical) {
       throw InvalidArgument("--exchange hierarchical: in a simulation all ranks are of one host");
     }
+    if (training_ranks(options_, 2) != 2) {
+      throw InvalidArgument(
+          "--server dedicated: in a simulation every rank trains; rank0 gives the same sums");
+    }
     if (o.dense_sum == DenseSum::vendor) {
       throw InvalidArgument("--dense-sum mpi: a simulation has no MPI");
     }
     if (simulation_.measure_delta == 0) return;
     const bool loses =
         o.exchange.kind == ExchangeKind::gtopk && o.exchange.drop == DropPolicy::sender_keeps;
-    if (!o.feedback.enabled || loses) {
+    const bool holds = o.exchange.kind == ExchangeKind::param_server;
+    if (!o.feedback.enabled || loses || holds || gradient_scale(options_, 0.5) != 1.0F) {
       throw InvalidArgument(
-          "--measure-delta needs an exchange that keeps what it leaves out: not dense, --feedback "
-          "none or --drop sender-keeps");
+          "--measure-delta needs residuals, of gradients, that have all that the exchange leaves "
+          "out: not dense, --feedback none, --drop sender-keeps, param-server or --memory updates");
     }
   }
 
@@ -201,7 +206,7 @@ class Simulator {
       if (stop_.load()) return false;
       compute_ms.push_back(compute(rank));
     }
-    exchange();
+    exchange(gradient_scale(options_, rate));
     expect_equal_means();
     r.skipped = !ranks_[0].applied;
     if (!r.skipped) {
@@ -272,15 +277,16 @@ class Simulator {
     return ms;
   }
 
-  void exchange() {
+  void exchange(float scale) {
     threads_->run([&](std::size_t r) {
       Rank& rank = ranks_[r];
       try {
         rank.begin_ns = rank.comm->now_ns();
         rank.reports.clear();
         for (std::size_t b = 0; b < rank.gradients.size(); ++b) {
-          rank.reports.push_back(
-              rank.reducer->reduce(static_cast<Slot>(b), entries(rank.gradients[b])));
+          GradView gradient = entries(rank.gradients[b]);
+          gradient.scale = scale;
+          rank.reports.push_back(rank.reducer->reduce(static_cast<Slot>(b), gradient));
         }
         rank.applied = rank.reducer->end_step(epoch_at(done_ + 1));
         rank.end_ns = rank.comm->now_ns();
