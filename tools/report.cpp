@@ -170,6 +170,14 @@ void Progress::end() {
   std::fflush(out_);
 }
 
+train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const std::string& run) {
+  return [&metrics, &progress, run](std::int64_t step, Slot slot, std::size_t n,
+                                    std::string_view why) {
+    metrics.write({{"run", run}, {"decision", why}, {"step", step}, {"bucket", slot}, {"n", n}});
+    progress.say(fmt::format("step {}  bucket {} ({} entries): {}", step, slot, n, why));
+  };
+}
+
 nlohmann::json to_json(const Row& row, int ranks) {
   const train::TrainOptions& o = row.options;
   const train::Summary& s = row.summary;
@@ -195,6 +203,7 @@ nlohmann::json to_json(const Row& row, int ranks) {
                    {"parameters", s.parameters},
                    {"data", o.data.name},
                    {"batch", o.batch},
+                   {"split", o.split},
                    {"seed", o.seed},
                    {"steps", s.steps},
                    {"stopped", s.stopped},

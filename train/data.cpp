@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 using Byte = std::uint8_t;
 
 // First part of a Random key: one number for each use of randomness.
-enum Purpose : std::uint64_t { kOrder = 1, kAugment, kOffset, kGlyph, kImage };
+enum Purpose : std::uint64_t { kOrder = 1, kAugment, kOffset, kGlyph, kImage, kDeal };
 
 std::uint64_t u(std::int64_t value) { return static_cast<std::uint64_t>(value); }
 std::string str(std::int64_t value) { return std::to_string(value); }
@@ -589,12 +589,26 @@ Batch Dataset::test_batch(std::int64_t first, std::int64_t last) const {
                                         : windows(test_, examples, 0);
 }
 
+namespace {
+
+void expect_positive(std::int64_t examples, std::int64_t ranks, std::int64_t batch) {
+  if (examples >= 1 && ranks >= 1 && batch >= 1) return;
+  throw InvalidArgument("data: examples, ranks and batch must be at least 1 (examples " +
+                        str(examples) + ", ranks " + str(ranks) + ", batch " + str(batch) + ")");
+}
+
+// Fisher-Yates.
+void shuffle(std::span<std::int64_t> values, Random random) {
+  for (std::size_t i = values.size(); i > 1; --i) {
+    std::swap(values[i - 1], values[random.below(i)]);
+  }
+}
+
+}  // namespace
+
 Sampler::Sampler(std::int64_t examples, std::int64_t ranks, std::int64_t batch, std::uint64_t seed)
     : ranks_(ranks), batch_(batch), seed_(seed) {
-  if (examples < 1 || ranks < 1 || batch < 1) {
-    throw InvalidArgument("data: examples, ranks and batch must be at least 1 (examples " +
-                          str(examples) + ", ranks " + str(ranks) + ", batch " + str(batch) + ")");
-  }
+  expect_positive(examples, ranks, batch);
   // By division: the product may overflow.
   steps_ = examples / ranks / batch;
   if (steps_ < 1) {
@@ -605,6 +619,35 @@ Sampler::Sampler(std::int64_t examples, std::int64_t ranks, std::int64_t batch, 
   order_.resize(u(examples));
 }
 
+Sampler::Sampler(std::span<const std::uint8_t> labels, std::int64_t ranks, std::int64_t batch,
+                 std::uint64_t seed, std::int64_t per_rank)
+    : ranks_(ranks), batch_(batch), seed_(seed) {
+  const auto examples = static_cast<std::int64_t>(labels.size());
+  expect_positive(examples, ranks, batch);
+  if (per_rank < 1) {
+    throw InvalidArgument("data: shards of a rank must be at least 1 (got " + str(per_rank) + ")");
+  }
+  const std::int64_t length = examples / ranks / per_rank;  // of a shard
+  const std::int64_t own = per_rank * length;
+  steps_ = own / batch;
+  if (steps_ < 1) {
+    throw InvalidArgument("data: a rank's shards must have at least a batch of the " +
+                          str(examples) + " training examples (ranks " + str(ranks) +
+                          ", shards of a rank " + str(per_rank) + " of " + str(length) +
+                          ", batch " + str(batch) + ")");
+  }
+  std::vector<std::int64_t> by_label(u(examples)), shards(u(ranks * per_rank));
+  std::iota(by_label.begin(), by_label.end(), 0);
+  std::ranges::stable_sort(by_label, {}, [&](std::int64_t i) { return labels[u(i)]; });
+  std::iota(shards.begin(), shards.end(), 0);
+  shuffle(shards, {kDeal, seed});
+  for (const std::int64_t shard : shards) {
+    const auto first = by_label.begin() + shard * length;
+    dealt_.insert(dealt_.end(), first, first + length);
+  }
+  order_.resize(dealt_.size());
+}
+
 std::span<const std::int64_t> Sampler::examples(std::int64_t epoch, std::int64_t step,
                                                 std::int64_t rank) {
   if (epoch < 0 || step < 0 || step >= steps_ || rank < 0 || rank >= ranks_) {
@@ -612,16 +655,23 @@ std::span<const std::int64_t> Sampler::examples(std::int64_t epoch, std::int64_t
                           str(ranks_) + ") (epoch " + str(epoch) + ", step " + str(step) +
                           ", rank " + str(rank) + ")");
   }
+  const std::span<std::int64_t> order(order_);
+  const std::size_t own = dealt_.size() / u(ranks_);
   if (epoch != epoch_) {
-    std::iota(order_.begin(), order_.end(), 0);
-    Random random{kOrder, seed_, u(epoch)};
-    for (std::size_t i = order_.size() - 1; i > 0; --i) {  // Fisher-Yates
-      std::swap(order_[i], order_[random.below(i + 1)]);
+    if (dealt_.empty()) {
+      std::iota(order.begin(), order.end(), 0);
+      shuffle(order, {kOrder, seed_, u(epoch)});
+    } else {
+      std::ranges::copy(dealt_, order.begin());
+      for (std::size_t r = 0; r < u(ranks_); ++r) {
+        shuffle(order.subspan(r * own, own), {kOrder, seed_, u(epoch), r});
+      }
     }
     epoch_ = epoch;
   }
-  return std::span<const std::int64_t>(order_).subspan(u((step * ranks_ + rank) * batch_),
-                                                       u(batch_));
+  const std::size_t first =
+      dealt_.empty() ? u((step * ranks_ + rank) * batch_) : u(rank) * own + u(step * batch_);
+  return order.subspan(first, u(batch_));
 }
 
 }  // namespace skim::train

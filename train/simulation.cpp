@@ -114,7 +114,7 @@ class Simulator {
         observer_(observer),
         model_(make_model(options, data.info())),
         optimizer_(make_optimizer(options, *model_)),
-        sampler_(data.info().train_size, simulation.ranks, options.batch, options.seed),
+        sampler_(make_sampler(options, data, simulation.ranks)),
         length_(run_length(options, sampler_.steps_per_epoch())),
         model_buffers_(model_->buffers()) {
     const ReducerOptions first = reducer_options(options);
@@ -247,6 +247,7 @@ class Simulator {
                          r.apply_ms,   r.exposed_ms, r.step_ms};
     for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
     if (observer_.on_step) observer_.on_step(s);
+    decisions_.tell(done_, ranks_[0].reports, ranks_[0].reducer->exchange(), observer_.on_decision);
     return true;
   }
 
@@ -255,10 +256,7 @@ class Simulator {
     const int r = rank.comm->rank();
     const std::int64_t epoch = done_ / sampler_.steps_per_epoch();
     const std::int64_t in_epoch = done_ % sampler_.steps_per_epoch();
-    const Batch batch =
-        data_.train_batch(simulation_.examples ? simulation_.examples(epoch, in_epoch, r)
-                                               : sampler_.examples(epoch, in_epoch, r),
-                          epoch);
+    const Batch batch = data_.train_batch(sampler_.examples(epoch, in_epoch, r), epoch);
     model_->seed_dropout(dropout_seed(options_.seed, done_, r));
     copy(rank.buffers, model_buffers_);
     for (torch::Tensor& b : flat_.buffers) b.zero_();
@@ -412,6 +410,7 @@ class Simulator {
   std::int64_t loss_count_ = 0;  // of each rank, since the last evaluation
   double total_s_ = 0.0;
   Evaluation evaluation_;
+  Decisions decisions_;
   std::array<std::vector<double>, 6> times_;
   std::optional<RankThreads> threads_;  // last: they end before what they use
 };

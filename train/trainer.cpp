@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <fstream>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
@@ -89,7 +88,7 @@ class Run {
         observer_(observer),
         model_(make_model(options, data.info())),
         optimizer_(make_optimizer(options, *model_)),
-        sampler_(data.info().train_size, comm.size(), options.batch, options.seed),
+        sampler_(make_sampler(options, data, comm.size())),
         reducer_(reducer_options(options, comm.rank()),
                  {.schedule = density_schedule(options),
                   .selector = comm.rank() == 0 && observer.selector ? observer.selector() : nullptr,
@@ -172,19 +171,7 @@ class Run {
                            r.exposed_ms, r.optimizer_ms, r.step_ms};
       for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
       if (observer_.on_step) observer_.on_step(r);
-      if (observer_.on_decision) tell_decisions();
-    }
-  }
-
-  // Those that are new.
-  void tell_decisions() {
-    const Exchange* const exchange = reducer_.exchange();
-    for (const StepReport& b : reports_) {
-      const std::string_view now = exchange ? exchange->decision(b.id.slot) : std::string_view{};
-      std::string& told = decisions_[b.id.slot];
-      if (now == told) continue;
-      told = now;
-      observer_.on_decision(done_, b.id.slot, b.n, now);
+      decisions_.tell(done_, reports_, reducer_.exchange(), observer_.on_decision);
     }
   }
 
@@ -387,7 +374,7 @@ class Run {
   Evaluation evaluation_;
   std::string checkpoint_;
   std::vector<StepReport> reports_;
-  std::map<Slot, std::string> decisions_;     // told so far
+  Decisions decisions_;
   std::array<std::vector<double>, 7> times_;  // of the steps of this process
 };
 
