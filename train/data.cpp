@@ -507,14 +507,20 @@ void expect_in(std::span<const std::int64_t> examples, std::int64_t size) {
   }
 }
 
+// The bytes of one channel as the models take them.
+struct Normalise {
+  float mean, deviation;
+  float operator()(Byte b) const { return (static_cast<float>(b) / 255.0F - mean) / deviation; }
+};
+
 // Pads a plane with zeros by 4 on each side, takes the window at (top, left), flips it.
 void crop(const Byte* plane, std::int64_t height, std::int64_t width, std::int64_t top,
-          std::int64_t left, bool flip, Byte* out) {
+          std::int64_t left, bool flip, const Normalise& normalise, float* out) {
   for (std::int64_t row = 0; row < height; ++row) {
     for (std::int64_t column = 0; column < width; ++column) {
       const std::int64_t y = row + top - 4, x = (flip ? width - 1 - column : column) + left - 4;
       const bool inside = y >= 0 && y < height && x >= 0 && x < width;
-      *out++ = inside ? plane[y * width + x] : Byte{0};
+      *out++ = normalise(inside ? plane[y * width + x] : Byte{0});
     }
   }
 }
@@ -525,32 +531,29 @@ Batch Dataset::images(const Split& split, std::span<const std::int64_t> examples
                       std::int64_t epoch) const {
   const auto count = static_cast<std::int64_t>(examples.size());
   const std::int64_t plane = info_.height * info_.width, image = info_.channels * plane;
-  const torch::Tensor bytes =
-      torch::empty({count, info_.channels, info_.height, info_.width}, torch::kUInt8);
+  torch::Tensor input =
+      torch::empty({count, info_.channels, info_.height, info_.width}, torch::kFloat32);
   torch::Tensor target = torch::empty({count}, torch::kInt64);
-  Byte* out = bytes.data_ptr<Byte>();
+  float* out = input.data_ptr<float>();
   std::int64_t* label = target.data_ptr<std::int64_t>();
   for (const std::int64_t example : examples) {
     const Byte* const from = split.values.data() + example * image;
-    if (augment) {
-      Random random{kAugment, seed_, u(epoch), u(example)};
-      const auto top = static_cast<std::int64_t>(random.below(9));
-      const auto left = static_cast<std::int64_t>(random.below(9));
-      const bool flip = random.below(2) == 1;
-      for (std::int64_t c = 0; c < info_.channels; ++c) {
-        crop(from + c * plane, info_.height, info_.width, top, left, flip, out + c * plane);
+    Random random{kAugment, seed_, u(epoch), u(example)};
+    const auto top = static_cast<std::int64_t>(random.below(9));
+    const auto left = static_cast<std::int64_t>(random.below(9));
+    const bool flip = random.below(2) == 1;
+    for (std::int64_t c = 0; c < info_.channels; ++c) {
+      const Byte* const bytes = from + c * plane;
+      const Normalise normalise{mean_[u(c)], deviation_[u(c)]};
+      if (augment) {
+        crop(bytes, info_.height, info_.width, top, left, flip, normalise, out);
+      } else {
+        std::transform(bytes, bytes + plane, out, normalise);
       }
-    } else {
-      std::copy_n(from, image, out);
+      out += plane;
     }
-    out += image;
     *label++ = split.labels[u(example)];
   }
-  const auto per_channel = [&](const std::vector<float>& values) {
-    return torch::tensor(values).view({1, info_.channels, 1, 1});
-  };
-  torch::Tensor input = bytes.to(torch::kFloat32).div_(255.0);
-  input.sub_(per_channel(mean_)).div_(per_channel(deviation_));
   return {std::move(input), std::move(target)};
 }
 
