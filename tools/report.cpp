@@ -170,6 +170,14 @@ void Progress::end() {
   std::fflush(out_);
 }
 
+train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const std::string& run) {
+  return [&metrics, &progress, run](std::int64_t step, Slot slot, std::size_t n,
+                                    std::string_view why) {
+    metrics.write({{"run", run}, {"decision", why}, {"step", step}, {"bucket", slot}, {"n", n}});
+    progress.say(fmt::format("step {}  bucket {} ({} entries): {}", step, slot, n, why));
+  };
+}
+
 nlohmann::json to_json(const Row& row, int ranks) {
   const train::TrainOptions& o = row.options;
   const train::Summary& s = row.summary;
@@ -188,6 +196,9 @@ nlohmann::json to_json(const Row& row, int ranks) {
                    {"local_clip", o.local_clip},
                    {"residual_decay", o.residual_decay},
                    {"density", o.exchange == "dense" ? 1.0 : o.density},
+                   {"down_density", o.down_density},
+                   {"server", o.server},
+                   {"memory", o.memory},
                    {"density_warmup", o.density_warmup},
                    {"ranks", ranks},
                    {"threads", o.threads},
@@ -195,6 +206,7 @@ nlohmann::json to_json(const Row& row, int ranks) {
                    {"parameters", s.parameters},
                    {"data", o.data.name},
                    {"batch", o.batch},
+                   {"split", o.split},
                    {"seed", o.seed},
                    {"steps", s.steps},
                    {"stopped", s.stopped},
@@ -206,6 +218,7 @@ nlohmann::json to_json(const Row& row, int ranks) {
                    {"max_sent_bytes_per_step", s.max_sent_bytes_per_step},
                    {"max_received_bytes_per_step", s.max_received_bytes_per_step},
                    {"dense_bytes_per_step", s.dense_bytes_per_step},
+                   {"union_entries_per_step", s.union_entries_per_step},
                    {"step_ms", s.median.step_ms},
                    {"compute_ms", s.median.compute_ms},
                    {"select_ms", s.median.select_ms},

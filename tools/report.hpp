@@ -61,6 +61,9 @@ class Progress {
   std::chrono::steady_clock::time_point started_, shown_;
 };
 
+// Tells the choices of auto to both, which must outlive it.
+train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const std::string& run);
+
 // One finished run.
 struct Row {
   std::string name;

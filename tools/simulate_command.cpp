@@ -376,6 +376,7 @@ int run(TrainingOptions& o) {
     metrics.write(to_json(name, e, text));
     progress.evaluated(e);
   };
+  observer.on_decision = decisions_to(metrics, progress, name);
   const train::SimulationSummary s = train::simulate(o.train, data, o.simulation, g_stop, observer);
   progress.end();
   nlohmann::json row =

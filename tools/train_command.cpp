@@ -88,6 +88,13 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
   line.option("--batch", t.batch, "N", "examples per rank and step")->check(positive());
   line.option("--epochs", t.epochs, "X", "passes over the training set")->check(positive());
   line.plain("--steps", t.steps, "N", "steps, instead of epochs")->check(positive());
+  line.choice(
+      "--split", t.split,
+      "iid: every rank draws from all examples; shards: from its own, which are cut from the "
+      "examples sorted by label",
+      train::split_names());
+  line.option("--shards-per-rank", t.shards_per_rank, "N", "shards: how many a rank gets")
+      ->check(positive());
   line.option("--seed", t.seed, "N", "of parameters, order of examples, augmentation and dropout");
   line.flag("--augment", t.data.augment, "cifar10: random crops and flips");
   line.option("--sequence", t.data.sequence_length, "N", "text: characters in a window")
@@ -391,11 +398,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
       metrics.forget_after(row.name, step);
       progress.say(fmt::format("resumed after step {}", step));
     };
-    observer.on_decision = [&](std::int64_t step, Slot slot, std::size_t n, std::string_view why) {
-      metrics.write(
-          {{"run", row.name}, {"decision", why}, {"step", step}, {"bucket", slot}, {"n", n}});
-      progress.say(fmt::format("step {}  bucket {} ({} entries): {}", step, slot, n, why));
-    };
+    observer.on_decision = decisions_to(metrics, progress, row.name);
     if (first && command.attach) command.attach(row, comm.size(), observer);
     row.summary = train::train(row.options, data, comm, g_stop, observer);
     if (first) progress.end();

@@ -20,6 +20,12 @@ struct GradientBuckets::Hook : torch::autograd::FunctionPostHook {
   std::size_t bucket;
 };
 
+void FlatGradients::attach() {
+  for (std::size_t b = 0; b < members.size(); ++b) {
+    for (std::size_t m = 0; m < members[b].size(); ++m) members[b][m].mutable_grad() = views[b][m];
+  }
+}
+
 FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes) {
   const auto named = model.named_parameters();
   FlatGradients flat;
@@ -45,13 +51,15 @@ FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes) {
     const Segment& last = flat.layout[b].parameters.back();
     const auto n = static_cast<std::int64_t>(last.offset + last.length);
     flat.buffers.push_back(torch::zeros({n}, torch::kFloat32));
+    flat.views.emplace_back();
     for (std::size_t m = 0; m < flat.members[b].size(); ++m) {
-      torch::Tensor& parameter = flat.members[b][m];
+      const torch::Tensor& parameter = flat.members[b][m];
       const auto offset = static_cast<std::int64_t>(flat.layout[b].parameters[m].offset);
-      parameter.mutable_grad() =
-          flat.buffers[b].narrow(0, offset, parameter.numel()).view(parameter.sizes());
+      flat.views[b].push_back(
+          flat.buffers[b].narrow(0, offset, parameter.numel()).view(parameter.sizes()));
     }
   }
+  flat.attach();
   return flat;
 }
 

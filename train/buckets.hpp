@@ -18,9 +18,13 @@ struct FlatGradients {
   std::vector<Bucket> layout;          // slot b is bucket b, parameters by their name in the model
   std::vector<torch::Tensor> buffers;  // [buckets]
   std::vector<std::vector<torch::Tensor>> members;  // the parameters of a bucket
+  std::vector<std::vector<torch::Tensor>> views;    // their grads
   std::size_t parameters = 0;                       // n, over all buckets
+
+  // The model's gradients are these from now on, and not those of another FlatGradients.
+  void attach();
 };
-// bucket_bytes: a bucket is closed once it holds as many; 0: one bucket.
+// Attached. bucket_bytes: a bucket is closed once it holds as many; 0: one bucket.
 FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes);
 
 // The flat gradients of one rank, which it keeps flat. Not thread-safe. model and reducer must

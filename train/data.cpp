@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 using Byte = std::uint8_t;
 
 // First part of a Random key: one number for each use of randomness.
-enum Purpose : std::uint64_t { kOrder = 1, kAugment, kOffset, kGlyph, kImage };
+enum Purpose : std::uint64_t { kOrder = 1, kAugment, kOffset, kGlyph, kImage, kDeal };
 
 std::uint64_t u(std::int64_t value) { return static_cast<std::uint64_t>(value); }
 std::string str(std::int64_t value) { return std::to_string(value); }
@@ -507,14 +507,20 @@ void expect_in(std::span<const std::int64_t> examples, std::int64_t size) {
   }
 }
 
+// The bytes of one channel as the models take them.
+struct Normalise {
+  float mean, deviation;
+  float operator()(Byte b) const { return (static_cast<float>(b) / 255.0F - mean) / deviation; }
+};
+
 // Pads a plane with zeros by 4 on each side, takes the window at (top, left), flips it.
 void crop(const Byte* plane, std::int64_t height, std::int64_t width, std::int64_t top,
-          std::int64_t left, bool flip, Byte* out) {
+          std::int64_t left, bool flip, const Normalise& normalise, float* out) {
   for (std::int64_t row = 0; row < height; ++row) {
     for (std::int64_t column = 0; column < width; ++column) {
       const std::int64_t y = row + top - 4, x = (flip ? width - 1 - column : column) + left - 4;
       const bool inside = y >= 0 && y < height && x >= 0 && x < width;
-      *out++ = inside ? plane[y * width + x] : Byte{0};
+      *out++ = normalise(inside ? plane[y * width + x] : Byte{0});
     }
   }
 }
@@ -525,32 +531,29 @@ Batch Dataset::images(const Split& split, std::span<const std::int64_t> examples
                       std::int64_t epoch) const {
   const auto count = static_cast<std::int64_t>(examples.size());
   const std::int64_t plane = info_.height * info_.width, image = info_.channels * plane;
-  const torch::Tensor bytes =
-      torch::empty({count, info_.channels, info_.height, info_.width}, torch::kUInt8);
+  torch::Tensor input =
+      torch::empty({count, info_.channels, info_.height, info_.width}, torch::kFloat32);
   torch::Tensor target = torch::empty({count}, torch::kInt64);
-  Byte* out = bytes.data_ptr<Byte>();
+  float* out = input.data_ptr<float>();
   std::int64_t* label = target.data_ptr<std::int64_t>();
   for (const std::int64_t example : examples) {
     const Byte* const from = split.values.data() + example * image;
-    if (augment) {
-      Random random{kAugment, seed_, u(epoch), u(example)};
-      const auto top = static_cast<std::int64_t>(random.below(9));
-      const auto left = static_cast<std::int64_t>(random.below(9));
-      const bool flip = random.below(2) == 1;
-      for (std::int64_t c = 0; c < info_.channels; ++c) {
-        crop(from + c * plane, info_.height, info_.width, top, left, flip, out + c * plane);
+    Random random{kAugment, seed_, u(epoch), u(example)};
+    const auto top = static_cast<std::int64_t>(random.below(9));
+    const auto left = static_cast<std::int64_t>(random.below(9));
+    const bool flip = random.below(2) == 1;
+    for (std::int64_t c = 0; c < info_.channels; ++c) {
+      const Byte* const bytes = from + c * plane;
+      const Normalise normalise{mean_[u(c)], deviation_[u(c)]};
+      if (augment) {
+        crop(bytes, info_.height, info_.width, top, left, flip, normalise, out);
+      } else {
+        std::transform(bytes, bytes + plane, out, normalise);
       }
-    } else {
-      std::copy_n(from, image, out);
+      out += plane;
     }
-    out += image;
     *label++ = split.labels[u(example)];
   }
-  const auto per_channel = [&](const std::vector<float>& values) {
-    return torch::tensor(values).view({1, info_.channels, 1, 1});
-  };
-  torch::Tensor input = bytes.to(torch::kFloat32).div_(255.0);
-  input.sub_(per_channel(mean_)).div_(per_channel(deviation_));
   return {std::move(input), std::move(target)};
 }
 
@@ -589,12 +592,26 @@ Batch Dataset::test_batch(std::int64_t first, std::int64_t last) const {
                                         : windows(test_, examples, 0);
 }
 
+namespace {
+
+void expect_positive(std::int64_t examples, std::int64_t ranks, std::int64_t batch) {
+  if (examples >= 1 && ranks >= 1 && batch >= 1) return;
+  throw InvalidArgument("data: examples, ranks and batch must be at least 1 (examples " +
+                        str(examples) + ", ranks " + str(ranks) + ", batch " + str(batch) + ")");
+}
+
+// Fisher-Yates.
+void shuffle(std::span<std::int64_t> values, Random random) {
+  for (std::size_t i = values.size(); i > 1; --i) {
+    std::swap(values[i - 1], values[random.below(i)]);
+  }
+}
+
+}  // namespace
+
 Sampler::Sampler(std::int64_t examples, std::int64_t ranks, std::int64_t batch, std::uint64_t seed)
     : ranks_(ranks), batch_(batch), seed_(seed) {
-  if (examples < 1 || ranks < 1 || batch < 1) {
-    throw InvalidArgument("data: examples, ranks and batch must be at least 1 (examples " +
-                          str(examples) + ", ranks " + str(ranks) + ", batch " + str(batch) + ")");
-  }
+  expect_positive(examples, ranks, batch);
   // By division: the product may overflow.
   steps_ = examples / ranks / batch;
   if (steps_ < 1) {
@@ -605,6 +622,35 @@ Sampler::Sampler(std::int64_t examples, std::int64_t ranks, std::int64_t batch, 
   order_.resize(u(examples));
 }
 
+Sampler::Sampler(std::span<const std::uint8_t> labels, std::int64_t ranks, std::int64_t batch,
+                 std::uint64_t seed, std::int64_t per_rank)
+    : ranks_(ranks), batch_(batch), seed_(seed) {
+  const auto examples = static_cast<std::int64_t>(labels.size());
+  expect_positive(examples, ranks, batch);
+  if (per_rank < 1) {
+    throw InvalidArgument("data: shards of a rank must be at least 1 (got " + str(per_rank) + ")");
+  }
+  const std::int64_t length = examples / ranks / per_rank;  // of a shard
+  const std::int64_t own = per_rank * length;
+  steps_ = own / batch;
+  if (steps_ < 1) {
+    throw InvalidArgument("data: a rank's shards must have at least a batch of the " +
+                          str(examples) + " training examples (ranks " + str(ranks) +
+                          ", shards of a rank " + str(per_rank) + " of " + str(length) +
+                          ", batch " + str(batch) + ")");
+  }
+  std::vector<std::int64_t> by_label(u(examples)), shards(u(ranks * per_rank));
+  std::iota(by_label.begin(), by_label.end(), 0);
+  std::ranges::stable_sort(by_label, {}, [&](std::int64_t i) { return labels[u(i)]; });
+  std::iota(shards.begin(), shards.end(), 0);
+  shuffle(shards, {kDeal, seed});
+  for (const std::int64_t shard : shards) {
+    const auto first = by_label.begin() + shard * length;
+    dealt_.insert(dealt_.end(), first, first + length);
+  }
+  order_.resize(dealt_.size());
+}
+
 std::span<const std::int64_t> Sampler::examples(std::int64_t epoch, std::int64_t step,
                                                 std::int64_t rank) {
   if (epoch < 0 || step < 0 || step >= steps_ || rank < 0 || rank >= ranks_) {
@@ -612,16 +658,23 @@ std::span<const std::int64_t> Sampler::examples(std::int64_t epoch, std::int64_t
                           str(ranks_) + ") (epoch " + str(epoch) + ", step " + str(step) +
                           ", rank " + str(rank) + ")");
   }
+  const std::span<std::int64_t> order(order_);
+  const std::size_t own = dealt_.size() / u(ranks_);
   if (epoch != epoch_) {
-    std::iota(order_.begin(), order_.end(), 0);
-    Random random{kOrder, seed_, u(epoch)};
-    for (std::size_t i = order_.size() - 1; i > 0; --i) {  // Fisher-Yates
-      std::swap(order_[i], order_[random.below(i + 1)]);
+    if (dealt_.empty()) {
+      std::iota(order.begin(), order.end(), 0);
+      shuffle(order, {kOrder, seed_, u(epoch)});
+    } else {
+      std::ranges::copy(dealt_, order.begin());
+      for (std::size_t r = 0; r < u(ranks_); ++r) {
+        shuffle(order.subspan(r * own, own), {kOrder, seed_, u(epoch), r});
+      }
     }
     epoch_ = epoch;
   }
-  return std::span<const std::int64_t>(order_).subspan(u((step * ranks_ + rank) * batch_),
-                                                       u(batch_));
+  const std::size_t first =
+      dealt_.empty() ? u((step * ranks_ + rank) * batch_) : u(rank) * own + u(step * batch_);
+  return order.subspan(first, u(batch_));
 }
 
 }  // namespace skim::train

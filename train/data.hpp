@@ -69,6 +69,9 @@ class Dataset {
   // Text: character of each token (a byte of the file), ascending. Empty for images.
   const std::string& alphabet() const noexcept { return alphabet_; }
 
+  // Images: the class of each training example. Empty for text.
+  std::span<const std::uint8_t> train_labels() const noexcept { return train_.labels; }
+
  private:
   friend Dataset load_data(const DataOptions& options);
 
@@ -97,14 +100,25 @@ std::span<const std::string_view> data_names() noexcept;
 // Throws: InvalidArgument for an unknown name or impossible option; DataError.
 Dataset load_data(const DataOptions& options);
 
-// Which examples each rank takes. The order of an epoch is a permutation by (seed, epoch), equal on
-// all ranks; global batch b takes [b*P*B, (b+1)*P*B) of it, rank r the r-th part of B. The last
-// global batch is left out if incomplete.
+// Which examples each rank takes.
 // Thread: one at a time.
 class Sampler {
  public:
+  // All from all: the order of an epoch is a permutation by (seed, epoch), equal on all ranks;
+  // global batch b takes [b*P*B, (b+1)*P*B) of it, rank r the r-th part of B. The last global batch
+  // is left out if incomplete.
   // Throws: InvalidArgument if a number is not positive or `examples` < ranks * batch.
   Sampler(std::int64_t examples, std::int64_t ranks, std::int64_t batch, std::uint64_t seed);
+
+  // Each rank from examples of its own, which are of few classes. Sorted by label, equal ones by
+  // index, the examples are cut into ranks * per_rank equal shards (fewer than that many are left
+  // over, at the end, and never taken), and each rank gets per_rank of them, by a permutation of
+  // the seed. In an epoch it goes through its own in an order by (seed, epoch, rank), and leaves
+  // out what is less than a batch. Source: McMahan et al., Communication-Efficient Learning of Deep
+  // Networks from Decentralized Data, arXiv 1602.05629, section 3. Throws: InvalidArgument if a
+  // number is not positive or a rank's shards are less than a batch.
+  Sampler(std::span<const std::uint8_t> labels, std::int64_t ranks, std::int64_t batch,
+          std::uint64_t seed, std::int64_t per_rank);
 
   std::int64_t steps_per_epoch() const noexcept { return steps_; }
 
@@ -115,7 +129,8 @@ class Sampler {
  private:
   std::int64_t ranks_, batch_, steps_ = 0, epoch_ = -1;
   std::uint64_t seed_;
-  std::vector<std::int64_t> order_;
+  std::vector<std::int64_t> dealt_;  // shards: of rank 0, then of rank 1, ...; else empty
+  std::vector<std::int64_t> order_;  // of this epoch; of shards, in the places of dealt_
 };
 
 }  // namespace skim::train

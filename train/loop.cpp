@@ -68,6 +68,14 @@ std::vector<torch::Tensor> float_buffers(Model& model) {
   return buffers;
 }
 
+Sampler make_sampler(const TrainOptions& o, const Dataset& data, int ranks) {
+  if (o.split == "iid") return {data.info().train_size, ranks, o.batch, o.seed};
+  if (data.info().kind == InputKind::text) {
+    throw InvalidArgument("--split " + o.split + " sorts examples by label, and text has none");
+  }
+  return {data.train_labels(), ranks, o.batch, o.seed, o.shards_per_rank};
+}
+
 RunLength run_length(const TrainOptions& o, std::int64_t steps_per_epoch) {
   const auto per_epoch = static_cast<double>(steps_per_epoch);
   const auto steps = [&](double epochs) {
@@ -131,6 +139,18 @@ void add_reports(std::span<const StepReport> reports, StepRecord& r) {
   }
   r.capture = total > 0.0 ? kept / total : 1.0;
   r.residual_norm = std::sqrt(residual2);
+}
+
+void Decisions::tell(std::int64_t step, std::span<const StepReport> reports,
+                     const Exchange* exchange, const OnDecision& on_decision) {
+  if (exchange == nullptr || !on_decision) return;
+  for (const StepReport& b : reports) {
+    const std::string_view now = exchange->decision(b.id.slot);
+    std::string& told = told_[b.id.slot];
+    if (now == told) continue;
+    told = now;
+    on_decision(step, b.id.slot, b.n, now);
+  }
 }
 
 double median(std::vector<double>& values) {

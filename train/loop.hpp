@@ -7,8 +7,10 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "skim/reducer.hpp"
@@ -29,6 +31,9 @@ void set_learning_rate(torch::optim::Optimizer& optimizer, double rate);
 
 // Floating-point buffers of a model (batch norm's running statistics), flat.
 std::vector<torch::Tensor> float_buffers(Model& model);
+
+// Throws: InvalidArgument, also for shards of data without labels.
+Sampler make_sampler(const TrainOptions& options, const Dataset& data, int ranks);
 
 // In steps.
 struct RunLength {
@@ -54,6 +59,18 @@ TestSums test_part(const TrainOptions& options, const Dataset& data, Model& mode
 double ring_bytes(std::size_t n, int ranks);
 // Fills in what the reports of a step's buckets say.
 void add_reports(std::span<const StepReport> reports, StepRecord& record);
+
+// What `auto` decides, told once.
+class Decisions {
+ public:
+  // Tells the decisions about the buckets of a step that are new. Nothing for a null exchange or
+  // `on_decision`.
+  void tell(std::int64_t step, std::span<const StepReport> reports, const Exchange* exchange,
+            const OnDecision& on_decision);
+
+ private:
+  std::map<Slot, std::string> told_;
+};
 
 double median(std::vector<double>& values);  // reorders them; 0 if there are none
 std::uint64_t peak_rss_bytes();

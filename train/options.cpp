@@ -57,6 +57,7 @@ double LearningRate::at(double epoch, double epochs, std::int64_t steps_per_epoc
   return base * factor;
 }
 
+std::vector<std::string> split_names() { return {"iid", "shards"}; }
 std::vector<std::string> feedback_names() { return {"residual", "none"}; }
 std::vector<std::string> memory_names() { return {"gradients", "updates"}; }
 std::vector<std::string> index_code_choices() {
@@ -76,6 +77,8 @@ nlohmann::json identity(const TrainOptions& o) {
       {"sequence_length", o.data.sequence_length},
       {"augment", o.data.augment},
       {"generated_train", o.data.generated_train},
+      {"split", o.split},
+      {"shards_per_rank", o.shards_per_rank},
       {"layers", o.layers},
       {"hidden", o.hidden},
       {"embedding", o.embedding},

@@ -32,6 +32,8 @@ struct TrainOptions {
   // What is trained
   std::string model = "lenet5";
   DataOptions data;
+  std::string split = "iid";         // which examples a rank takes: or "shards"
+  std::int64_t shards_per_rank = 2;  // shards
   std::int64_t layers = 0, hidden = 0, embedding = 0, heads = 0;  // text models; 0: their default
   std::int64_t batch = 32;                                        // per rank
   double epochs = 1.0;
@@ -95,6 +97,7 @@ struct TrainOptions {
 nlohmann::json identity(const TrainOptions& options);
 
 // Valid names of the options that are names, for messages and help.
+std::vector<std::string> split_names();
 std::vector<std::string> feedback_names();
 std::vector<std::string> memory_names();
 std::vector<std::string> index_code_choices();  // auto, then those of the library

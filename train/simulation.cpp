@@ -91,8 +91,8 @@ void copy(const std::vector<torch::Tensor>& from, std::vector<torch::Tensor>& to
 struct Rank {
   std::unique_ptr<Communicator> comm;
   std::unique_ptr<Reducer> reducer;
-  std::vector<torch::Tensor> gradients;  // [buckets]: in, its own; out, the mean
-  std::vector<torch::Tensor> buffers;    // the model's, as this rank left them
+  FlatGradients gradients;             // in, its own; out, the mean
+  std::vector<torch::Tensor> buffers;  // the model's, as this rank left them
   // Of the last step.
   std::vector<StepReport> reports;
   std::int64_t begin_ns = 0, end_ns = 0;
@@ -114,12 +114,12 @@ class Simulator {
         observer_(observer),
         model_(make_model(options, data.info())),
         optimizer_(make_optimizer(options, *model_)),
-        sampler_(data.info().train_size, simulation.ranks, options.batch, options.seed),
+        sampler_(make_sampler(options, data, simulation.ranks)),
         length_(run_length(options, sampler_.steps_per_epoch())),
         model_buffers_(model_->buffers()) {
     const ReducerOptions first = reducer_options(options);
     expect_possible(first);
-    flat_ = flatten_gradients(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6));
+    for (const torch::Tensor& p : model_->parameters()) parameters_ += entries(p).size();
     expect_room(first);
     // Waits are of real time, and all ranks share the cores of this machine.
     auto group = make_simulated_group(simulation.ranks, simulation.time, {std::chrono::hours(1)});
@@ -130,9 +130,10 @@ class Simulator {
           reducer_options(options, rank.comm->rank()),
           ReducerParts{.schedule = density_schedule(options), .selector = {}, .exchange = {}},
           *rank.comm);
-      rank.reducer->set_layout(flat_.layout);
+      rank.gradients =
+          flatten_gradients(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6));
+      rank.reducer->set_layout(rank.gradients.layout);
       rank.reducer->set_total_steps(static_cast<std::uint64_t>(length_.total));
-      for (const torch::Tensor& b : flat_.buffers) rank.gradients.push_back(torch::empty_like(b));
       for (const torch::Tensor& b : model_buffers_) rank.buffers.push_back(b.clone());
     }
     threads_.emplace(simulation.ranks);
@@ -174,12 +175,12 @@ class Simulator {
   }
 
   void expect_room(const ReducerOptions& o) const {
-    const auto n = static_cast<double>(flat_.parameters);
+    const auto n = static_cast<double>(parameters_);
     const double density = std::max(options_.density, density_schedule(options_)->density({}).up);
     const double floats =
         1.0 + (o.feedback.enabled ? 1.0 : 0.0) + (o.feedback.momentum > 0.0F ? 1.0 : 0.0);
     expect_memory(simulation_.ranks * floats * n * sizeof(float) +
-                      exchange_memory(o.exchange.kind, simulation_.ranks, flat_.parameters,
+                      exchange_memory(o.exchange.kind, simulation_.ranks, parameters_,
                                       static_cast<std::size_t>(std::ceil(density * n))),
                   options_.model + " on " + std::to_string(simulation_.ranks) + " ranks",
                   "take fewer ranks, a smaller model or a lower density");
@@ -213,8 +214,9 @@ class Simulator {
       if (simulation_.measure_delta > 0 && (done_ + 1) % simulation_.measure_delta == 0) {
         s.delta = delta();
       }
-      copy(ranks_[0].gradients, flat_.buffers);
-      if (options_.clip_norm > 0.0) clip(flat_.buffers, options_.clip_norm);
+      FlatGradients& mean = ranks_[0].gradients;
+      mean.attach();
+      if (options_.clip_norm > 0.0) clip(mean.buffers, options_.clip_norm);
       optimizer_->step();
     }
 
@@ -225,7 +227,7 @@ class Simulator {
     r.step = done_;
     r.total_steps = length_.total;
     r.epoch = epoch_at(done_);
-    r.n = flat_.parameters;
+    r.n = parameters_;
     r.dense_bytes = static_cast<std::uint64_t>(std::llround(ring_bytes(r.n, simulation_.ranks)));
     add_reports(ranks_[0].reports, r);
     std::int64_t begin_ns = 0, end_ns = 0;
@@ -236,6 +238,7 @@ class Simulator {
       for (const StepReport& b : rank.reports) {
         sent += b.sent_bytes;
         rank.received_bytes += b.received_bytes;
+        union_entries_ += b.union_nnz;
       }
       rank.sent_bytes += sent;
       s.max_sent_bytes = std::max(s.max_sent_bytes, sent);
@@ -252,6 +255,7 @@ class Simulator {
                          r.apply_ms,   r.exposed_ms, r.step_ms};
     for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
     if (observer_.on_step) observer_.on_step(s);
+    decisions_.tell(done_, ranks_[0].reports, ranks_[0].reducer->exchange(), observer_.on_decision);
     return true;
   }
 
@@ -260,19 +264,16 @@ class Simulator {
     const int r = rank.comm->rank();
     const std::int64_t epoch = done_ / sampler_.steps_per_epoch();
     const std::int64_t in_epoch = done_ % sampler_.steps_per_epoch();
-    const Batch batch =
-        data_.train_batch(simulation_.examples ? simulation_.examples(epoch, in_epoch, r)
-                                               : sampler_.examples(epoch, in_epoch, r),
-                          epoch);
+    const Batch batch = data_.train_batch(sampler_.examples(epoch, in_epoch, r), epoch);
     model_->seed_dropout(dropout_seed(options_.seed, done_, r));
     copy(rank.buffers, model_buffers_);
-    for (torch::Tensor& b : flat_.buffers) b.zero_();
+    rank.gradients.attach();
+    for (torch::Tensor& b : rank.gradients.buffers) b.zero_();
     const auto t0 = Clock::now();
     const torch::Tensor loss = cross_entropy(model_->forward(batch.input), batch.target);
     loss.backward();
     const double ms = milliseconds(Clock::now() - t0);
     rank.loss = loss.item<double>();
-    copy(flat_.buffers, rank.gradients);
     copy(model_buffers_, rank.buffers);
     return ms;
   }
@@ -283,10 +284,11 @@ class Simulator {
       try {
         rank.begin_ns = rank.comm->now_ns();
         rank.reports.clear();
-        for (std::size_t b = 0; b < rank.gradients.size(); ++b) {
-          GradView gradient = entries(rank.gradients[b]);
+        for (const torch::Tensor& b : rank.gradients.buffers) {
+          const auto slot = static_cast<Slot>(rank.reports.size());
+          GradView gradient = entries(b);
           gradient.scale = scale;
-          rank.reports.push_back(rank.reducer->reduce(static_cast<Slot>(b), gradient));
+          rank.reports.push_back(rank.reducer->reduce(slot, gradient));
         }
         rank.applied = rank.reducer->end_step(epoch_at(done_ + 1));
         rank.end_ns = rank.comm->now_ns();
@@ -301,9 +303,10 @@ class Simulator {
     std::string others;
     for (std::size_t r = 1; r < ranks_.size(); ++r) {
       bool equal = ranks_[r].applied == ranks_[0].applied;
-      for (std::size_t b = 0; equal && ranks_[0].applied && b < flat_.buffers.size(); ++b) {
-        const std::span<const float> first = entries(ranks_[0].gradients[b]);
-        equal = std::memcmp(first.data(), entries(ranks_[r].gradients[b]).data(),
+      for (std::size_t b = 0; equal && ranks_[0].applied && b < ranks_[0].gradients.buffers.size();
+           ++b) {
+        const std::span<const float> first = entries(ranks_[0].gradients.buffers[b]);
+        equal = std::memcmp(first.data(), entries(ranks_[r].gradients.buffers[b]).data(),
                             first.size_bytes()) == 0;
       }
       if (!equal) others += (others.empty() ? "" : ", ") + std::to_string(r);
@@ -318,8 +321,8 @@ class Simulator {
   std::optional<double> delta() {
     double left_out2 = 0.0, random2 = 0.0;
     std::vector<double> residual;
-    for (std::size_t b = 0; b < flat_.buffers.size(); ++b) {
-      const std::span<const float> mean = entries(ranks_[0].gradients[b]);
+    for (std::size_t b = 0; b < ranks_[0].gradients.buffers.size(); ++b) {
+      const std::span<const float> mean = entries(ranks_[0].gradients.buffers[b]);
       residual.assign(mean.size(), 0.0);
       for (Rank& rank : ranks_) {
         const auto own = rank.reducer->feedback().residual(static_cast<Slot>(b)).span();
@@ -385,9 +388,10 @@ class Simulator {
     }
     s.peak_rss_bytes = peak_rss_bytes();
     s.steps = done_;
-    s.parameters = flat_.parameters;
+    s.parameters = parameters_;
     s.last = evaluation_;
-    s.dense_bytes_per_step = ring_bytes(flat_.parameters, simulation_.ranks);
+    s.union_entries_per_step = static_cast<double>(union_entries_) / steps;
+    s.dense_bytes_per_step = ring_bytes(parameters_, simulation_.ranks);
     s.median.compute_ms = median(times_[0]);
     s.median.select_ms = median(times_[1]);
     s.median.exchange_ms = median(times_[2]);
@@ -409,15 +413,16 @@ class Simulator {
   Sampler sampler_;
   RunLength length_;
   std::vector<torch::Tensor> model_buffers_;
-  FlatGradients flat_;
+  std::size_t parameters_ = 0;
   std::vector<Rank> ranks_;
 
   std::int64_t done_ = 0;  // steps
   bool stopped_ = false;
-  std::uint64_t skipped_ = 0;
+  std::uint64_t skipped_ = 0, union_entries_ = 0;
   std::int64_t loss_count_ = 0;  // of each rank, since the last evaluation
   double total_s_ = 0.0;
   Evaluation evaluation_;
+  Decisions decisions_;
   std::array<std::vector<double>, 6> times_;
   std::optional<RankThreads> threads_;  // last: they end before what they use
 };

@@ -7,7 +7,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 
 #include "skim/communicator.hpp"
@@ -25,10 +24,6 @@ struct SimulationOptions {
   // Of forward and backward of a step; none: measured, in each step the median over the ranks.
   std::optional<double> compute_s = {};
   std::int64_t measure_delta = 0;  // every so many steps; 0: never
-  // The training examples of one rank's batch: `step` counts inside the epoch. Valid until the next
-  // call. Null: as Sampler deals them.
-  std::function<std::span<const std::int64_t>(std::int64_t epoch, std::int64_t step, int rank)>
-      examples = {};
 };
 
 struct SimulatedStep {
@@ -53,6 +48,7 @@ struct SimulatedStep {
 struct SimulationObserver {
   std::function<void(const SimulatedStep&)> on_step = {};
   std::function<void(const Evaluation&)> on_evaluation = {};
+  OnDecision on_decision = {};
 };
 
 struct SimulationSummary {

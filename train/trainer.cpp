@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <fstream>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
@@ -93,7 +92,7 @@ class Run {
         rank_(comm.rank() - (comm.size() - ranks_)),
         model_(make_model(options, data.info())),
         optimizer_(make_optimizer(options, *model_)),
-        sampler_(data.info().train_size, ranks_, options.batch, options.seed),
+        sampler_(make_sampler(options, data, ranks_)),
         reducer_(reducer_options(options, comm.rank()),
                  {.schedule = density_schedule(options),
                   .selector = comm.rank() == 0 && observer.selector ? observer.selector() : nullptr,
@@ -174,6 +173,7 @@ class Run {
     r.n = buckets_.parameters();
     r.dense_bytes = static_cast<std::uint64_t>(std::llround(ring_bytes(r.n, comm_.size())));
     add_reports(reports_, r);
+    for (const StepReport& b : reports_) union_entries_ += b.union_nnz;
     sent_bytes_ += r.sent_bytes;
     received_bytes_ += r.received_bytes;
     r.compute_ms = milliseconds(t2 - t1);
@@ -185,19 +185,7 @@ class Run {
                            r.exposed_ms, r.optimizer_ms, r.step_ms};
       for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
       if (observer_.on_step) observer_.on_step(r);
-      if (observer_.on_decision) tell_decisions();
-    }
-  }
-
-  // Those that are new.
-  void tell_decisions() {
-    const Exchange* const exchange = reducer_.exchange();
-    for (const StepReport& b : reports_) {
-      const std::string_view now = exchange ? exchange->decision(b.id.slot) : std::string_view{};
-      std::string& told = decisions_[b.id.slot];
-      if (now == told) continue;
-      told = now;
-      observer_.on_decision(done_, b.id.slot, b.n, now);
+      decisions_.tell(done_, reports_, reducer_.exchange(), observer_.on_decision);
     }
   }
 
@@ -275,9 +263,9 @@ class Run {
       write_file(dir / "meta.json", [&](std::ostream& out) { out << meta.dump(2) << '\n'; });
     };
     const auto own = [&](const fs::path& dir) {
-      const std::vector<double> sums{loss_sum_, static_cast<double>(loss_count_),
-                                     static_cast<double>(sent_bytes_),
-                                     static_cast<double>(received_bytes_)};
+      const std::vector<double> sums{
+          loss_sum_, static_cast<double>(loss_count_), static_cast<double>(sent_bytes_),
+          static_cast<double>(received_bytes_), static_cast<double>(union_entries_)};
       std::vector<torch::Tensor> tensors{torch::tensor(sums, torch::kFloat64)};
       tensors.insert(tensors.end(), own_buffers.begin(), own_buffers.end());
       write_archive(dir / file_of(comm_.rank(), "pt"), tensors);
@@ -312,6 +300,7 @@ class Run {
         loss_count_ = static_cast<std::int64_t>(sums[1]);
         sent_bytes_ = static_cast<std::uint64_t>(sums[2]);
         received_bytes_ = static_cast<std::uint64_t>(sums[3]);
+        union_entries_ = static_cast<std::uint64_t>(sums[4]);
         const torch::NoGradGuard no_grad;
         std::size_t next = 1;
         for (torch::Tensor b : model_->buffers()) b.copy_(tensors.at(next++));
@@ -349,7 +338,8 @@ class Run {
     comm_.set_phase({"summary"});
     const auto all = gather(std::array{static_cast<double>(sent_bytes_) / counted,
                                        static_cast<double>(received_bytes_) / counted,
-                                       static_cast<double>(peak_rss_bytes())},
+                                       static_cast<double>(peak_rss_bytes()),
+                                       static_cast<double>(union_entries_) / counted},
                             comm_);
     Summary s;
     double rss = 0.0;
@@ -359,6 +349,7 @@ class Run {
       s.max_sent_bytes_per_step = std::max(s.max_sent_bytes_per_step, of_rank[0]);
       s.max_received_bytes_per_step = std::max(s.max_received_bytes_per_step, of_rank[1]);
       rss = std::max(rss, of_rank[2]);
+      s.union_entries_per_step += of_rank[3];
     }
     s.peak_rss_bytes = static_cast<std::uint64_t>(rss);
     s.steps = done_;
@@ -398,11 +389,11 @@ class Run {
   std::uint64_t skipped_ = 0;
   double loss_sum_ = 0.0;  // since the last evaluation
   std::int64_t loss_count_ = 0;
-  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;
+  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0, union_entries_ = 0;
   Evaluation evaluation_;
   std::string checkpoint_;
   std::vector<StepReport> reports_;
-  std::map<Slot, std::string> decisions_;     // told so far
+  Decisions decisions_;
   std::array<std::vector<double>, 7> times_;  // of the steps of this process
 };
 

@@ -49,6 +49,8 @@ struct Summary {
   Evaluation last;
   double sent_bytes_per_step = 0.0, received_bytes_per_step = 0.0;
   double max_sent_bytes_per_step = 0.0, max_received_bytes_per_step = 0.0;
+  // Indices that any rank sent (ExchangeResult::union_nnz); 0: not known.
+  double union_entries_per_step = 0.0;
   double dense_bytes_per_step = 0.0;  // what a ring all-reduce of the whole gradient sends
   StepRecord median;                  // of the times, each its own median, on rank 0
   std::uint64_t peak_rss_bytes = 0;   // of the largest rank
@@ -57,15 +59,18 @@ struct Summary {
   std::string checkpoint{};  // the last one written; empty: none
 };
 
+// A slot of n entries is exchanged by another scheme from the next step on, or by its first one in
+// this step; why, in one line.
+using OnDecision =
+    std::function<void(std::int64_t step, Slot, std::size_t n, std::string_view why)>;
+
 // Called on rank 0 only, by the training thread.
 struct Observer {
   std::function<void(const StepRecord&)> on_step;
   std::function<void(const Evaluation&)> on_evaluation;
   // A run continues after this step: what was recorded of later steps is void.
   std::function<void(std::int64_t step)> on_resume;
-  // A slot of n entries is exchanged by another scheme from the next step on, or by its first one
-  // in this step; why, in one line.
-  std::function<void(std::int64_t step, Slot, std::size_t n, std::string_view)> on_decision;
+  OnDecision on_decision;
   // Makes the selector that rank 0 takes in place of the options' own, to look over its shoulder:
   // it must choose as that would. It is called by the reducer's communication thread.
   std::function<std::unique_ptr<Selector>()> selector;

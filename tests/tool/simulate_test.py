@@ -32,11 +32,11 @@ class Training(Case):
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
     def test_it_trains_as_skim_train_does(self):
         case = ["--ranks", 4, "--steps", 6, "--density", 0.01, "--threads", 1]
-        for exchange in ["gtopk", "allgather", "dense"]:
-            with self.subTest(exchange):
-                row, simulated = self.run_with_metrics("s.jsonl", *case, "--exchange", exchange)
+        for how in ["gtopk"], ["allgather"], ["dense"], ["gtopk", "--split", "shards", "--shards-per-rank", 3]:
+            with self.subTest(how):
+                row, simulated = self.run_with_metrics("s.jsonl", *case, "--exchange", *how)
                 metrics, summary = self.dir / "t.jsonl", self.dir / "t.json"
-                self.assert_ok(skim("train", *SMALL, "--model", "mlp-64", *case, "--exchange", exchange,
+                self.assert_ok(skim("train", *SMALL, "--model", "mlp-64", *case, "--exchange", *how,
                                     "--metrics", metrics, "--summary", summary))
                 trained = lines(metrics)
                 self.assertEqual(len(trained), 7)
@@ -86,6 +86,13 @@ class Training(Case):
         self.assertRegex(done.stdout, r"\nmlp-64 on generated: 50890 parameters, 2 ranks, batch 8 a rank, 3 steps\n"
                          r"simulated: \S+ s; a step \S+ ms = compute \S+ \+ exchange \S+ \(medians\); sent ")
 
+    def test_auto_says_what_it_takes(self):
+        case = ["--ranks", 4, "--steps", 3, "--exchange", "auto", "--link-only", "--density", 0.01]
+        _, metrics = self.run_with_metrics("m.jsonl", *case)
+        (told,) = [line for line in metrics if "decision" in line]
+        self.assertEqual((told["step"], told["bucket"], told["n"]), (1, 0, 50890))
+        self.assertIn(f"step 1  bucket 0 (50890 entries): {told['decision']}", simulate(*case).stdout)
+
     def test_help_lists_both_forms(self):
         alone, training = skim("simulate", "--help"), skim("simulate", "--train", "--help")
         for done in (alone, training):
@@ -130,6 +137,9 @@ class Training(Case):
             (["--resume"], ["--resume"]),
             (["--model", "alexnet"], ["alexnet", "lenet5"]),
             (["--data", "mnist", "--data-dir", self.dir], ["mnist"]),
+            (["--split", "halves"], ["--split", "halves", "iid", "shards"]),
+            (["--split", "shards", "--ranks", 70], ["a rank's shards", "512", "ranks 70"]),
+            (["--model", "lstm", "--data", "text", "--data-dir", text, "--split", "shards"], ["--split shards", "text"]),
             (["--nesterov"], ["--nesterov needs"]),
             (["--json", self.dir / "x", "--metrics", self.dir / "x"], ["--json and --metrics"]),
             (["--params", 5], ["--params"]),

@@ -326,6 +326,14 @@ class Runs(Case):
             others.append(losses(3, *arguments))
             self.assertEqual(others[-1][0], plain[0])
             self.assertNotIn(others[-1], others[:-1])
+        # One way, what comes back is the union of what was sent.
+        self.assert_ok(train("--ranks", 3, "--model", "mlp-64", "--steps", 6, "--bucket-mb", 0,
+                             "--exchange", "param-server", "--density", 0.05, "--down-density", 1,
+                             "--metrics", self.dir / "m.jsonl", "--summary", self.dir / "s.json"))
+        run = json.loads((self.dir / "s.json").read_text())[0]
+        received = [line["received_entries"] for line in lines(self.dir / "m.jsonl") if "k" in line]
+        self.assertAlmostEqual(run["union_entries_per_step"], sum(received) / 6, places=6)
+        self.assertEqual((run["server"], run["down_density"]), ("rank0", 1))
         falling = ["--lr-schedule", "steps", "--lr-drops", 0.1, "--lr-gamma", 0.1]
         self.assertNotEqual(losses(3, *falling), losses(3, *falling, "--memory", "updates"))
 

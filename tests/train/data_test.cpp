@@ -272,6 +272,131 @@ TEST(Sampler, RefusesMoreThanThereIs) {
   }
 }
 
+// 103 labels out of order, classes of unequal size.
+std::vector<std::uint8_t> labels() {
+  std::vector<std::uint8_t> all(103);
+  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::uint8_t>(i * i % 7);
+  return all;
+}
+
+// What a rank takes in an epoch, in its order.
+std::vector<std::int64_t> taken(Sampler& sampler, std::int64_t epoch, std::int64_t rank) {
+  std::vector<std::int64_t> all;
+  for (std::int64_t step = 0; step < sampler.steps_per_epoch(); ++step) {
+    const auto batch = sampler.examples(epoch, step, rank);
+    all.insert(all.end(), batch.begin(), batch.end());
+  }
+  return all;
+}
+
+TEST(Shards, AreRunsOfTheExamplesSortedByLabelEachDealtOnce) {
+  const auto all = labels();
+  std::vector<std::pair<int, std::int64_t>> sorted;
+  for (std::size_t i = 0; i < all.size(); ++i) sorted.emplace_back(all[i], i);
+  std::ranges::sort(sorted);
+  for (const std::int64_t ranks : {1, 2, 5, 8}) {
+    for (const std::int64_t per_rank : {1, 2, 3}) {
+      const std::int64_t length = 103 / (ranks * per_rank);
+      Sampler sampler(all, ranks, 1, 9, per_rank);
+      ASSERT_EQ(sampler.steps_per_epoch(), per_rank * length);
+      std::map<std::int64_t, std::int64_t> shard_of;  // example to shard
+      for (std::int64_t i = 0; i < ranks * per_rank * length; ++i) {
+        shard_of[sorted[static_cast<std::size_t>(i)].second] = i / length;
+      }
+      std::set<std::int64_t> dealt;
+      for (std::int64_t rank = 0; rank < ranks; ++rank) {
+        std::map<std::int64_t, std::set<std::int64_t>> mine;  // shard to examples
+        for (const std::int64_t example : taken(sampler, 2, rank)) {
+          ASSERT_TRUE(shard_of.contains(example)) << example;
+          EXPECT_TRUE(mine[shard_of[example]].insert(example).second) << "twice: " << example;
+        }
+        EXPECT_EQ(std::ssize(mine), per_rank) << "rank " << rank << " of " << ranks;
+        for (const auto& [shard, examples] : mine) {
+          EXPECT_EQ(std::ssize(examples), length);
+          EXPECT_TRUE(dealt.insert(shard).second) << "shard " << shard << " dealt twice";
+        }
+      }
+      EXPECT_EQ(std::ssize(dealt), ranks * per_rank);
+    }
+  }
+}
+
+TEST(Shards, OrderIsAFunctionOfSeedEpochAndRankAlone) {
+  const auto all = labels();
+  Sampler one(all, 4, 3, 5, 2), other(all, 4, 3, 5, 2), seeded(all, 4, 3, 6, 2);
+  ASSERT_EQ(one.steps_per_epoch(), 8);  // 24 examples a rank
+  std::set<std::vector<std::int64_t>> orders;
+  for (std::int64_t epoch = 0; epoch < 3; ++epoch) {
+    for (std::int64_t rank = 0; rank < 4; ++rank) orders.insert(taken(one, epoch, rank));
+  }
+  EXPECT_EQ(orders.size(), 12U);
+  // Another rank, that has resumed at the end of the run, asks in another order.
+  const auto last = other.examples(2, 7, 3);
+  const std::vector<std::int64_t> batch(last.begin(), last.end());
+  const auto same = one.examples(2, 7, 3);
+  EXPECT_EQ(batch, std::vector<std::int64_t>(same.begin(), same.end()));
+  EXPECT_EQ(taken(other, 0, 1), taken(one, 0, 1));
+  const auto sorted = [](std::vector<std::int64_t> v) {
+    std::ranges::sort(v);
+    return v;
+  };
+  EXPECT_EQ(sorted(taken(one, 0, 2)), sorted(taken(one, 1, 2)));
+  int moved = 0;
+  for (std::int64_t rank = 0; rank < 4; ++rank) {
+    moved += sorted(taken(seeded, 0, rank)) != sorted(taken(one, 0, rank)) ? 1 : 0;
+  }
+  EXPECT_GT(moved, 0);
+}
+
+TEST(Shards, EveryDealIsAboutAsLikely) {
+  const std::vector<std::uint8_t> all{0, 1, 2, 3};
+  std::map<std::vector<std::int64_t>, int> counts;
+  constexpr int kSeeds = 24000;
+  for (int seed = 0; seed < kSeeds; ++seed) {
+    Sampler sampler(all, 4, 1, static_cast<std::uint64_t>(seed), 1);
+    std::vector<std::int64_t> deal;
+    for (std::int64_t rank = 0; rank < 4; ++rank) deal.push_back(sampler.examples(0, 0, rank)[0]);
+    ++counts[deal];
+  }
+  ASSERT_EQ(counts.size(), 24U);
+  for (const auto& [deal, count] : counts) EXPECT_NEAR(count, 1000, 5 * std::sqrt(1000.0));
+}
+
+// 60,000 examples of ten classes as large as MNIST's, 100 ranks with two shards of 300, batches of
+// 10.
+TEST(Shards, OfTheUsualSizeLeaveNothingOut) {
+  constexpr std::array kSizes{5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949};
+  std::vector<std::uint8_t> all;
+  for (std::size_t c = 0; c < kSizes.size(); ++c) {
+    all.insert(all.end(), static_cast<std::size_t>(kSizes.at(c)), static_cast<std::uint8_t>(c));
+  }
+  Sampler sampler(all, 100, 10, 1, 2);
+  ASSERT_EQ(sampler.steps_per_epoch(), 60);
+  std::set<std::int64_t> seen;
+  for (std::int64_t rank = 0; rank < 100; ++rank) {
+    std::set<std::uint8_t> classes;
+    for (const std::int64_t example : taken(sampler, 0, rank)) {
+      seen.insert(example);
+      classes.insert(all[static_cast<std::size_t>(example)]);
+    }
+    EXPECT_LE(classes.size(), 4U);  // a shard that crosses a border has two
+  }
+  EXPECT_EQ(seen.size(), 60000U);
+}
+
+TEST(Shards, RefusesMoreThanThereIs) {
+  const auto all = labels();
+  EXPECT_EQ(Sampler(all, 10, 10, 1, 2).steps_per_epoch(), 1);
+  expect_message(message_of([&] { Sampler(all, 10, 11, 1, 2); }),
+                 {"InvalidArgument", "at least a batch", "103 training examples", "ranks 10",
+                  "shards of a rank 2 of 5", "batch 11"});
+  const std::int64_t huge = std::int64_t{1} << 62;
+  expect_message(message_of([&] { Sampler(all, huge, 1, 1, huge); }), {"at least a batch"});
+  expect_message(message_of([&] { Sampler(all, 2, 1, 1, 0); }), {"shards of a rank", "got 0"});
+  expect_message(message_of([&] { Sampler(all, 0, 1, 1, 2); }), {"at least 1", "ranks 0"});
+  expect_message(message_of([&] { Sampler({}, 1, 1, 1, 2); }), {"at least 1", "examples 0"});
+}
+
 // IDX.
 
 TEST(Idx, GivesTheBytesOfTheFileNormalised) {

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Draws what `skim inspect`, `skim train`, `skim bench select` and `skim bench scaling` wrote. Needs matplotlib
-(scripts/setup).
+"""Draws what `skim inspect`, `skim train`, `skim bench select`, `skim bench scaling` and bench/paper4.py wrote. Needs
+matplotlib (scripts/setup).
 
   plots.py inspect        inspect.json              histograms, distributions, loss of top-k, counts of selectors
   plots.py curves         metrics.jsonl...          accuracy or loss against epochs
@@ -12,6 +12,8 @@
   plots.py scaling-parts  scaling.json...           computing, selection and exchange of a step
   plots.py scaling-time   scaling.json...           time of exchanges against ranks and parameters, and the model's
   plots.py scaling-table  scaling.json...           the same in numbers: a table in Markdown
+  plots.py downlink       paper4.jsonl...           accuracy and downlink saving of a parameter server, beside the published
+  plots.py downlink-table paper4.jsonl...           the same in numbers: a table in Markdown
 
 A file may be followed by =LABEL. PNG, SVG or PDF by the name of --out (or --format).
 """
@@ -614,6 +616,145 @@ def scaling_table(arguments):
             print(f"| {model} | {exchange} | " + " | ".join(cells) + " |")
 
 
+# ---- bench/paper4.py -------------------------------------------------------------------------------------
+
+# Final test accuracy in per cent, and how many times fewer entries the server sends than the union of what it got, as
+# published with the code of W. Zou, H. De Sterck and J. Liu, "Downlink Compression Improves TopK Sparsification",
+# arXiv 2209.15203. Repeated runs where there are some, without the one that the rate was chosen by; of shards the
+# least and the most.
+ZOU_RUNS = {  # (task, split, ranks): sgd, uni, bi
+    ("mnist-mlp", "iid", 10): ([97.75, 97.72, 97.71], [97.68, 97.51, 97.72], [97.52, 97.68, 97.51]),
+    ("mnist-mlp", "iid", 20): ([97.68, 97.73, 97.70], [97.33, 97.58, 97.57], [97.71, 97.48, 97.71]),
+    ("mnist-mlp", "iid", 50): ([97.73, 97.77, 97.47], [97.68, 97.68, 97.77], [97.41, 97.46, 97.58]),
+    ("mnist-mlp", "iid", 100): ([97.61, 97.72, 97.66], [97.49, 97.47, 97.53], [97.47, 97.31, 97.36]),
+    ("mnist-mlp", "shards", 100): ([97.53], [97.38, 97.63], [97.22, 97.58]),
+    ("fashion-mlp", "iid", 20): ([88.13], [89.20, 88.86, 88.63, 89.23], [88.93, 89.03, 88.80, 88.60]),
+    ("fashion-mlp", "iid", 50): ([89.64], [88.47, 88.67, 89.06, 88.84], [88.21, 88.91, 88.53, 88.91]),
+    ("fashion-mlp", "iid", 100): ([87.96], [88.59, 88.67, 88.76, 88.19], [88.21, 88.66, 88.65, 88.72]),
+    ("fashion-mlp", "shards", 100): ([88.97], [87.50, 88.85], [87.66, 88.40]),
+    ("mnist-cnn", "iid", 20): ([99.21], [99.24, 99.19, 99.24], [99.28, 99.31, 99.25]),
+    ("mnist-cnn", "iid", 100): ([99.10], [99.05, 99.02, 99.12], [99.12, 99.15, 99.14]),
+    ("fashion-cnn", "iid", 20): ([90.48], [90.13], [90.35]),
+    ("fashion-cnn", "iid", 100): ([90.08], [90.51], [90.77]),
+}
+ZOU_SWEEP = {  # k_d/n of bi on 100 ranks
+    "mnist-mlp": {1e-4: 96.61, 5e-4: 97.21, 2e-3: 97.35, 5e-3: 97.56, 1e-2: 97.52},
+    "fashion-mlp": {1e-4: 88.38, 5e-4: 88.77, 5e-3: 89.01, 1e-2: 88.35},
+}
+ZOU_SAVING = {  # of bi by ranks
+    "mnist-mlp": {10: 10.3, 20: 20.2, 50: 48.6, 100: 90.7},
+    "fashion-mlp": {20: 19.5, 50: 45.2, 100: 80.5},
+    "mnist-cnn": {20: 19.3, 100: 77.2},
+    "fashion-cnn": {100: 97.4},
+}
+ZOU_METHODS = ["sgd", "uni", "bi"]
+
+
+def zou_accuracy(task, split, ranks, method, down):
+    """The published ones; none: []."""
+    if method == "bi" and down != 0.001:
+        known = ZOU_SWEEP.get(task, {}).get(down) if (split, ranks) == ("iid", 100) else None
+        return [known] if known else []
+    return ZOU_RUNS.get((task, split, ranks), ([], [], []))[ZOU_METHODS.index(method)]
+
+
+def downlink_runs(arguments):
+    """{(task, split, ranks, method, k_d/n): rows of the seeds}, sorted."""
+    found = {}
+    for argument in arguments.files:
+        text, _ = read(argument)
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                row = json.loads(line)
+                key = (row["task"], row["split"], row["ranks"], row["method"], row["down"])
+            except (ValueError, KeyError) as e:
+                fail(f"'{argument}' line {number}: no run of bench/paper4.py: {e}")
+            found.setdefault(key, []).append(row)
+    if not found:
+        fail("no runs in " + ", ".join(arguments.files))
+    tasks = list(dict.fromkeys(task for task, *_ in found))
+    order = {key: (tasks.index(key[0]), key[1], key[2], ZOU_METHODS.index(key[3]), key[4]) for key in found}
+    return {key: found[key] for key in sorted(found, key=order.get)}
+
+
+def mean_spread(values):
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def accuracy_of(rows):
+    """Per cent: mean and standard deviation over seeds."""
+    return mean_spread([math.nan if r["test_accuracy"] is None else 100 * r["test_accuracy"] for r in rows])
+
+
+def saving_of(rows):
+    """Entries of the union of what the ranks sent, over k_d."""
+    return statistics.mean(r["union_entries_per_step"] / (r["down"] * r["parameters"]) for r in rows)
+
+
+def downlink_table(arguments):
+    """A row for every group of runs that differ in the seed alone."""
+    print("| task | examples | ranks | method | k_d/n | rate | accuracy % (seeds) | published | difference | saving "
+          "| published |")
+    print("|---" * 11 + "|")
+    for (task, split, ranks, method, down), rows in downlink_runs(arguments).items():
+        mean, spread = accuracy_of(rows)
+        known = zou_accuracy(task, split, ranks, method, down)
+        bi = method == "bi"
+        saving = ZOU_SAVING.get(task, {}).get(ranks) if (split, down) == ("iid", 0.001) else None
+        cells = [task, split, str(ranks), method, f"{down:g}" if bi else "-", f"{rows[0]['lr']:g}",
+                 f"{mean:.2f}" + (f" ± {spread:.2f}" if len(rows) > 1 else "") + f" ({len(rows)})",
+                 "-" if not known else f"{statistics.mean(known):.2f}" + (
+                     f" [{min(known):.2f}, {max(known):.2f}]" if len(known) > 1 else ""),
+                 f"{mean - statistics.mean(known):+.2f}" if known else "-",
+                 f"{saving_of(rows):.1f}" if bi else "-", f"{saving:g}" if bi and saving else "-"]
+        print("| " + " | ".join(cells) + " |")
+
+
+def downlink(arguments):
+    """For each task: accuracy against ranks; of bi, accuracy against k_d/n and the saving against ranks. Full: here,
+    with standard deviations over seeds; hollow: published."""
+    found = downlink_runs(arguments)
+    tasks = list(dict.fromkeys(task for task, *_ in found))
+    figure, axes = plt.subplots(len(tasks), 3, figsize=(PAGE, 0.4 + 2.0 * len(tasks)), squeeze=False)
+    for (by_ranks_axis, by_down, by_saving), task in zip(axes, tasks):
+        iid = {key[2:]: rows for key, rows in found.items() if key[:2] == (task, "iid")}
+        most = max(ranks for ranks, *_ in iid) if iid else 0
+
+        def draw(axis, points, method, value, published):
+            """points: [(x, rows)]; published: of an x, or None."""
+            style = {"color": COLOURS[ZOU_METHODS.index(method)], "marker": MARKERS[ZOU_METHODS.index(method)]}
+            if not points:
+                return
+            both = [(x, *value(rows)) for x, rows in points]
+            axis.errorbar([x for x, *_ in both], [y for _, y, _ in both], [e for *_, e in both], capsize=2,
+                          elinewidth=0.6, label=method, **style)
+            known = [(x, published(x)) for x, _ in points if published(x)]
+            axis.plot([x for x, _ in known], [y for _, y in known], linestyle="--", fillstyle="none", **style)
+
+        for method in ZOU_METHODS:
+            same = {"sgd": 1.0, "uni": 1.0, "bi": 0.001}[method]
+            draw(by_ranks_axis, [(p, rows) for (p, m, d), rows in iid.items() if (m, d) == (method, same)], method,
+                 accuracy_of, lambda p, m=method, d=same: mean_or_none(zou_accuracy(task, "iid", p, m, d)))
+        draw(by_down, [(d, rows) for (p, m, d), rows in iid.items() if (p, m) == (most, "bi")], "bi", accuracy_of,
+             lambda d: mean_or_none(zou_accuracy(task, "iid", most, "bi", d)))
+        draw(by_saving, [(p, rows) for (p, m, d), rows in iid.items() if (m, d) == ("bi", 0.001)], "bi",
+             lambda rows: (saving_of(rows), 0.0), lambda p: ZOU_SAVING.get(task, {}).get(p))
+        ranks = sorted({p for p, *_ in iid})
+        for axis in (by_ranks_axis, by_saving):
+            ranks_axis(axis, ranks)
+            axis.set_xlabel("ranks")
+        by_ranks_axis.set(title=task, ylabel="test accuracy (%)")
+        by_down.set(xscale="log", xlabel=r"$k_d/n$", title=f"{most} ranks")
+        by_saving.set(yscale="log", ylabel="union / $k_d$")
+    axes[0][0].plot([], [], color="black", linestyle="--", marker="o", fillstyle="none", label="published")
+    legend_below(figure, axes[0][0])
+    save(figure, arguments.out)
+
+
+def mean_or_none(values):
+    return statistics.mean(values) if values else None
+
+
 # ---- command line ----------------------------------------------------------------------------------------
 
 
@@ -672,6 +813,14 @@ def main():
         if run is scaling_parts:
             one.add_argument("--ranks", type=int, help="[the most that were measured]")
             one.add_argument("--title")
+
+    for name, run, words in [("downlink", downlink, "accuracy and saving of a parameter server"),
+                             ("downlink-table", downlink_table, "a table in Markdown, on standard output")]:
+        one = commands.add_parser(name, help=words, description=run.__doc__)
+        one.add_argument("files", nargs="+", metavar="FILE")
+        if run is downlink:
+            one.add_argument("--out", required=True)
+        one.set_defaults(run=run)
 
     arguments = parser.parse_args()
     arguments.run(arguments)
