@@ -47,6 +47,9 @@ constexpr std::uint32_t kVersion = 1;
 constexpr std::uint32_t kNever =
     std::numeric_limits<std::uint32_t>::max();  // an age: not found yet
 
+// What goes by while a message sets out; and what is taken for an entry.
+constexpr std::size_t kRoundBytes = 8192, kEntryBytes = 8;
+
 using Key = std::uint64_t;
 using Words = std::vector<std::uint64_t>;
 
@@ -99,6 +102,34 @@ class OkTopK final : public Exchange {
       return ExchangeResult{
           .sum = result_.view(), .returned = returned_.view(), .contributors = comm.size()};
     });
+  }
+
+  // Of a run that finds regions and cut anew, balances, and has the limit of entries everywhere.
+  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+    if (ranks == 1) return 0.0;
+    const auto p = static_cast<std::size_t>(ranks);
+    const Most most = most_of(keep, p);
+    const double others = ranks - 1;
+    const auto words = [&](std::size_t each, std::size_t all) {  // and a checksum of each
+      const auto bytes = [](std::size_t w) { return static_cast<double>(sizeof(Key) * w); };
+      return most_gathered(ranks, bytes(each + 1), bytes(all + p), sizeof(Key) * (most.words + 1));
+    };
+    const auto frame = [&](std::size_t nnz, const Codec& codec) {
+      return static_cast<double>(codec.max_encoded_bytes(std::min(nnz, n), n));
+    };
+    const std::size_t step = step_of(most.sums), told = 4 * (step + 1);
+    const std::size_t between = std::min(p * most.sums, 2 * (p + 1) * step);
+    double bytes = words(2 * p + 1, p * (2 * p + 1)) + words(2, 2 * p) + words(told, p * told) +
+                   words(std::min(most.sums, between) + 1, between + p);
+    bytes += others * frame(most.part, codec_);
+    // Shares are equal, or unequal by less than what would be worth a round.
+    const std::size_t equal = (most.result + p - 1) / p;
+    const std::size_t share = std::min(most.result, equal + kRoundBytes / (kEntryBytes * (p - 1)));
+    if (share < most.result) bytes += others * frame(equal, exact_);
+    const double gathered = frame(share, codec_);
+    const double all = frame(most.result, codec_) + others * frame(1, codec_);
+    return bytes + most_gathered(ranks, gathered, std::max(gathered, all),
+                                 codec_.max_encoded_bytes(most.result, n));
   }
 
   void end_step() noexcept override {
@@ -169,19 +200,39 @@ class OkTopK final : public Exchange {
     return entry.now;
   }
 
+  struct Most {
+    std::size_t part_limit, part, sums, result;  // entries
+    std::size_t words;                           // of a message of numbers
+  };
+  // keep.k entries a rank, at most. Words: keys that are told, or lie between two of those (at most
+  // twice what `slack` is there), or samples of regions; and a number in front.
+  Most most_of(const Keep& keep, std::size_t ranks) const {
+    Most most{};
+    const std::size_t k = entries_of_result(keep);
+    // A third above an equal share.
+    most.part_limit = options_.exact ? std::numeric_limits<std::size_t>::max()
+                                     : (4 * keep.k + 3 * ranks - 1) / (3 * ranks);
+    most.part = std::min(keep.k, most.part_limit);
+    most.sums = keep.k + (ranks - 1) * most.part;
+    most.result = options_.exact ? k : 4 * k / 3;
+    const std::size_t step = step_of(most.sums);
+    most.words =
+        1 + std::max({2 * ranks, 4 * (step + 1), std::min(most.sums, 2 * (ranks + 1) * step)});
+    return most;
+  }
+
   // For the most that may come, so that a warm run allocates nothing, whatever the ranks select.
   // (Where they select more than k without a limit, room grows as needed.)
   void make_room(const SparseView& mine, const Keep& keep, Communicator& comm) {
     ranks_ = static_cast<std::size_t>(comm.size());
     me_ = static_cast<std::size_t>(comm.rank());
     k_ = entries_of_result(keep);
-    // A third above an equal share.
-    part_limit_ = options_.exact ? std::numeric_limits<std::size_t>::max()
-                                 : (4 * keep.k + 3 * ranks_ - 1) / (3 * ranks_);
-    most_result_ = options_.exact ? k_ : 4 * k_ / 3;
-    const std::size_t most_part = std::min(keep.k, part_limit_);
+    const Most most = most_of(keep, ranks_);
+    part_limit_ = most.part_limit;
+    most_result_ = most.result;
+    most_words_ = most.words;
+    const std::size_t most_part = most.part, most_sums = most.sums;
     const std::size_t most_mine = std::max(keep.k, mine.nnz());
-    const std::size_t most_sums = keep.k + (ranks_ - 1) * most_part;
     parts_.resize(ranks_);
     for (SparseBuffer& part : parts_) part.reserve(most_part);
     for (SparseBuffer* s : {&sent_, &wire_, &off_, &held_back_}) {
@@ -206,11 +257,7 @@ class OkTopK final : public Exchange {
         codec_.max_encoded_bytes(std::max(most_part, most_result_), mine.dim);
     outgoing_.resize(ranks_);
     for (auto& message : outgoing_) message.reserve(most_bytes);
-    // Keys that are told, or lie between two of those (at most twice what `slack` is there), or
-    // samples of regions; and a number in front.
     const std::size_t step = step_of(most_sums);
-    most_words_ =
-        1 + std::max({2 * ranks_, 4 * (step + 1), std::min(most_sums, 2 * (ranks_ + 1) * step)});
     message_.reserve(std::max(most_bytes, sizeof(std::uint64_t) * (most_words_ + 1)));
     words_.reserve(most_words_);
     keys_.reserve(most_sums);
@@ -468,14 +515,13 @@ class OkTopK final : public Exchange {
   // share_: entries [me R / P, (me + 1) R / P) of the result's R, or, if that would not be worth a
   // round, this rank's own. An all-gather lasts as long as its longest message goes round.
   void balance(Communicator& comm) {
-    constexpr std::size_t kRound = 8192;  // entries go that far, in bytes, while a message sets out
     std::size_t total = 0, longest = 0;
     for (const std::size_t c : counts_) {
       total += c;
       longest = std::max(longest, c);
     }
     share_.assign(kept_.view());
-    if ((ranks_ - 1) * (longest - total / ranks_) * 8 <= kRound) return;
+    if ((ranks_ - 1) * (longest - total / ranks_) * kEntryBytes <= kRoundBytes) return;
 
     comm.set_phase({"oktopk: balance"});
     // What owner i has of share j, as places in the result.
