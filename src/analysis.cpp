@@ -82,6 +82,23 @@ double convergence_bound(const Convergence& c) {
          4.0 * c.smoothness * noise * (1.0 - c.delta) / (c.delta * c.delta * iterates);
 }
 
+double error_bound(const SparseDescent& d) {
+  SKIM_EXPECTS(d.gap >= 0.0 && d.mu >= 0.0 && d.step_size >= 0.0 && d.noise >= 0.0,
+               "error_bound: gap, mu, step_size and noise must be >= 0");
+  const double a = 1.0 - d.mu * d.step_size;
+  SKIM_EXPECTS(a >= 0.0, "error_bound: mu * step_size must be <= 1, got " +
+                             std::to_string(d.mu * d.step_size));
+  double gap = d.gap, left_out = 0.0, noise = 0.0;
+  for (const double r : d.left_out) {
+    SKIM_EXPECTS(r >= 0.0, "error_bound: left_out must be >= 0, got " + std::to_string(r));
+    gap *= a;
+    left_out = a * left_out + r;
+    noise = a * noise + d.noise;
+  }
+  const double root = std::sqrt(left_out) + std::sqrt(noise);
+  return gap + 0.5 * d.step_size * root * root;
+}
+
 double top_k_ratio(std::span<const float> u, std::size_t k) {
   SKIM_EXPECTS(k <= u.size(), "top_k_ratio: k must be <= d (k=" + std::to_string(k) +
                                   ", d=" + std::to_string(u.size()) + ")");

@@ -117,7 +117,7 @@ class OkTopK final : public Exchange {
     const auto frame = [&](std::size_t nnz, const Codec& codec) {
       return static_cast<double>(codec.max_encoded_bytes(std::min(nnz, n), n));
     };
-    const std::size_t step = step_of(most.sums), told = 4 * (step + 1);
+    const std::size_t step = step_of(most.sums), told = 2 * step + 6;
     const std::size_t between = std::min(p * most.sums, 2 * (p + 1) * step);
     double bytes = words(2 * p + 1, p * (2 * p + 1)) + words(2, 2 * p) + words(told, p * told) +
                    words(std::min(most.sums, between) + 1, between + p);

@@ -60,9 +60,7 @@ class Tail {
   // A share of |u|^2 that was the selection's, and the tau that it tells.
   static std::optional<double> tau(const GroupStats& s) {
     if (!has_norms(s)) return std::nullopt;
-    const double share = s.sent_norm2 / s.accumulated_norm2;
-    if (!(share > 1e-9 && share < 1.0 - 1e-9)) return std::nullopt;
-    return tau_of(share);
+    return tau_of(std::clamp(s.sent_norm2 / s.accumulated_norm2, 1e-9, 1.0 - 1e-9));
   }
   void observe(double log_width) {
     constexpr double kRate = 0.1;
@@ -99,14 +97,16 @@ class Trend {
  public:
   void observe(double norm2) {
     const double x = std::log(norm2);
+    last_ = x;
     if (count_ == 0.0) near_ = far_ = x;
     near_ += kNear / (count_ + kNear) * (x - near_);
     far_ += kFar / (count_ + kFar) * (x - far_);
     count_ += 1.0;
   }
   bool known() const noexcept { return count_ > 0.0; }
-  // ln |u|^2 of the step to come.
-  double level() const noexcept { return near_ + power() / (kNear + 1.0); }
+  // ln |u|^2 of the step to come, where it scatters about its trend; the last one, where that is
+  // less.
+  double low_level() const noexcept { return std::min(last_, near_ + power() / (kNear + 1.0)); }
   // What it grows by in `steps` from there.
   double growth(double steps) const noexcept {
     constexpr double kMost = 4.0;
@@ -115,10 +115,10 @@ class Trend {
   }
 
   void save(SectionWriter& out) const {
-    for (const double x : {near_, far_, count_}) out.put(x);
+    for (const double x : {near_, far_, last_, count_}) out.put(x);
   }
   void load(SectionReader& in) {
-    for (double* x : {&near_, &far_, &count_}) *x = in.get<double>();
+    for (double* x : {&near_, &far_, &last_, &count_}) *x = in.get<double>();
   }
 
  private:
@@ -126,7 +126,7 @@ class Trend {
   double power() const noexcept {
     return (near_ - far_) / (1.0 / (kFar + 1.0) - 1.0 / (kNear + 1.0));
   }
-  double near_ = 0.0, far_ = 0.0, count_ = 0.0;
+  double near_ = 0.0, far_ = 0.0, last_ = 0.0, count_ = 0.0;
 };
 
 // ---- costs ------------------------------------------------------------------------------------
@@ -283,20 +283,29 @@ class Adaptive final : public DensitySchedule {
     const double room = o_.budget - known(p) - unknown(p) - (steps - 1.0) * least;
     const double last =
         o_.in_bytes && planned_last_ > 0.0 ? ratio_ * (*table_)(std::log(planned_last_)) : 0.0;
-    const double x = multiplier(steps, o_.budget - known(p) - last);
-    // The last step takes all that there is room for.
-    const double wanted =
-        steps > 1.0 ? std::clamp(std::exp(log_kappa(x, 0.0)), o_.density_min, o_.density_max)
-                    : o_.density_max;
+    const double expected = o_.budget - known(p) - last;
+    // What a step may cost above what it will is free again two steps later, too late at the end:
+    // so the plan ends earlier, the more the looser the bound is, and the last steps take all that
+    // there is room for.
+    const double early = std::floor(4.0 * std::max(0.0, 1.0 / ratio_ - 1.0));
+    const double planned_steps = std::max(1.0, steps - early);
+    const double x = multiplier(planned_steps, expected);
+    const double wanted = planned_steps > 1.0 ? std::clamp(std::exp(log_kappa(x, 0.0)),
+                                                           o_.density_min, o_.density_max)
+                                              : o_.density_max;
 
     Density d{.up = wanted, .down = o_.down, .cut = true};
-    // The last steps close the budget, with counts that are known beforehand.
-    constexpr double kClosing = 4.0;
-    if (o_.form == AdaptiveForm::measured && trend_.known() && steps > kClosing) {
-      const double mean_square = std::exp(trend_.level()) / entries_of_group();
+    // A threshold leaves counts open. Not in the last steps, which close the budget, and not where
+    // the steps to come could not make up for it.
+    constexpr double kClosing = 4.0, kMostShare = 0.5;
+    const bool open =
+        planned_steps > kClosing &&
+        expected < kMostShare * ratio_ * steps * table_->at_point(CostTable::kPoints - 1);
+    if (o_.form == AdaptiveForm::measured && trend_.known() && open) {
+      const double mean_square = std::exp(trend_.low_level()) / entries_of_group();
       const double scale = std::sqrt(0.5 * mean_square / std::exp(tail_.log_width()));
       d.threshold = static_cast<float>(std::max(0.0, x * scale));
-      // Room for a norm that jumps; what it may cost is reserved for a step, so not for any.
+      // Room for a norm that jumps: what it may cost is kept free until the step is known.
       constexpr double kRoom = 2.0;
       if (d.threshold > 0.0F) d.up = std::min(kRoom * wanted, o_.density_max);
     }
