@@ -488,6 +488,7 @@ void Reducer::raise_signal(std::uint32_t bits) noexcept { impl_->raised.fetch_or
 std::uint32_t Reducer::signals() const noexcept { return impl_->ended_signals; }
 std::uint64_t Reducer::step() const noexcept { return impl_->progress.step; }
 Density Reducer::density() const { return impl_->density; }
+const DensitySchedule& Reducer::schedule() const noexcept { return *impl_->schedule; }
 ErrorFeedback& Reducer::feedback() noexcept { return impl_->feedback; }
 Exchange* Reducer::exchange() noexcept { return impl_->exchange.get(); }
 

@@ -305,15 +305,17 @@ void check(TrainingOptions& o) {
   if (!o.train.checkpoint.empty()) {
     throw InvalidArgument("--checkpoint: a simulation writes and reads none");
   }
-  if (!(o.train.density > 0.0 && o.train.density <= 1.0)) {
-    throw InvalidArgument(
-        fmt::format("--density: expected a number in (0, 1], got {:g}", o.train.density));
-  }
   if (!o.link.json.empty() && o.link.json == o.train.metrics.string()) {
     throw InvalidArgument("--json and --metrics are one file: '" + o.link.json + "'");
   }
   o.simulation.time = o.link.time();
   if (!o.compute.empty()) o.simulation.compute_s = parse_seconds("--compute", o.compute);
+  check_budget({Row{.name = o.train.exchange, .options = o.train, .summary = {}}});
+  if (o.train.target_s > 0.0) {  // the simulation knows what it predicts
+    o.train.compute_s = o.simulation.compute_s.value_or(0.0);
+    o.train.auto_link = o.simulation.time.link;
+    if (!o.simulation.time.processor_time) o.train.auto_local = {};
+  }
   // Throw for values that nothing can be made from, before data is read.
   make_selector(train::reducer_options(o.train).select);
   train::density_schedule(o.train);
@@ -360,6 +362,9 @@ int run(TrainingOptions& o) {
   std::FILE* const people = to_stderr ? stderr : stdout;
   const std::string& name = o.train.exchange;
   Progress progress(people, terminal_columns(to_stderr), name, text);
+
+  const std::string note = note_on_budget(o.train, o.simulation.ranks);
+  if (!note.empty()) progress.say(note);
 
   // A second one ends the process at once.
   struct sigaction action {};

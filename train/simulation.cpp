@@ -121,6 +121,10 @@ class Simulator {
     expect_possible(first);
     flat_ = flatten_gradients(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6));
     expect_room(first);
+    std::vector<std::size_t> lengths;
+    for (const torch::Tensor& b : flat_.buffers) {
+      lengths.push_back(static_cast<std::size_t>(b.numel()));
+    }
     // Waits are of real time, and all ranks share the cores of this machine.
     auto group = make_simulated_group(simulation.ranks, simulation.time, {std::chrono::hours(1)});
     for (auto& comm : group) {
@@ -128,7 +132,9 @@ class Simulator {
       rank.comm = std::move(comm);
       rank.reducer = std::make_unique<Reducer>(
           reducer_options(options, rank.comm->rank()),
-          ReducerParts{.schedule = density_schedule(options), .selector = {}, .exchange = {}},
+          ReducerParts{.schedule = density_schedule(options, simulation.ranks, lengths),
+                       .selector = {},
+                       .exchange = {}},
           *rank.comm);
       rank.reducer->set_layout(flat_.layout);
       rank.reducer->set_total_steps(static_cast<std::uint64_t>(length_.total));
@@ -170,7 +176,7 @@ class Simulator {
 
   void expect_room(const ReducerOptions& o) const {
     const auto n = static_cast<double>(flat_.parameters);
-    const double density = std::max(options_.density, density_schedule(options_)->density({}).up);
+    const double density = largest_density(options_);
     const double floats =
         1.0 + (o.feedback.enabled ? 1.0 : 0.0) + (o.feedback.momentum > 0.0F ? 1.0 : 0.0);
     expect_memory(simulation_.ranks * floats * n * sizeof(float) +
@@ -214,6 +220,7 @@ class Simulator {
     }
 
     ++done_;
+    r.budget_spent = ranks_[0].reducer->schedule().spent();
     skipped_ += r.skipped ? 1 : 0;
     ++loss_count_;
     r.loss = ranks_[0].loss;

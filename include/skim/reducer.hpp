@@ -113,6 +113,7 @@ class Reducer {
   std::uint64_t step() const noexcept;
   // The density that the next bucket will have, from the schedule.
   Density density() const;
+  const DensitySchedule& schedule() const noexcept;
   ErrorFeedback& feedback() noexcept;
   Exchange* exchange() noexcept;  // null if every bucket goes dense
 

@@ -40,6 +40,9 @@ class DensitySchedule {
   virtual Density density(const Progress& p) = 0;
   // One word or a short phrase for reports: "0.001", "0.25 0.0625 ... then 0.001".
   virtual std::string describe() const = 0;
+  // The share of its budget that the steps before the last answer's have spent, as far as that is
+  // known; < 0: there is none.
+  virtual double spent() const noexcept { return -1.0; }
 
   // What it remembers, part of a checkpoint. load reads what the same options saved; a run that
   // goes on with another number of ranks starts without. Throws: StateError (nothing changed).

@@ -188,6 +188,8 @@ class Adaptive final : public DensitySchedule {
            "), budget " + shortest(o_.budget) + (o_.in_bytes ? " bytes" : " predicted");
   }
 
+  double spent() const noexcept override { return share_; }
+
   void save(std::ostream& out) const override {
     SectionWriter w(out, kMagic, kVersion);
     w.put(seen_);
@@ -241,6 +243,10 @@ class Adaptive final : public DensitySchedule {
     if (p.step <= seen_) return;
     const bool follows = p.step == seen_ + 1;
     seen_ = p.step;
+    if (!follows) {  // after a run of another group, whose costs were others
+      total_ = 0;
+      planned_ = 0.0;
+    }
     if (!o_.in_bytes) {
       // Of a run on another number of ranks nothing is known but how far it came.
       spent_ = follows
@@ -284,13 +290,14 @@ class Adaptive final : public DensitySchedule {
     const double last =
         o_.in_bytes && planned_last_ > 0.0 ? ratio_ * (*table_)(std::log(planned_last_)) : 0.0;
     const double expected = o_.budget - known(p) - last;
+    share_ = 1.0 - expected / o_.budget;
     // What a step may cost above what it will is free again two steps later, too late at the end:
     // so the plan ends earlier, the more the looser the bound is, and the last steps take all that
     // there is room for.
     const double early = std::floor(4.0 * std::max(0.0, 1.0 / ratio_ - 1.0));
     const double planned_steps = std::max(1.0, steps - early);
     const double x = multiplier(planned_steps, expected);
-    const double wanted = planned_steps > 1.0 ? std::clamp(std::exp(log_kappa(x, 0.0)),
+    const double wanted = planned_steps > 1.0 ? std::clamp(std::exp(log_kappa(x, 1.0)),
                                                            o_.density_min, o_.density_max)
                                               : o_.density_max;
 
@@ -325,52 +332,53 @@ class Adaptive final : public DensitySchedule {
     return std::max(o_.density_min, std::exp(low));
   }
 
-  // ln kappa of a step at which weights have grown by `growth` (ln), for a multiplier x >= 0: it
-  // falls as x grows. Minimising sum_s w_s phi(kappa_s) + lambda sum_s kappa_s:
-  //   water_filling  2 w (1 - kappa) = lambda                     x = lambda / (2 w_0)
-  //   laplace        w tau^2 / (2 width) = lambda                 x = tau of the first step
-  double log_kappa(double x, double growth) const {
+  // ln kappa of a step whose weight w_s = |u_s|^2 / a^s is to that of this one as factor() says,
+  // for a multiplier x >= 0: it falls as x grows. It minimises sum_s w_s phi(kappa_s) + lambda
+  // kappa_s:
+  //   water_filling  2 w (1 - kappa) = lambda        x = lambda / (2 w_0)
+  //   laplace        w tau^2 / (2 width) = lambda    x = tau of this step
+  double log_kappa(double x, double factor) const {
     switch (o_.form) {
       case AdaptiveForm::even:
         return -x;
       case AdaptiveForm::water_filling: {
-        const double kappa = 1.0 - x * std::exp(-growth);
+        const double kappa = 1.0 - x * factor;
         return kappa > 0.0 ? std::log(kappa) : -std::numeric_limits<double>::infinity();
       }
       case AdaptiveForm::laplace:
       case AdaptiveForm::measured:
         break;
     }
-    return tail_.log_width() - x * std::exp(-0.5 * growth);
+    return tail_.log_width() - x * factor;
+  }
+  double factor(double log_weight) const {
+    return std::exp(o_.form == AdaptiveForm::water_filling ? -log_weight : -0.5 * log_weight);
+  }
+  // At which this step gets density_min.
+  double largest_multiplier() const {
+    if (o_.form == AdaptiveForm::water_filling) return 1.0;
+    return std::max(0.0, log_kappa(0.0, 1.0) - std::log(o_.density_min));
   }
 
-  // The x at which the steps that are left are expected to cost `budget`. Few of them stand for all
-  // where there are many: each in the middle of its share.
+  // The x at which the steps that are left are expected to cost `budget`; the largest, if less is
+  // left than that costs. Few of them stand for all where there are many: each in the middle of its
+  // share.
   double multiplier(double steps, double budget) const {
     constexpr std::size_t kNodes = 64;
-    std::array<double, kNodes> growth{}, count{};
+    std::array<double, kNodes> factors{}, count{};
     const auto nodes = static_cast<std::size_t>(std::min<double>(steps, kNodes));
-    double most = 0.0;  // growth
-    for (std::size_t i = 0; i < nodes; ++i) {
-      // The first one is this step; the rest are shared out.
-      const double share = i == 0 ? 1.0 : (steps - 1.0) / static_cast<double>(nodes - 1);
-      const double at =
-          i == 0 ? 0.0 : 0.5 + (static_cast<double>(i) - 0.5) * share;  // middle of 1 .. steps
-      count[i] = share;
-      growth[i] = trend_.growth(at) - at * std::log(o_.contraction);
-      most = std::max(most, growth[i]);
+    factors[0] = count[0] = 1.0;  // this step
+    for (std::size_t i = 1; i < nodes; ++i) {
+      count[i] = (steps - 1.0) / static_cast<double>(nodes - 1);
+      const double at = 0.5 + (static_cast<double>(i) - 0.5) * count[i];
+      factors[i] = factor(trend_.growth(at) - at * std::log(o_.contraction));
     }
     const auto cost = [&](double x) {
       double sum = 0.0;
-      for (std::size_t i = 0; i < nodes; ++i) sum += count[i] * (*table_)(log_kappa(x, growth[i]));
+      for (std::size_t i = 0; i < nodes; ++i) sum += count[i] * (*table_)(log_kappa(x, factors[i]));
       return ratio_ * sum;
     };
-    // From all at the most to all at the least.
-    double low = 0.0;
-    double high =
-        o_.form == AdaptiveForm::water_filling
-            ? std::exp(most)
-            : std::max(0.0, log_kappa(0.0, 0.0) - std::log(o_.density_min)) * std::exp(0.5 * most);
+    double low = 0.0, high = largest_multiplier();
     for (int i = 0; i < 60; ++i) {
       const double middle = 0.5 * (low + high);
       (cost(middle) > budget ? low : high) = middle;
@@ -381,6 +389,7 @@ class Adaptive final : public DensitySchedule {
   AdaptiveOptions o_;
   std::optional<CostTable> table_;
   std::uint64_t total_ = 0;  // that the budget was found to hold
+  double share_ = 0.0;       // of the budget, spent
 
   std::uint64_t seen_ = 0;                     // the step up to which the rest has learned
   double sent_ = 0.0;                          // bytes, as told last
