@@ -82,6 +82,100 @@ double convergence_bound(const Convergence& c) {
          4.0 * c.smoothness * noise * (1.0 - c.delta) / (c.delta * c.delta * iterates);
 }
 
+double error_bound(const SparseDescent& d) {
+  SKIM_EXPECTS(d.gap >= 0.0 && d.mu >= 0.0 && d.step_size >= 0.0 && d.noise >= 0.0,
+               "error_bound: gap, mu, step_size and noise must be >= 0");
+  const double a = 1.0 - d.mu * d.step_size;
+  SKIM_EXPECTS(a >= 0.0, "error_bound: mu * step_size must be <= 1, got " +
+                             std::to_string(d.mu * d.step_size));
+  double gap = d.gap, left_out = 0.0, noise = 0.0;
+  for (const double r : d.left_out) {
+    SKIM_EXPECTS(r >= 0.0, "error_bound: left_out must be >= 0, got " + std::to_string(r));
+    gap *= a;
+    left_out = a * left_out + r;
+    noise = a * noise + d.noise;
+  }
+  const double root = std::sqrt(left_out) + std::sqrt(noise);
+  return gap + 0.5 * d.step_size * root * root;
+}
+
+namespace {
+
+// Everything but the k entries of largest magnitude becomes 0.
+template <class T>
+void keep_top_k(std::vector<T>& x, std::size_t k) {
+  std::vector<std::size_t> order(x.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  const auto kept_end = order.begin() + static_cast<std::ptrdiff_t>(k);
+  std::nth_element(order.begin(), kept_end, order.end(), [&](std::size_t a, std::size_t b) {
+    return std::abs(x[a]) > std::abs(x[b]) || (std::abs(x[a]) == std::abs(x[b]) && a < b);
+  });
+  std::for_each(kept_end, order.end(), [&](std::size_t i) { x[i] = 0; });
+}
+
+// The mean over the ranks of u_p, and of Top_k(u_p).
+struct Means {
+  std::vector<double> whole, selected;
+};
+Means means_of(std::span<const std::span<const float>> u, std::span<const float> g, std::size_t k,
+               const char* function) {
+  SKIM_EXPECTS(!u.empty() && k <= g.size(),
+               std::string(function) +
+                   ": needs a rank, and k <= d (ranks=" + std::to_string(u.size()) +
+                   ", k=" + std::to_string(k) + ", d=" + std::to_string(g.size()) + ")");
+  expect_finite(g, function);
+  Means m{std::vector<double>(g.size()), std::vector<double>(g.size())};
+  const auto ranks = static_cast<double>(u.size());
+  std::vector<float> top;
+  for (const std::span<const float> of_rank : u) {
+    SKIM_EXPECTS(of_rank.size() == g.size(), std::string(function) + ": lengths differ (" +
+                                                 std::to_string(of_rank.size()) + " and " +
+                                                 std::to_string(g.size()) + ")");
+    expect_finite(of_rank, function);
+    top.assign(of_rank.begin(), of_rank.end());
+    keep_top_k(top, k);
+    for (std::size_t i = 0; i < g.size(); ++i) {
+      m.whole[i] += double{of_rank[i]} / ranks;
+      m.selected[i] += double{top[i]} / ranks;
+    }
+  }
+  return m;
+}
+
+double distance_over(const std::vector<double>& a, const std::vector<double>& b,
+                     std::span<const float> g) {
+  const double norm2 = sum_of_squares(g);
+  double distance2 = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) distance2 += (a[i] - b[i]) * (a[i] - b[i]);
+  return norm2 > 0.0 ? std::sqrt(distance2 / norm2) : 0.0;
+}
+
+}  // namespace
+
+double one_way_constant(std::span<const std::span<const float>> u, std::span<const float> g,
+                        std::size_t k) {
+  Means m = means_of(u, g, k, "one_way_constant");
+  keep_top_k(m.whole, k);
+  return distance_over(m.whole, m.selected, g);
+}
+
+double two_way_constant(std::span<const std::span<const float>> u, std::span<const float> g,
+                        std::span<const float> h, std::size_t k, std::size_t k_down) {
+  Means m = means_of(u, g, k, "two_way_constant");
+  SKIM_EXPECTS(
+      h.size() == g.size() && k_down <= g.size(),
+      "two_way_constant: h must have d entries, and k_down <= d (h=" + std::to_string(h.size()) +
+          ", k_down=" + std::to_string(k_down) + ", d=" + std::to_string(g.size()) + ")");
+  expect_finite(h, "two_way_constant");
+  for (std::size_t i = 0; i < h.size(); ++i) {
+    m.whole[i] += double{h[i]};
+    m.selected[i] += double{h[i]};
+  }
+  keep_top_k(m.whole, k_down);
+  keep_top_k(m.selected, k_down);
+  return distance_over(m.whole, m.selected, g);
+}
+
 double top_k_ratio(std::span<const float> u, std::size_t k) {
   SKIM_EXPECTS(k <= u.size(), "top_k_ratio: k must be <= d (k=" + std::to_string(k) +
                                   ", d=" + std::to_string(u.size()) + ")");

@@ -10,6 +10,7 @@
 #include <exception>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -24,7 +25,7 @@ namespace skim {
 namespace {
 
 constexpr std::string_view kMagic = "SKIMREDU", kHeldMagic = "SKIMHELD";
-constexpr std::uint32_t kVersion = 1, kHeldVersion = 1;
+constexpr std::uint32_t kVersion = 2, kHeldVersion = 1;
 
 bool all_finite(std::span<const float> values) {
   bool finite = true;
@@ -41,6 +42,21 @@ struct Operation {
   std::exception_ptr error;
   bool done = false, collected = false;
 };
+
+}  // namespace
+
+namespace {
+
+// Whether a bucket of n entries is summed whole, whatever the exchange may choose.
+bool goes_dense(const ReducerOptions& options, const Density& density, std::size_t n) {
+  const bool cuts_the_result = density.down > 0.0 && density.down < 1.0;
+  return (density.up >= 1.0 && !cuts_the_result) || n < options.dense_below;
+}
+Keep keep_of(const Density& density, std::size_t n) {
+  return {.k = entries(density.up, n),
+          .threshold = density.threshold,
+          .k_down = density.down > 0.0 ? entries(density.down, n) : 0};
+}
 
 }  // namespace
 
@@ -82,16 +98,16 @@ struct Reducer::Impl {
     StepReport report;
     report.id = {progress.step, slot};
     report.n = grad.n;
-    report.dense = !exchange || sends_all() || grad.n < options.dense_below;
+    report.dense = !exchange || goes_dense(options, density, grad.n);
     const bool asks = !report.dense;
     const Traffic before = comm.traffic();
-    report.group.sent_bytes = sent_bytes;
+    report.group.sent_bytes = sent_before;
     const std::uint32_t signals = report.group.signals = raised.exchange(0);
     comm.set_phase({"reduce: selection"});
     bool finite_sum = false;
     try {
       if (asks) {
-        report.dense = exchange->wants_dense(report.id, grad.n, keep_of(grad.n), comm);
+        report.dense = exchange->wants_dense(report.id, grad.n, keep_of(density, grad.n), comm);
         comm.set_phase({"reduce: selection"});
       }
       finite_sum = report.dense ? reduce_dense(report, grad) : reduce_sparse(report, grad);
@@ -138,30 +154,20 @@ struct Reducer::Impl {
     return in;
   }
 
-  // Everything goes to everybody. With a smaller result, only on the way up.
-  bool sends_all() const {
-    return density.up >= 1.0 && !(density.down > 0.0 && density.down < 1.0);
-  }
-
-  Keep keep_of(std::size_t n) const {
-    return {.k = entries(density.up, n),
-            .threshold = density.threshold,
-            .k_down = density.down > 0.0 ? entries(density.down, n) : 0};
-  }
-
   // The data path of docs/architecture.md. Returns whether the sum is finite.
   bool reduce_sparse(StepReport& report, GradView grad) {
     const Slot slot = report.id.slot;
     const std::size_t n = grad.n;
-    const Keep keep = keep_of(n);
+    const Keep keep = keep_of(density, n);
     const std::int64_t t0 = comm.now_ns();
     const Incoming in = begin(report.id, grad);
     // The mean will stand where the gradient does: it may be cleared once the residual has it. A
     // velocity, which takes its place with momentum, may not.
-    const SelectReport chosen =
+    SelectReport chosen =
         selector->select({report.id, in.grad, feedback.residual(slot), feedback.layout(slot), keep,
                           options.feedback.decay, in.grad.data == grad.data},
                          local);
+    if (density.cut && local.nnz() > keep.k) cut(keep.k, chosen);
     codec.quantize(local, report.id, comm.rank());
     const std::int64_t t1 = comm.now_ns();
 
@@ -194,6 +200,18 @@ struct Reducer::Impl {
     report.exchange_ns = t2 - t1;
     report.apply_ns = t3 - t2;
     return finite;
+  }
+
+  // What is cut stays in the residual, as everything that is not committed does.
+  void cut(std::size_t k, SelectReport& chosen) {
+    split_top_k(local.view(), k, kept, dropped, scratch);
+    std::swap(local, kept);
+    chosen.kept_norm2 = 0.0;
+    chosen.threshold = std::numeric_limits<float>::max();
+    for (const float v : local.view().value) {
+      chosen.kept_norm2 += double{v} * double{v};
+      chosen.threshold = std::min(chosen.threshold, std::abs(v));
+    }
   }
 
   // Residual and gradient together, whole. Until the end of the step the residual keeps what was
@@ -476,6 +494,8 @@ struct Reducer::Impl {
 
   void next_step(double epoch) {
     progress.last = step_stats;
+    progress.used = density;
+    sent_before = sent_bytes;
     ended_signals = step_stats.signals;
     step_stats = {};
     step_is_finite = true;
@@ -504,14 +524,17 @@ struct Reducer::Impl {
 
   Progress progress;
   Density density;
-  std::uint64_t sent_bytes = 0;  // in all steps so far, by this rank
-  GroupStats step_stats;         // of the open step, over its buckets
+  std::uint64_t sent_bytes = 0;   // in all steps so far, by this rank
+  std::uint64_t sent_before = 0;  // the same without the open step
+  GroupStats step_stats;          // of the open step, over its buckets
   bool step_is_finite = true;
   std::vector<Slot> reduced;  // in the open step
   std::uint32_t ended_signals = 0;
   std::atomic<std::uint32_t> raised{0};
 
   SparseBuffer local;
+  SparseBuffer kept, dropped;  // of a selection that is cut
+  std::vector<std::uint32_t> scratch;
   std::vector<float> staging;  // of dense sums of 16-bit gradients
   MessageList notes;
 
@@ -582,6 +605,7 @@ void Reducer::raise_signal(std::uint32_t bits) noexcept { impl_->raised.fetch_or
 std::uint32_t Reducer::signals() const noexcept { return impl_->ended_signals; }
 std::uint64_t Reducer::step() const noexcept { return impl_->progress.step; }
 Density Reducer::density() const { return impl_->density; }
+const DensitySchedule& Reducer::schedule() const noexcept { return *impl_->schedule; }
 ErrorFeedback& Reducer::feedback() noexcept { return impl_->feedback; }
 Exchange* Reducer::exchange() noexcept { return impl_->exchange.get(); }
 
@@ -597,11 +621,15 @@ void Reducer::save(std::ostream& out) const {
   w.put(p.last.sent_norm2);
   w.put(p.last.sent_bytes);
   w.put(p.last.non_finite);
+  w.put(p.used.up);
+  w.put(p.used.down);
+  w.put(p.used.threshold);
   w.end();
   impl_->feedback.save(out);
   impl_->save_held(out);
   impl_->selector->save(out);
   if (impl_->exchange) impl_->exchange->save(out);
+  impl_->schedule->save(out);
 }
 
 void Reducer::load(std::span<std::istream* const> of_old_ranks) {
@@ -630,7 +658,14 @@ void Reducer::load(std::span<std::istream* const> of_old_ranks) {
     p.last.sent_norm2 = in.get<double>();
     p.last.sent_bytes = in.get<std::uint64_t>();
     p.last.non_finite = in.get<std::uint32_t>();
+    p.used.up = in.get<double>();
+    p.used.down = in.get<double>();
+    p.used.threshold = in.get<float>();
     in.end();
+  }
+  if (!same_group) {  // every rank has read what all of them sent: nothing is unknown
+    p.last.sent_bytes = sent_bytes;
+    p.used = {.up = 0.0};
   }
   impl_->feedback.load(of_old_ranks, rank, size);
   impl_->load_held(of_old_ranks);
@@ -638,10 +673,66 @@ void Reducer::load(std::span<std::istream* const> of_old_ranks) {
     std::istream& mine = *of_old_ranks[static_cast<std::size_t>(rank)];
     impl_->selector->load(mine);
     if (impl_->exchange) impl_->exchange->load(mine);
+    impl_->schedule->load(mine);
   }
   impl_->progress = p;
-  impl_->sent_bytes = sent_bytes;
+  impl_->sent_bytes = impl_->sent_before = sent_bytes;
   impl_->density = impl_->schedule->density(p);
+}
+
+// ---- what a step costs --------------------------------------------------------------------------
+
+StepCost most_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
+                    double down) {
+  SKIM_EXPECTS(ranks >= 1, "most_bytes: ranks must be >= 1 (got " + std::to_string(ranks) + ")");
+  const std::shared_ptr<const Exchange> exchange =
+      options.exchange.kind == ExchangeKind::dense ? nullptr : make_exchange(options.exchange);
+  return [=, lengths = std::move(lengths)](double up) {
+    const Density density{.up = up, .down = down};
+    double bytes = 0.0;
+    for (const std::size_t n : lengths) {
+      bytes += !exchange || goes_dense(options, density, n)
+                   ? most_dense_bytes(n, ranks)
+                   : exchange->most_bytes(n, keep_of(density, n), ranks);
+    }
+    return bytes;
+  };
+}
+
+StepCost predicted_seconds(const ReducerOptions& options, int ranks,
+                           std::vector<std::size_t> lengths, double compute_s, const Link& link,
+                           const LocalSpeeds& local) {
+  SKIM_EXPECTS(options.exchange.kind != ExchangeKind::hierarchical,
+               "predicted_seconds: there is no model of hierarchical exchanges");
+  SKIM_EXPECTS(compute_s >= 0.0 && std::isfinite(compute_s),
+               "predicted_seconds: compute_s must be finite and >= 0");
+  std::vector<ExchangeOptions> ways{options.exchange};
+  if (options.exchange.kind == ExchangeKind::automatic) {
+    ways.clear();
+    for (const ExchangeKind kind : choices(options.exchange.automatic)) {
+      ways.push_back(options.exchange);
+      ways.back().kind = kind;
+    }
+  }
+  const auto of_bucket = [=](double up, std::size_t n) {
+    const std::size_t k = entries(up, n);
+    const Load load{.ranks = ranks,
+                    .n = static_cast<double>(n),
+                    .k = static_cast<double>(k),
+                    .frame = frame_size(options.exchange.codec)};
+    const auto seconds = [&](Scheme s) { return predict(s, load, link, local).total_s(); };
+    if (goes_dense(options, {.up = up}, n)) return seconds(Scheme::dense);
+    double least = std::numeric_limits<double>::infinity();
+    for (const ExchangeOptions& way : ways) {
+      least = std::min(least, seconds(*scheme_of(way, ranks, n, k)));
+    }
+    return least;
+  };
+  return [=, lengths = std::move(lengths)](double up) {
+    double seconds = compute_s;
+    for (const std::size_t n : lengths) seconds += n > 0 ? of_bucket(up, n) : 0.0;
+    return seconds;
+  };
 }
 
 }  // namespace skim

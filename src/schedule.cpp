@@ -26,7 +26,7 @@ double from_zero(double epoch) { return epoch > 0.0 ? epoch : 0.0; }
 class Constant final : public DensitySchedule {
  public:
   Constant(double up, double down) : density_{.up = up, .down = down} {}
-  Density density(const Progress&) const override { return density_; }
+  Density density(const Progress&) override { return density_; }
   std::string describe() const override { return shortest(density_.up); }
 
  private:
@@ -37,7 +37,7 @@ class Listed final : public DensitySchedule {
  public:
   Listed(std::vector<double> per_epoch, double last, double down)
       : per_epoch_(std::move(per_epoch)), last_(last), down_(down) {}
-  Density density(const Progress& p) const override {
+  Density density(const Progress& p) override {
     const double epoch = std::floor(from_zero(p.epoch));
     const auto size = static_cast<double>(per_epoch_.size());
     return {.up = epoch < size ? per_epoch_[static_cast<std::size_t>(epoch)] : last_,
@@ -58,7 +58,7 @@ class Geometric final : public DensitySchedule {
  public:
   Geometric(double from, double to, double epochs, double down)
       : from_(from), to_(to), epochs_(epochs), down_(down) {}
-  Density density(const Progress& p) const override {
+  Density density(const Progress& p) override {
     const double epoch = from_zero(p.epoch);
     if (epoch >= epochs_) return {.up = to_, .down = down_};
     // Rounding must not lead out of (0, 1].

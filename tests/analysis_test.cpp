@@ -366,5 +366,158 @@ TEST(DistanceFromUnimodal, ShapesWithAnotherModeAreFar) {
   EXPECT_EQ(distance_from_unimodal(std::vector<float>(4, 0.0F)), 0.0);
 }
 
+// ---- the bound that adaptive densities minimise ------------------------------------------------
+
+// f(x) = 1/2 sum_j c_j y_j^2, y the coordinates of x turned by 45 degrees in pairs: top-k does not
+// look along the axes of f. Curvatures c_j from mu to L = 1.
+struct Turned {
+  double mu = 0.1;
+  std::vector<double> x;
+
+  static double curvature(double mu, std::size_t j, std::size_t n) {
+    return mu + (1.0 - mu) * static_cast<double>(j) / static_cast<double>(n - 1);
+  }
+  static std::vector<double> turned(std::vector<double> v) {
+    for (std::size_t j = 0; j + 1 < v.size(); j += 2) {
+      const double a = v[j], b = v[j + 1];
+      v[j] = (a + b) / std::numbers::sqrt2;
+      v[j + 1] = (a - b) / std::numbers::sqrt2;
+    }
+    return v;
+  }
+  double f() const {
+    const std::vector<double> y = turned(x);
+    double sum = 0.0;
+    for (std::size_t j = 0; j < y.size(); ++j) sum += curvature(mu, j, y.size()) * y[j] * y[j];
+    return 0.5 * sum;
+  }
+  // A step with the k largest of the gradient and noise of this deviation in each entry. Returns
+  // what was left out, squared.
+  double step(double eta, std::size_t k, double deviation, Rng& rng) {
+    std::vector<double> y = turned(x);
+    for (std::size_t j = 0; j < y.size(); ++j) y[j] *= curvature(mu, j, y.size());
+    std::vector<double> g = turned(y);
+    std::normal_distribution<double> normal;
+    if (deviation > 0.0) {
+      for (double& v : g) v += deviation * normal(rng);
+    }
+    std::vector<std::size_t> order(g.size());
+    for (std::size_t i = 0; i < g.size(); ++i) order[i] = i;
+    std::ranges::sort(
+        order, [&](std::size_t a, std::size_t b) { return std::abs(g[a]) > std::abs(g[b]); });
+    double left = 0.0;
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      if (i < k) {
+        x[order[i]] -= eta * g[order[i]];
+      } else {
+        left += g[order[i]] * g[order[i]];
+      }
+    }
+    return left;
+  }
+};
+
+Turned start_of(std::size_t n, double mu) {
+  Turned t{.mu = mu, .x = std::vector<double>(n)};
+  Rng rng(17);
+  std::normal_distribution<double> normal;
+  for (double& v : t.x) v = std::pow(normal(rng), 3.0);
+  return t;
+}
+
+TEST(ErrorBound, HoldsAtEveryStepOfAQuadratic) {
+  constexpr std::size_t kN = 200;
+  for (const double mu : {0.01, 0.1, 0.5}) {
+    for (const double eta : {1.0, 0.3}) {
+      for (const std::size_t base : {1U, 10U, 60U}) {
+        Turned q = start_of(kN, mu);
+        Rng rng(1);
+        const double gap = q.f();
+        std::vector<double> left;
+        for (std::size_t t = 0; t < 100; ++t) {
+          left.push_back(q.step(eta, 1 + (base * (1 + t % 5)) % kN, 0.0, rng));
+          const double bound =
+              error_bound({.gap = gap, .mu = mu, .step_size = eta, .left_out = left});
+          EXPECT_LE(q.f(), bound * (1.0 + 1e-12)) << mu << " " << eta << " " << base << " " << t;
+        }
+      }
+    }
+  }
+}
+
+// One curvature, eta = 1 / L: what a step leaves out is all that remains.
+TEST(ErrorBound, IsReached) {
+  Turned q = start_of(50, 1.0);
+  Rng rng(1);
+  std::vector<double> left;
+  const double gap = q.f();
+  for (std::size_t t = 0; t < 4; ++t) {
+    left.push_back(q.step(1.0, 7, 0.0, rng));
+    EXPECT_NEAR(q.f(), error_bound({.gap = gap, .mu = 1.0, .step_size = 1.0, .left_out = left}),
+                1e-12 * gap);
+  }
+}
+
+TEST(ErrorBound, HoldsOnAverageWithNoise) {
+  constexpr std::size_t kN = 100, kSteps = 40, kRuns = 200;
+  constexpr double kDeviation = 0.5;
+  for (const std::size_t k : {5U, 30U}) {
+    Rng rng(2);
+    double f = 0.0, gap = 0.0;
+    std::vector<double> left(kSteps, 0.0);
+    for (std::size_t run = 0; run < kRuns; ++run) {
+      Turned q = start_of(kN, 0.1);
+      gap = q.f();
+      for (double& l : left) l += q.step(0.5, k, kDeviation, rng) / kRuns;
+      f += q.f() / kRuns;
+    }
+    const double noise = kDeviation * kDeviation * kN;
+    EXPECT_LE(f, error_bound(
+                     {.gap = gap, .mu = 0.1, .step_size = 0.5, .left_out = left, .noise = noise}));
+    EXPECT_GT(f, error_bound({.gap = gap, .mu = 0.1, .step_size = 0.5, .left_out = {}}) / 1e3);
+  }
+}
+
+TEST(ErrorBound, ItsFormulaAndWhatItRefuses) {
+  const std::vector<double> left{8.0, 4.0};
+  // a = 1/2: 16/4 + 1/2 (sqrt(8/2 + 4) + 0)^2
+  EXPECT_DOUBLE_EQ(error_bound({.gap = 16.0, .mu = 0.5, .step_size = 1.0, .left_out = left}), 8.0);
+  // and noise 3 + 3/2
+  EXPECT_DOUBLE_EQ(
+      error_bound({.gap = 16.0, .mu = 0.5, .step_size = 1.0, .left_out = left, .noise = 3.0}),
+      4.0 + 0.5 * std::pow(std::sqrt(8.0) + std::sqrt(4.5), 2.0));
+  EXPECT_EQ(error_bound({.gap = 3.0}), 3.0);
+  const std::vector<double> bad{-1.0};
+  EXPECT_THROW(error_bound({.left_out = bad}), InvalidArgument);
+  EXPECT_THROW(error_bound({.gap = -1.0}), InvalidArgument);
+  EXPECT_THROW(error_bound({.mu = 2.0, .step_size = 1.0}), InvalidArgument);
+  EXPECT_THROW(error_bound({.noise = std::nan("")}), InvalidArgument);
+}
+
+// Three entries, two ranks, by hand.
+TEST(analysis, constants_of_both_links) {
+  const std::vector<float> a{4, 1, 0}, b{-2, 3, 0}, g{0, 3, 4}, none(3, 0.0F);
+  const std::vector<std::span<const float>> u{a, b};
+  // Means (1, 2, 0) and (2, 1.5, 0): the largest are (0, 2, 0) and, of what is sent, all.
+  EXPECT_DOUBLE_EQ(analysis::one_way_constant(u, g, 1), std::hypot(2.0, 0.5) / 5.0);
+  EXPECT_DOUBLE_EQ(analysis::two_way_constant(u, g, none, 1, 1), std::hypot(2.0, 2.0) / 5.0);
+  EXPECT_DOUBLE_EQ(analysis::two_way_constant(u, g, none, 1, 3), std::hypot(1.0, 0.5) / 5.0);
+  // The server holds so much of the last entry that both send it.
+  const std::vector<float> h{0, 0, -9};
+  EXPECT_DOUBLE_EQ(analysis::two_way_constant(u, g, h, 1, 1), 0.0);
+  // Everything is sent; one rank; no gradient.
+  EXPECT_DOUBLE_EQ(analysis::one_way_constant(u, g, 3), 0.0);
+  EXPECT_DOUBLE_EQ(analysis::one_way_constant(std::span(u).first(1), g, 1), 0.0);
+  EXPECT_DOUBLE_EQ(analysis::one_way_constant(u, none, 1), 0.0);
+  // Of equal magnitudes the lower index is kept: (3, -3, 0) and (3, 0, 0) leave (3, 0, 0).
+  const std::vector<float> c{3, -3, 0}, d{3, 0, 0};
+  EXPECT_DOUBLE_EQ(analysis::one_way_constant(std::vector<std::span<const float>>{c, d}, g, 1),
+                   0.0);
+  EXPECT_THROW(analysis::one_way_constant(u, g, 4), InvalidArgument);
+  EXPECT_THROW(analysis::one_way_constant({}, g, 1), InvalidArgument);
+  EXPECT_THROW(analysis::two_way_constant(u, g, g, 1, 4), InvalidArgument);
+  EXPECT_THROW(analysis::two_way_constant(u, g, std::span(h).first(2), 1, 1), InvalidArgument);
+}
+
 }  // namespace
 }  // namespace skim::analysis

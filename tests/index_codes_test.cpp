@@ -13,6 +13,7 @@
 #include <memory>
 #include <queue>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -185,13 +186,32 @@ TEST(index_codes, the_smallest_is_the_smallest) {
 }
 
 TEST(index_codes, the_bound_grows_with_the_entries) {
-  for (const std::size_t dim : {1U, 1000U, 0xffffffffU}) {
-    std::size_t last = 0;
-    for (std::size_t nnz = 0; nnz <= std::min<std::size_t>(dim, 2000); ++nnz) {
-      const std::size_t bytes = codes::max_index_bytes(std::nullopt, nnz, dim);
-      EXPECT_GE(bytes, last);
-      last = bytes;
+  std::vector<std::optional<IndexCode>> codes{std::nullopt};
+  codes.insert(codes.end(), kCodes.begin(), kCodes.end());
+  for (const std::optional<IndexCode> code : codes) {
+    for (const std::size_t dim : {1U, 1000U, 0xffffffffU}) {
+      std::size_t last = 0;
+      for (std::size_t nnz = 0; nnz <= std::min<std::size_t>(dim, 2000); ++nnz) {
+        const std::size_t bytes = codes::max_index_bytes(code, nnz, dim);
+        EXPECT_GE(bytes, last) << nnz << " of " << dim;
+        last = bytes;
+      }
     }
+  }
+}
+
+// What schedules with a budget of bytes rely on: for sets drawn uniformly the bound is near.
+TEST(index_codes, the_bound_is_near_what_a_uniform_set_takes) {
+  std::mt19937_64 rng(3);
+  for (const std::size_t nnz : {500U, 1000U, 10000U, 30000U}) {
+    const std::size_t dim = 100000;
+    std::set<Index> drawn;
+    while (drawn.size() < nnz) drawn.insert(static_cast<Index>(rng() % dim));
+    const std::vector<Index> index(drawn.begin(), drawn.end());
+    const std::size_t bytes = codes::smallest_plan(index, dim).bytes;
+    const std::size_t bound = codes::max_index_bytes(std::nullopt, nnz, dim);
+    EXPECT_LE(bytes, bound);
+    EXPECT_LT(static_cast<double>(bound), 1.1 * static_cast<double>(bytes)) << nnz;
   }
 }
 

@@ -31,7 +31,7 @@ class ScheduleBy final : public DensitySchedule {
  public:
   using Function = std::function<Density(const Progress&)>;
   explicit ScheduleBy(Function f) : f_(std::move(f)) {}
-  Density density(const Progress& p) const override { return f_(p); }
+  Density density(const Progress& p) override { return f_(p); }
   std::string describe() const override { return "a test's own"; }
 
  private:

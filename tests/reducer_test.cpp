@@ -904,6 +904,66 @@ TEST(reducer, the_schedule_sees_the_groups_statistics_over_all_buckets) {
   });
 }
 
+// What a schedule with a budget goes by: complete steps, and what the last one was.
+TEST(reducer, the_schedule_sees_the_bytes_of_complete_steps_and_the_density_used) {
+  run_group(3, [&](Communicator& comm) {
+    Progress seen;
+    std::uint64_t asked = 0;
+    ReducerParts parts;
+    parts.schedule = std::make_unique<test::ScheduleBy>([&](const Progress& p) {
+      seen = p;
+      return Density{.up = 0.1 + 0.01 * static_cast<double>(asked++)};
+    });
+    Reducer reducer(options_of(ExchangeKind::gtopk), std::move(parts), comm);
+    reducer.set_layout(buckets({200, 100}));
+    EXPECT_EQ(seen.used.up, 0.0) << "there was none";
+    std::uint64_t sent = 0;
+    for (std::uint64_t step = 0; step < 4; ++step) {
+      const std::uint64_t before = sent;
+      const double used = reducer.density().up;
+      for (Slot s = 0; s < 2; ++s) {
+        Floats g = test::normal(s == 0 ? 200 : 100, seed_of(comm.rank(), step, s));
+        sent += reducer.reduce(s, std::span(g)).sent_bytes;
+      }
+      reducer.end_step(0.0);
+      EXPECT_EQ(seen.used.up, used);
+      const auto all = gather(comm, Floats{static_cast<float>(before)});
+      float most = 0.0F;
+      for (const Floats& of_rank : all) most = std::max(most, of_rank[0]);
+      EXPECT_EQ(static_cast<float>(seen.last.sent_bytes), most);
+    }
+  });
+}
+
+// Density::cut: the largest k of what a selector chose; the rest stays.
+TEST(reducer, a_selection_above_k_is_cut_where_the_schedule_says_so) {
+  for (const bool cut : {true, false}) {
+    run_group(2, [&](Communicator& comm) {
+      ReducerParts parts;
+      parts.schedule = std::make_unique<test::ScheduleBy>(
+          [&](const Progress&) { return Density{.up = 0.1, .cut = cut}; });
+      parts.selector =
+          std::make_unique<test::CountBy>([](const SelectTask& t) { return 3 * t.keep.k; });
+      Reducer reducer(options_of(ExchangeKind::allgather), std::move(parts), comm);
+      reducer.set_layout(buckets({100}));
+      Floats g = test::integers(100, 3);  // alike on both ranks
+      const Floats mine = g;
+      const StepReport report = reducer.reduce(0, std::span(g));
+      EXPECT_TRUE(reducer.end_step(0.0));
+      const SparseBuffer kept = test::top_k(mine, cut ? 10 : 30);
+      EXPECT_EQ(report.sent_nnz, kept.nnz());
+      EXPECT_EQ(g, test::dense(kept.view()));
+      Floats rest = mine;
+      for (const Index i : kept.view().index) rest[i] = 0.0F;
+      EXPECT_EQ(residual_of(reducer, 0), rest);
+      EXPECT_NEAR(report.capture, norm2(kept.view().value) / norm2(mine), 1e-6);
+      float smallest = kInf;
+      for (const float v : kept.view().value) smallest = std::min(smallest, std::fabs(v));
+      EXPECT_EQ(report.threshold, smallest);
+    });
+  }
+}
+
 // ---- the report
 // -------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ namespace {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-double at(const DensitySchedule& s, double epoch) { return s.density({.epoch = epoch}).up; }
+double at(DensitySchedule& s, double epoch) { return s.density({.epoch = epoch}).up; }
 
 TEST(schedule, constant) {
   const auto s = constant_density(0.01, 0.02);

@@ -337,6 +337,9 @@ int inspect_command(int argc, char** argv) {
   command.before = [&](const std::vector<Row>& rows) -> std::optional<int> {
     if (rows.size() != 1) throw InvalidArgument("--compare: skim inspect looks at one run");
     const train::TrainOptions& t = rows[0].options;
+    if (!o.files.empty() && !t.density_rule.empty()) {
+      throw InvalidArgument("--density: --npy needs a number, not '" + t.density_rule + "'");
+    }
     if (!o.files.empty()) return inspect_files(o, t);
     if (t.exchange == "dense" || t.density >= 1.0) {
       throw InvalidArgument("a dense exchange selects nothing: there is nothing to inspect");
@@ -354,6 +357,7 @@ int inspect_command(int argc, char** argv) {
            {"select", t.select},   {"feedback", t.feedback},
            {"density", t.density}, {"density_warmup", t.density_warmup},
            {"seed", t.seed},       {"records", nlohmann::json::array()}};
+    if (!t.density_rule.empty()) all["density"] = t.density_rule;
     observer.selector = [&, select] {
       return std::make_unique<InspectingSelector>(make_selector(select), o.every, snapshot);
     };

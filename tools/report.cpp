@@ -86,6 +86,7 @@ nlohmann::json to_json(const std::string& run, const train::StepRecord& r) {
           {"loss", finite(r.loss)},
           {"lr", r.learning_rate},
           {"density", r.density},
+          {"budget_spent", r.budget_spent >= 0.0 ? nlohmann::json(r.budget_spent) : nullptr},
           {"n", r.n},
           {"k", r.k},
           {"sent_entries", r.sent_entries},
@@ -131,8 +132,9 @@ std::string Progress::line(const train::StepRecord& r) const {
   const double left =
       steps > 0 ? seconds / steps * static_cast<double>(r.total_steps - r.step) : NAN;
   return fmt::format(
-      "{}  step {}/{}  epoch {:.2f}  loss {:.4f}{}  density {:.4g}  saved {}  left {}", run_,
+      "{}  step {}/{}  epoch {:.2f}  loss {:.4f}{}  density {:.4g}{}  saved {}  left {}", run_,
       r.step, r.total_steps, r.epoch, r.loss, quality_, r.density,
+      r.budget_spent >= 0.0 ? "  budget " + percent(r.budget_spent) : std::string(),
       human_bytes(static_cast<double>(saved_bytes_)), human_seconds(left));
 }
 
@@ -228,6 +230,20 @@ nlohmann::json to_json(const Row& row, int ranks) {
                    {"optimizer_ms", s.median.optimizer_ms},
                    {"peak_rss_bytes", s.peak_rss_bytes}};
   if (!text) j["test_accuracy"] = s.last.test_accuracy;
+  if (!o.density_rule.empty()) {
+    j["density"] = o.density_rule;
+    j["density_min"] = o.density_min;
+    j["density_max"] = o.density_max;
+  }
+  if (o.density_rule == "adaptive") {
+    j["adaptive_form"] = o.adaptive_form;
+    j["contraction"] = o.contraction;
+    if (o.budget_bytes > 0.0) {
+      j["budget_bytes"] = o.budget_bytes;
+    } else {
+      j["target_s"] = o.target_s;
+    }
+  }
   return j;
 }
 

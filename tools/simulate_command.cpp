@@ -256,16 +256,17 @@ int run(const SimulateOptions& o) {
 }
 
 // Declared so that --help of either form shows it: simulate_command has looked for it already.
-void declare_form(CommandLine& line, bool& training) {
+void declare_form(CommandLine& line, bool& training, bool& toy) {
   line.group("Form");
   line.flag("--train", training,
             "train a model on these ranks, with the options of skim train: skim simulate --train "
             "--help lists them");
+  line.flag("--toy", toy, "three ranks on the toy problem of top-k on both links");
 }
 
-void declare(CLI::App& app, SimulateOptions& o, bool& training) {
+void declare(CLI::App& app, SimulateOptions& o, bool& training, bool& toy) {
   CommandLine line(app);
-  declare_form(line, training);
+  declare_form(line, training, toy);
   line.group("What is exchanged");
   line.option("--params", o.params, "N", "entries of a gradient")
       ->check(CLI::Range(std::size_t{1}, std::size_t{1} << 31));
@@ -305,15 +306,17 @@ void check(TrainingOptions& o) {
   if (!o.train.checkpoint.empty()) {
     throw InvalidArgument("--checkpoint: a simulation writes and reads none");
   }
-  if (!(o.train.density > 0.0 && o.train.density <= 1.0)) {
-    throw InvalidArgument(
-        fmt::format("--density: expected a number in (0, 1], got {:g}", o.train.density));
-  }
   if (!o.link.json.empty() && o.link.json == o.train.metrics.string()) {
     throw InvalidArgument("--json and --metrics are one file: '" + o.link.json + "'");
   }
   o.simulation.time = o.link.time();
   if (!o.compute.empty()) o.simulation.compute_s = parse_seconds("--compute", o.compute);
+  check_budget({Row{.name = o.train.exchange, .options = o.train, .summary = {}}});
+  if (o.train.target_s > 0.0) {  // the simulation knows what it predicts
+    o.train.compute_s = o.simulation.compute_s.value_or(0.0);
+    o.train.auto_link = o.simulation.time.link;
+    if (!o.simulation.time.processor_time) o.train.auto_local = {};
+  }
   // Throw for values that nothing can be made from, before data is read.
   make_selector(train::reducer_options(o.train).select);
   train::density_schedule(o.train);
@@ -326,6 +329,8 @@ nlohmann::json step_json(const std::string& run, const train::SimulatedStep& s) 
   j["total_s"] = s.total_s;
   j["wall_ms"] = s.wall_ms;
   if (s.delta) j["delta"] = *s.delta;
+  if (s.one_way) j["one_way_constant"] = *s.one_way;
+  if (s.two_way) j["two_way_constant"] = *s.two_way;
   return j;
 }
 
@@ -361,6 +366,9 @@ int run(TrainingOptions& o) {
   const std::string& name = o.train.exchange;
   Progress progress(people, terminal_columns(to_stderr), name, text);
 
+  const std::string note = note_on_budget(o.train, o.simulation.ranks);
+  if (!note.empty()) progress.say(note);
+
   // A second one ends the process at once.
   struct sigaction action {};
   action.sa_handler = on_stop;
@@ -394,9 +402,9 @@ int run(TrainingOptions& o) {
   return 128 + g_signal.load();
 }
 
-void declare(CLI::App& app, TrainingOptions& o, bool& training) {
+void declare(CLI::App& app, TrainingOptions& o, bool& training, bool& toy) {
   CommandLine line(app);
-  declare_form(line, training);
+  declare_form(line, training, toy);
   line.group("Ranks");
   line.option("--ranks", o.simulation.ranks, "P", "ranks, each a thread that exchanges")
       ->check(CLI::Range(1, 4096));
@@ -406,38 +414,44 @@ void declare(CLI::App& app, TrainingOptions& o, bool& training) {
              "every N steps, |x - sum|^2 over the mean of |x - RandK(x)|^2, x what all ranks "
              "selected from")
       ->check(positive());
+  line.plain("--measure-constants", o.simulation.measure_constants, "N",
+             "param-server: every N steps, the constants of top-k one way and both ways")
+      ->check(positive());
   declare(line, o.link);
   add_training_options(line, o.train);
 }
 
 int simulate_exchanges(int argc, char** argv) {
   SimulateOptions o;
-  bool training = false;
+  bool training = false, toy = false;
   CLI::App app(
       "Runs the selection and the exchanges of many ranks in this process, on a virtual clock: the "
       "processor time of each rank plus what an alpha-beta link would take.",
       "skim simulate");
-  declare(app, o, training);
+  declare(app, o, training, toy);
   app.footer(
       "Nothing is trained: gradients are normal, and selections the same in every step.\n\n"
       "Example:\n"
       "  skim simulate --params 1000000 --ranks 16,128 --link 1gbit --latency 0.4ms");
   return parse_and_run(app, argc, argv, [&] {
-    if (training) throw InvalidArgument("--train must stand alone on the command line");
+    if (training || toy) {
+      throw InvalidArgument(std::string(training ? "--train" : "--toy") +
+                            " must stand alone on the command line");
+    }
     return run(o);
   });
 }
 
 int simulate_training(int argc, char** argv) {
   TrainingOptions o;
-  bool training = false;
+  bool training = false, toy = false;
   if (const char* dir = std::getenv("SKIM_DATA")) o.train.data.dir = dir;
   CLI::App app(
       "Trains as many ranks would, in this process, with one copy of the parameters and the real "
       "selection and exchange. Time is simulated: computing, and on a virtual clock the processor "
       "time of each rank's exchange plus what an alpha-beta link would take.",
       "skim simulate");
-  declare(app, o, training);
+  declare(app, o, training, toy);
   app.footer(
       "Ctrl-C or SIGTERM end the run before the next rank's batch; a second one ends it at once.\n"
       "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N\n"
@@ -459,9 +473,11 @@ int simulate_training(int argc, char** argv) {
 }  // namespace
 
 int simulate_command(int argc, char** argv) {
-  const bool training = std::any_of(argv, argv + argc,
-                                    [](const char* a) { return std::string_view(a) == "--train"; });
-  return training ? simulate_training(argc, argv) : simulate_exchanges(argc, argv);
+  const auto given = [&](std::string_view form) {
+    return std::any_of(argv, argv + argc, [&](const char* a) { return form == a; });
+  };
+  if (given("--toy")) return simulate_toy(argc, argv);
+  return given("--train") ? simulate_training(argc, argv) : simulate_exchanges(argc, argv);
 }
 
 }  // namespace skim::tool

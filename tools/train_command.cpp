@@ -19,6 +19,7 @@
 #include "tools/fit.hpp"
 #include "tools/launcher.hpp"
 #include "tools/report.hpp"
+#include "tools/units.hpp"
 #include "train/models.hpp"
 #include "train/trainer.hpp"
 
@@ -76,6 +77,8 @@ std::vector<std::string> choices_of_auto() {
   return exchanges_but(
       {ExchangeKind::hierarchical, ExchangeKind::param_server, ExchangeKind::automatic});
 }
+
+bool is_adaptive(const train::TrainOptions& o) { return o.density_rule == "adaptive"; }
 
 }  // namespace
 
@@ -142,10 +145,34 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
               "what a rule draws on the ranks, for randomk the indices",
               train::select_seeds_names());
   line.flag("--per-layer", t.per_layer, "choose inside every parameter, not over a whole bucket");
-  line.option("--density", t.density, "D", "kept fraction k/n, in (0, 1]; 1 is dense");
+  const auto set = [&t](const std::string& text) { train::set_density(t, "--density", text); };
+  line.call("--density", set, "D",
+            "kept fraction k/n, in (0, 1]; 1 is dense; or what chooses it at every step: adaptive "
+            "(the least error for a budget: docs/adaptive.md); capture=SHARE (of |u|^2); "
+            "accordion=LOW/HIGH; descent-per-bit")
+      ->default_str("0.001");
   line.option("--density-warmup", t.density_warmup, "SPEC",
               "densities before that: none; dgc, gaussiank, gtopk (the lists of their papers); "
               "geometric:EPOCHS; or a list, one an epoch: 0.25,0.06");
+  const auto budget = [&t](const std::string& text) {
+    t.budget_bytes = parse_bytes("--budget", text);
+  };
+  line.call("--budget", budget, "BYTES",
+            "adaptive: what the busiest rank sends in the whole run, as 50MB or 2GB");
+  const auto time = [&t](const std::string& text) {
+    t.target_s = parse_seconds("--target-time", text);
+  };
+  line.call("--target-time", time, "TIME",
+            "adaptive: instead, how long the run is predicted to take, as 10min; with --fit and "
+            "--compute");
+  line.choice("--adaptive-form", t.adaptive_form,
+              "adaptive: what is assumed of the entries that are left out", adaptive_form_names());
+  line.option("--density-min", t.density_min, "D", "the least that a rule but accordion gives")
+      ->check(CLI::Range(1e-12, 1.0));
+  line.option("--density-max", t.density_max, "D", "and the most")->check(CLI::Range(1e-12, 1.0));
+  line.option("--contraction", t.contraction, "A",
+              "adaptive: factor of the error in a step, in (0, 1]; below 1 late steps weigh more")
+      ->check(CLI::Range(1e-12, 1.0));
   line.choice("--drop", t.drop, "gtopk: who keeps what a merge drops", drop_policy_names());
   line.choice("--gtopk-form", t.gtopk_form,
               "gtopk: the published tree, or a butterfly, of half the rounds", gtopk_form_names());
@@ -253,6 +280,27 @@ void check_training_options(const train::TrainOptions& t) {
   }
 }
 
+void check_budget(const std::vector<Row>& rows) {
+  bool used = false;
+  for (const Row& r : rows)
+    used = used || (is_adaptive(r.options) && r.options.exchange != "dense");
+  const train::TrainOptions& o = rows.front().options;
+  if (used) return;
+  if (is_adaptive(o)) {
+    throw InvalidArgument("--density adaptive: --exchange dense sends everything in every step");
+  }
+  if (o.budget_bytes > 0.0 || o.target_s > 0.0) {
+    throw InvalidArgument(std::string(o.budget_bytes > 0.0 ? "--budget" : "--target-time") +
+                          " needs --density adaptive");
+  }
+}
+
+std::string note_on_budget(const train::TrainOptions& o, int ranks) {
+  if (ranks > 1 || o.exchange == "dense" || !is_adaptive(o) || !(o.budget_bytes > 0.0)) return {};
+  return fmt::format("one rank sends nothing: --budget is not used, the density is {:g}",
+                     o.density_max);
+}
+
 namespace {
 
 void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
@@ -268,6 +316,11 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
              "EXCHANGE, EXCHANGE:DENSITY or EXCHANGE:DENSITY:SELECT, as in "
              "dense,allgather:0.01,gtopk:0.01:gaussian")
       ->delimiter(',');
+  const auto compute = [&a](const std::string& text) {
+    a.train.compute_s = parse_seconds("--compute", text);
+  };
+  line.call("--compute", compute, "TIME",
+            "--target-time: what forward and backward of a step take, as 20ms");
   line.option("--timeout", a.timeout, "SECONDS", "how long a rank waits for another")
       ->check(positive());
   line.plain("--summary", a.summary, "FILE", "JSON array, one object a run; -: standard output");
@@ -294,11 +347,7 @@ std::vector<Row> plan(const Arguments& a) {
       const std::size_t second = std::min(entry.find(':', colon + 1), entry.size());
       const std::string text = entry.substr(colon + 1, second - colon - 1);
       if (second < entry.size()) row.options.select = entry.substr(second + 1);
-      char* end = nullptr;
-      row.options.density = std::strtod(text.c_str(), &end);
-      if (text.empty() || *end != '\0') {
-        throw InvalidArgument("--compare: '" + text + "' in '" + entry + "' is no density");
-      }
+      train::set_density(row.options, "--compare " + entry, text);
     }
     for (const Row& r : rows) {
       if (r.name == entry) throw InvalidArgument("--compare: '" + entry + "' stands twice");
@@ -306,11 +355,8 @@ std::vector<Row> plan(const Arguments& a) {
     if (!row.options.checkpoint.empty()) row.options.checkpoint /= entry;
     rows.push_back(std::move(row));
   }
+  check_budget(rows);
   for (const Row& r : rows) {
-    if (!(r.options.density > 0.0 && r.options.density <= 1.0)) {
-      throw InvalidArgument("--density: expected a number in (0, 1], got " +
-                            nlohmann::json(r.options.density).dump());
-    }
     // Throw for names that do not exist and values that nothing can be made from.
     make_selector(train::reducer_options(r.options).select);
     train::density_schedule(r.options);
@@ -399,6 +445,8 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
       progress.say(fmt::format("resumed after step {}", step));
     };
     observer.on_decision = decisions_to(metrics, progress, row.name);
+    const std::string note = note_on_budget(row.options, comm.size());
+    if (first && !note.empty()) progress.say(note);
     if (first && command.attach) command.attach(row, comm.size(), observer);
     row.summary = train::train(row.options, data, comm, g_stop, observer);
     if (first) progress.end();

@@ -20,6 +20,11 @@ void add_training_options(CommandLine& line, train::TrainOptions& options);
 // What options cannot check one by one. Throws: InvalidArgument.
 void check_training_options(const train::TrainOptions& options);
 
+// --budget and --target-time against the densities of all runs. Throws: InvalidArgument.
+void check_budget(const std::vector<Row>& rows);
+// What there is to say before a run; empty: nothing.
+std::string note_on_budget(const train::TrainOptions& options, int ranks);
+
 // A command that is a training run and something more. Null functions: nothing more.
 struct TrainingCommand {
   std::string name;

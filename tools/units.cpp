@@ -31,11 +31,21 @@ double parse(const std::string& text, const std::array<Unit, N>& units) {
 }  // namespace
 
 double parse_seconds(const std::string& option, const std::string& text) {
-  static constexpr std::array<Unit, 4> kUnits{{{"ns", 1e-9}, {"us", 1e-6}, {"ms", 1e-3}, {"s", 1}}};
+  static constexpr std::array<Unit, 6> kUnits{
+      {{"ns", 1e-9}, {"us", 1e-6}, {"ms", 1e-3}, {"s", 1}, {"min", 60}, {"h", 3600}}};
   const double seconds = parse(text, kUnits);
   if (seconds >= 0.0) return seconds;
-  throw InvalidArgument(option + ": expected a time such as 200us, 0.4ms or 1.5s, got '" + text +
-                        "'");
+  throw InvalidArgument(option + ": expected a time such as 200us, 0.4ms, 1.5s or 10min, got '" +
+                        text + "'");
+}
+
+double parse_bytes(const std::string& option, const std::string& text) {
+  static constexpr std::array<Unit, 5> kUnits{
+      {{"B", 1}, {"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}}};
+  const double bytes = parse(text, kUnits);
+  if (bytes > 0.0) return bytes;
+  throw InvalidArgument(option + ": expected an amount of data such as 300kB, 50MB or 2GB, got '" +
+                        text + "'");
 }
 
 double parse_link(const std::string& option, const std::string& text) {

@@ -26,7 +26,10 @@ void FlatGradients::attach() {
   }
 }
 
-FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes) {
+namespace {
+
+// All but the buffers.
+FlatGradients shared_out(Model& model, std::size_t bucket_bytes) {
   const auto named = model.named_parameters();
   FlatGradients flat;
   std::size_t filled = 0;
@@ -47,9 +50,25 @@ FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes) {
     filled += length;
     flat.parameters += length;
   }
+  return flat;
+}
+
+std::size_t length_of(const Bucket& bucket) {
+  return bucket.parameters.back().offset + bucket.parameters.back().length;
+}
+
+}  // namespace
+
+std::vector<std::size_t> bucket_lengths(Model& model, std::size_t bucket_bytes) {
+  std::vector<std::size_t> lengths;
+  for (const Bucket& b : shared_out(model, bucket_bytes).layout) lengths.push_back(length_of(b));
+  return lengths;
+}
+
+FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes) {
+  FlatGradients flat = shared_out(model, bucket_bytes);
   for (std::size_t b = 0; b < flat.layout.size(); ++b) {
-    const Segment& last = flat.layout[b].parameters.back();
-    const auto n = static_cast<std::int64_t>(last.offset + last.length);
+    const auto n = static_cast<std::int64_t>(length_of(flat.layout[b]));
     flat.buffers.push_back(torch::zeros({n}, torch::kFloat32));
     flat.views.emplace_back();
     for (std::size_t m = 0; m < flat.members[b].size(); ++m) {

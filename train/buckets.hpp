@@ -26,6 +26,8 @@ struct FlatGradients {
 };
 // Attached. bucket_bytes: a bucket is closed once it holds as many; 0: one bucket.
 FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes);
+// Of its buckets, in entries; the model stays as it is.
+std::vector<std::size_t> bucket_lengths(Model& model, std::size_t bucket_bytes);
 
 // The flat gradients of one rank, which it keeps flat. Not thread-safe. model and reducer must
 // outlive it.

@@ -6,6 +6,9 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <numbers>
+#include <numeric>
+#include <optional>
+#include <utility>
 
 #include "skim/error.hpp"
 #include "skim/version.hpp"
@@ -30,15 +33,105 @@ std::size_t index_of(const std::string& name, const Names& names, const char* op
   return static_cast<std::size_t>(found - std::ranges::begin(names));
 }
 
-double number(std::string_view text, const std::string& whole) {
+std::optional<double> number(std::string_view text) {
   double value = 0.0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) {
-    throw InvalidArgument("--density-warmup: '" + std::string(text) + "' in '" + whole +
-                          "' is no number; expected none, dgc, gaussiank, gtopk, geometric:EPOCHS "
-                          "or a list of densities such as 0.25,0.0625");
-  }
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
   return value;
+}
+
+double number_of_warmup(std::string_view text, const std::string& whole) {
+  if (const std::optional<double> value = number(text)) return *value;
+  throw InvalidArgument("--density-warmup: '" + std::string(text) + "' in '" + whole +
+                        "' is no number; expected none, dgc, gaussiank, gtopk, geometric:EPOCHS "
+                        "or a list of densities such as 0.25,0.0625");
+}
+
+constexpr std::string_view kAdaptive = "adaptive", kDescentPerBit = "descent-per-bit";
+constexpr std::string_view kCapture = "capture=", kAccordion = "accordion=";
+
+bool is_share(const std::optional<double>& x) { return x && *x > 0.0 && *x < 1.0; }
+bool is_density(const std::optional<double>& x) { return x && *x > 0.0 && *x <= 1.0; }
+
+// The numbers of a rule, behind its name. None: they are not what it needs.
+std::optional<double> share_of_capture(std::string_view rule) {
+  const std::optional<double> share = number(rule.substr(kCapture.size()));
+  return is_share(share) ? share : std::nullopt;
+}
+std::optional<std::pair<double, double>> levels_of_accordion(std::string_view rule) {
+  const std::string_view levels = rule.substr(kAccordion.size());
+  const std::size_t slash = std::min(levels.find('/'), levels.size());
+  const auto low = number(levels.substr(0, slash));
+  const auto high = number(levels.substr(std::min(slash + 1, levels.size())));
+  if (!is_density(low) || !is_density(high) || *low > *high) return std::nullopt;
+  return std::pair{*low, *high};
+}
+
+// What does not go together with density_rule.
+void expect_possible(const TrainOptions& o, const ReducerOptions& r) {
+  const std::string rule = "--density " + o.density_rule;
+  if (o.density_warmup != "none") {
+    throw InvalidArgument(rule + " has no warm-up: --density-warmup goes with a number");
+  }
+  if (o.density_min > o.density_max) {
+    throw InvalidArgument("--density-min is above --density-max");
+  }
+  if (o.density_rule == kDescentPerBit && r.exchange.kind == ExchangeKind::automatic) {
+    throw InvalidArgument(rule + ": --exchange auto has no cost to compare densities by");
+  }
+  if (o.density_rule != kAdaptive) return;
+  if (!(o.budget_bytes > 0.0) && !(o.target_s > 0.0)) {
+    throw InvalidArgument(rule + " needs --budget or --target-time");
+  }
+  if (o.budget_bytes > 0.0 && o.target_s > 0.0) {
+    throw InvalidArgument("--budget and --target-time exclude each other");
+  }
+  const bool may_go_dense =
+      r.exchange.kind == ExchangeKind::automatic &&
+      std::ranges::count(choices(r.exchange.automatic), ExchangeKind::dense) > 0;
+  if (o.budget_bytes > 0.0 && may_go_dense) {
+    throw InvalidArgument(
+        "--budget: --exchange auto may go dense, whatever the density; leave dense out of "
+        "--auto-among");
+  }
+  if (o.target_s > 0.0 && (!o.auto_link || !(o.compute_s > 0.0))) {
+    throw InvalidArgument(
+        "--target-time goes by predictions: it needs the link (--fit FILE) and --compute TIME");
+  }
+}
+
+std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
+                                               std::vector<std::size_t> lengths) {
+  const ReducerOptions r = reducer_options(o);
+  expect_possible(o, r);
+  const std::string_view rule = o.density_rule;
+  if (rule.starts_with(kCapture)) {
+    return capture_density(share_of_capture(rule).value(), o.density_min, o.density_max);
+  }
+  if (rule.starts_with(kAccordion)) {
+    const auto [low, high] = levels_of_accordion(rule).value();
+    return accordion_density(low, high);
+  }
+  if (rule == kDescentPerBit) {
+    return descent_per_bit_density(most_bytes(r, ranks, std::move(lengths)), o.density_min,
+                                   o.density_max);
+  }
+  const bool in_bytes = o.budget_bytes > 0.0;
+  const std::size_t n = std::accumulate(lengths.begin(), lengths.end(), std::size_t{0});
+  AdaptiveOptions a{.form = static_cast<AdaptiveForm>(
+                        index_of(o.adaptive_form, adaptive_form_names(), "--adaptive-form")),
+                    .budget = in_bytes ? o.budget_bytes : o.target_s,
+                    .cost = {},
+                    .in_bytes = in_bytes,
+                    .density_min = o.density_min,
+                    .density_max = o.density_max,
+                    .contraction = o.contraction,
+                    .n = std::max<std::size_t>(1, n),
+                    .ranks = ranks};
+  a.cost = in_bytes ? most_bytes(r, ranks, std::move(lengths))
+                    : predicted_seconds(r, ranks, std::move(lengths), o.compute_s, *o.auto_link,
+                                        o.auto_local);
+  return adaptive_density(std::move(a));
 }
 
 }  // namespace
@@ -123,7 +216,15 @@ nlohmann::json identity(const TrainOptions& o) {
       {"local_clip", o.local_clip},
       {"residual_decay", o.residual_decay},
       {"density", o.density},
+      {"density_rule", o.density_rule},
       {"density_warmup", o.density_warmup},
+      {"density_min", o.density_min},
+      {"density_max", o.density_max},
+      {"budget_bytes", o.budget_bytes},
+      {"target_s", o.target_s},
+      {"adaptive_form", o.adaptive_form},
+      {"contraction", o.contraction},
+      {"compute_s", o.compute_s},
       {"dense_sum", o.dense_sum},
       {"non_finite", o.non_finite},
       {"dense_below", o.dense_below},
@@ -227,23 +328,48 @@ float gradient_scale(const TrainOptions& o, double learning_rate) {
   return static_cast<float>(1.0 / std::max(learning_rate, kLeastRate));
 }
 
-std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& o) {
+void set_density(TrainOptions& o, const std::string& who, const std::string& text) {
+  const std::optional<double> constant = number(text);
+  const bool rule = text == kAdaptive || text == kDescentPerBit ||
+                    (text.starts_with(kCapture) && share_of_capture(text)) ||
+                    (text.starts_with(kAccordion) && levels_of_accordion(text));
+  if (!is_density(constant) && !rule) {
+    throw InvalidArgument(who + ": '" + text +
+                          "' is no density: expected a number in (0, 1], adaptive, capture=SHARE, "
+                          "accordion=LOW/HIGH or descent-per-bit");
+  }
+  o.density = constant.value_or(o.density);
+  o.density_rule = constant ? std::string() : text;
+}
+
+double largest_density(const TrainOptions& o) {
+  if (o.exchange == "dense") return 1.0;
+  const std::string_view rule = o.density_rule;
+  if (rule.starts_with(kAccordion)) return levels_of_accordion(rule).value().second;
+  if (!rule.empty()) return o.density_max;
+  // Warm-ups fall.
+  return std::max(o.density, density_schedule(o)->density({}).up);
+}
+
+std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& o, int ranks,
+                                                  std::vector<std::size_t> lengths) {
   const std::string& spec = o.density_warmup;
   if (o.exchange == "dense") return constant_density(1.0);
+  if (!o.density_rule.empty()) return rule_schedule(o, ranks, std::move(lengths));
   if (spec == "none") return constant_density(o.density, o.down_density);
   if (spec == "dgc") return listed_density(dgc_warm_up(), o.density, o.down_density);
   if (spec == "gaussiank") return listed_density(gaussiank_warm_up(), o.density, o.down_density);
   if (spec == "gtopk") return listed_density(gtopk_warm_up(), o.density, o.down_density);
   constexpr std::string_view kGeometric = "geometric:";
   if (spec.starts_with(kGeometric)) {
-    const double epochs = number(std::string_view(spec).substr(kGeometric.size()), spec);
+    const double epochs = number_of_warmup(std::string_view(spec).substr(kGeometric.size()), spec);
     return geometric_density(std::max(0.25, o.density), o.density, epochs, o.down_density);
   }
   std::vector<double> list;
   std::string_view rest = spec;
   while (true) {
     const std::size_t comma = rest.find(',');
-    list.push_back(number(rest.substr(0, comma), spec));
+    list.push_back(number_of_warmup(rest.substr(0, comma), spec));
     if (comma == std::string_view::npos) break;
     rest.remove_prefix(comma + 1);
   }

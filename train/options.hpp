@@ -65,7 +65,7 @@ struct TrainOptions {
   // What residuals are made of: "gradients", or "updates", gradients times the learning rate.
   std::string memory = "gradients";
   std::vector<std::string> auto_among{};  // empty: AutoOptions::among
-  // What auto predicts from, on rank 0; none: it measures the link.
+  // What auto predicts from, on rank 0; none: it measures the link. And what target_s does.
   std::optional<Link> auto_link = {};
   LocalSpeeds auto_local = AutoOptions().local;
   std::string index_code = "auto";  // of frames; auto: the smallest, found for each
@@ -77,7 +77,15 @@ struct TrainOptions {
   double local_clip = 0.0;
   double residual_decay = 1.0;
   double density = 0.001;
+  // Instead of a number: adaptive, capture=SHARE, accordion=LOW/HIGH, descent-per-bit.
+  std::string density_rule{};
   std::string density_warmup = "none";
+  double density_min = 1e-4, density_max = 0.25;  // of rules but accordion
+  // adaptive: one of these is > 0. Bytes by the busiest rank, and predicted seconds, of the run.
+  double budget_bytes = 0.0, target_s = 0.0;
+  std::string adaptive_form = "laplace";
+  double contraction = 1.0;
+  double compute_s = 0.0;          // target_s: of forward and backward of a step
   std::string dense_sum = "ring";  // or "mpi"
   std::string non_finite = "skip";
   std::size_t dense_below = 4096;
@@ -118,9 +126,16 @@ int training_ranks(const TrainOptions& options, int ranks);
 // the rate, as if it were in units of 1 / rate. A rate of 0 counts as very small.
 float gradient_scale(const TrainOptions& options, double learning_rate);
 
-// `none`; `dgc`, `gaussiank`, `gtopk` (their papers' lists); `geometric:EPOCHS` (from 0.25); or a
-// list of densities, one an epoch: "0.25,0.0625". The run's density follows.
-// Throws: InvalidArgument.
-std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& options);
+// density or density_rule from `text`. Throws: InvalidArgument, "`who`: 'text' is no density: ...".
+void set_density(TrainOptions& options, const std::string& who, const std::string& text);
+
+// For a group and buckets of these lengths. Warm-ups: `none`; `dgc`, `gaussiank`, `gtopk` (their
+// papers' lists); `geometric:EPOCHS` (from 0.25); or a list of densities, one an epoch:
+// "0.25,0.0625". The run's density follows.
+// Throws: InvalidArgument, also for options that do not go together.
+std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& options, int ranks = 1,
+                                                  std::vector<std::size_t> lengths = {});
+// The largest that the schedule may give.
+double largest_density(const TrainOptions& options);
 
 }  // namespace skim::train

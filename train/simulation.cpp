@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "skim/analysis.hpp"
 #include "skim/error.hpp"
 #include "skim/reducer.hpp"
 #include "train/buckets.hpp"
@@ -121,6 +122,8 @@ class Simulator {
     expect_possible(first);
     for (const torch::Tensor& p : model_->parameters()) parameters_ += entries(p).size();
     expect_room(first);
+    const auto bucket_bytes = static_cast<std::size_t>(options.bucket_mb * 1e6);
+    const std::vector<std::size_t> lengths = bucket_lengths(*model_, bucket_bytes);
     // Waits are of real time, and all ranks share the cores of this machine.
     auto group = make_simulated_group(simulation.ranks, simulation.time, {std::chrono::hours(1)});
     for (auto& comm : group) {
@@ -128,10 +131,11 @@ class Simulator {
       rank.comm = std::move(comm);
       rank.reducer = std::make_unique<Reducer>(
           reducer_options(options, rank.comm->rank()),
-          ReducerParts{.schedule = density_schedule(options), .selector = {}, .exchange = {}},
+          ReducerParts{.schedule = density_schedule(options, simulation.ranks, lengths),
+                       .selector = {},
+                       .exchange = {}},
           *rank.comm);
-      rank.gradients =
-          flatten_gradients(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6));
+      rank.gradients = flatten_gradients(*model_, bucket_bytes);
       rank.reducer->set_layout(rank.gradients.layout);
       rank.reducer->set_total_steps(static_cast<std::uint64_t>(length_.total));
       for (const torch::Tensor& b : model_buffers_) rank.buffers.push_back(b.clone());
@@ -163,6 +167,14 @@ class Simulator {
     if (o.dense_sum == DenseSum::vendor) {
       throw InvalidArgument("--dense-sum mpi: a simulation has no MPI");
     }
+    if (simulation_.measure_constants > 0 &&
+        (o.exchange.kind != ExchangeKind::param_server || options_.bucket_mb > 0.0 ||
+         o.feedback.momentum > 0.0F || o.feedback.clip_norm > 0.0F || o.feedback.decay < 1.0F)) {
+      throw InvalidArgument(
+          "--measure-constants needs --exchange param-server and --bucket-mb 0, and no local "
+          "option "
+          "but --memory: they are of the whole model, and of gradients as they are");
+    }
     if (simulation_.measure_delta == 0) return;
     const bool loses =
         o.exchange.kind == ExchangeKind::gtopk && o.exchange.drop == DropPolicy::sender_keeps;
@@ -176,7 +188,7 @@ class Simulator {
 
   void expect_room(const ReducerOptions& o) const {
     const auto n = static_cast<double>(parameters_);
-    const double density = std::max(options_.density, density_schedule(options_)->density({}).up);
+    const double density = largest_density(options_);
     const double floats =
         1.0 + (o.feedback.enabled ? 1.0 : 0.0) + (o.feedback.momentum > 0.0F ? 1.0 : 0.0);
     expect_memory(simulation_.ranks * floats * n * sizeof(float) +
@@ -198,7 +210,8 @@ class Simulator {
     set_learning_rate(*optimizer_, rate);
     SimulatedStep s;
     StepRecord& r = s.record;
-    r.density = options_.exchange == "dense" ? 1.0 : ranks_[0].reducer->density().up;
+    const Density density = ranks_[0].reducer->density();
+    r.density = options_.exchange == "dense" ? 1.0 : density.up;
     r.learning_rate = rate;
 
     model_->train();
@@ -207,13 +220,16 @@ class Simulator {
       if (stop_.load()) return false;
       compute_ms.push_back(compute(rank));
     }
-    exchange(gradient_scale(options_, rate));
+    const float scale = gradient_scale(options_, rate);
+    const auto due = [&](std::int64_t every) { return every > 0 && (done_ + 1) % every == 0; };
+    const bool measures = due(simulation_.measure_constants);
+    if (measures) keep_what_is_selected_from(scale);
+    exchange(scale);
     expect_equal_means();
     r.skipped = !ranks_[0].applied;
+    if (measures && !r.skipped) measure_constants(density, s);
     if (!r.skipped) {
-      if (simulation_.measure_delta > 0 && (done_ + 1) % simulation_.measure_delta == 0) {
-        s.delta = delta();
-      }
+      if (due(simulation_.measure_delta)) s.delta = delta();
       FlatGradients& mean = ranks_[0].gradients;
       mean.attach();
       if (options_.clip_norm > 0.0) clip(mean.buffers, options_.clip_norm);
@@ -221,6 +237,7 @@ class Simulator {
     }
 
     ++done_;
+    r.budget_spent = ranks_[0].reducer->schedule().spent();
     skipped_ += r.skipped ? 1 : 0;
     ++loss_count_;
     r.loss = ranks_[0].loss;
@@ -314,6 +331,41 @@ class Simulator {
     if (others.empty()) return;
     throw Error("step " + std::to_string(done_ + 1) +
                 ": the mean gradient is not that of rank 0 on rank " + others);
+  }
+
+  // Residual and gradient of every rank, the mean gradient, and what the server holds as a mean, in
+  // the units of residuals.
+  void keep_what_is_selected_from(float scale) {
+    const std::span<float> first = entries(ranks_[0].gradients.buffers[0]);
+    selected_from_.resize(ranks_.size());
+    mean_gradient_.assign(first.size(), 0.0F);
+    held_.assign(first.size(), 0.0F);
+    const auto ranks = static_cast<float>(ranks_.size());
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      const std::span<float> g = entries(ranks_[r].gradients.buffers[0]);
+      const std::span<float> residual = ranks_[r].reducer->feedback().residual(0).span();
+      selected_from_[r].assign(residual.begin(), residual.end());
+      selected_from_[r].resize(g.size());
+      for (std::size_t i = 0; i < g.size(); ++i) {
+        selected_from_[r][i] += g[i] / scale;
+        mean_gradient_[i] += g[i] / scale / ranks;
+      }
+      const HeldMass held = ranks_[r].reducer->exchange()->held(0);
+      for (std::size_t i = 0; i < held.mass.n; ++i) {
+        held_[held.first + i] += held.mass.data[i] / ranks;
+      }
+    }
+  }
+
+  void measure_constants(const Density& density, SimulatedStep& s) const {
+    const StepReport& report = ranks_[0].reports[0];
+    if (report.dense) return;
+    const std::vector<std::span<const float>> u(selected_from_.begin(), selected_from_.end());
+    s.one_way = analysis::one_way_constant(u, mean_gradient_, report.k);
+    const double down = density.down > 0.0 ? density.down : density.up;
+    if (down >= 1.0) return;
+    s.two_way = analysis::two_way_constant(u, mean_gradient_, held_, report.k,
+                                           skim::entries(down, mean_gradient_.size()));
   }
 
   // By the law of conservation (docs/architecture.md): what the exchange left out of x is in the
@@ -424,6 +476,9 @@ class Simulator {
   Evaluation evaluation_;
   Decisions decisions_;
   std::array<std::vector<double>, 6> times_;
+  // Before an exchange whose constants are measured.
+  std::vector<std::vector<float>> selected_from_;  // [rank]
+  std::vector<float> mean_gradient_, held_;
   std::optional<RankThreads> threads_;  // last: they end before what they use
 };
 
@@ -457,6 +512,7 @@ SimulationSummary simulate(const TrainOptions& options, const Dataset& data,
                            const SimulationObserver& observer) {
   SKIM_EXPECTS(simulation.ranks >= 1, "simulate: ranks must be >= 1");
   SKIM_EXPECTS(simulation.measure_delta >= 0, "simulate: measure_delta must be >= 0");
+  SKIM_EXPECTS(simulation.measure_constants >= 0, "simulate: measure_constants must be >= 0");
   return Simulator(options, data, simulation, stop, observer)();
 }
 

@@ -23,7 +23,8 @@ struct SimulationOptions {
   VirtualTime time = {};
   // Of forward and backward of a step; none: measured, in each step the median over the ranks.
   std::optional<double> compute_s = {};
-  std::int64_t measure_delta = 0;  // every so many steps; 0: never
+  std::int64_t measure_delta = 0;      // every so many steps; 0: never
+  std::int64_t measure_constants = 0;  // likewise
 };
 
 struct SimulatedStep {
@@ -42,6 +43,9 @@ struct SimulatedStep {
   // Communication-Efficient Gradient Sparsification, IJCAI 2019). None where it was not asked for,
   // the step was skipped, or nothing could be left out.
   std::optional<double> delta;
+  // analysis::one_way_constant and two_way_constant of what the ranks selected from, on the scale
+  // of --memory; none where delta would be none, the second also where everything is sent back.
+  std::optional<double> one_way, two_way;
 };
 
 // Called by the thread that simulates.

@@ -94,7 +94,9 @@ class Run {
         optimizer_(make_optimizer(options, *model_)),
         sampler_(make_sampler(options, data, ranks_)),
         reducer_(reducer_options(options, comm.rank()),
-                 {.schedule = density_schedule(options),
+                 {.schedule = density_schedule(
+                      options, comm.size(),
+                      bucket_lengths(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6))),
                   .selector = comm.rank() == 0 && observer.selector ? observer.selector() : nullptr,
                   .exchange = nullptr},
                  comm),
@@ -160,6 +162,7 @@ class Run {
     const auto t4 = Clock::now();
 
     ++done_;
+    r.budget_spent = reducer_.schedule().spent();
     skipped_ += r.skipped ? 1 : 0;
     stopped_ = (reducer_.signals() & kStopSignal) != 0;
     r.loss = loss.item<double>();

@@ -26,7 +26,8 @@ struct StepRecord {
   std::size_t n = 0, k = 0, sent_entries = 0, received_entries = 0;
   std::uint64_t sent_bytes = 0, received_bytes = 0, dense_bytes = 0;
   double capture = 0.0, residual_norm = 0.0, threshold = 0.0;
-  bool skipped = false;  // a non-finite gradient: not applied
+  double budget_spent = -1.0;  // DensitySchedule::spent, after the step
+  bool skipped = false;        // a non-finite gradient: not applied
   // compute + exposed + optimizer = step, but for the reading of the batch. select, exchange and
   // apply run beside compute; exposed is what of them backward did not hide.
   double compute_ms = 0.0, select_ms = 0.0, exchange_ms = 0.0, apply_ms = 0.0;

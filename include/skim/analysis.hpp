@@ -65,6 +65,36 @@ struct Convergence {
 };
 double convergence_bound(const Convergence& c);
 
+// Bounds E[f(x_T)] - f* for x_{t+1} = x_t - eta Top_k(g_t), where K_t may change from step to step:
+//   a^T gap + eta / 2 (sqrt(R) + sqrt(S))^2,  a = 1 - mu eta,
+//   R = sum_t a^(T-1-t) E|g_t - Top_k(g_t)|^2,  S = sum_t a^(T-1-t) noise.
+// Without noise that is a^T gap + eta / 2 sum_t a^(T-1-t) phi(K_t) |g_t|^2: what adaptive densities
+// (schedule.hpp) minimise. For f that is L-smooth with |grad f|^2 >= 2 mu (f - f*), eta <= 1 / L,
+// and noise >= E|g_t - grad f(x_t)|^2. Derived: docs/adaptive.md. It says nothing about error
+// feedback.
+struct SparseDescent {
+  double gap = 0.0;                    // f(x_0) - f*, >= 0
+  double mu = 0.0, step_size = 0.0;    // eta; both >= 0, mu eta <= 1
+  std::span<const double> left_out{};  // [T]: of |g_t - Top_k(g_t)|^2, >= 0
+  double noise = 0.0;                  // >= 0
+};
+double error_bound(const SparseDescent& d);
+
+// ---- top-k on both links of a parameter server -------------------------------------------------
+
+// The constants that bound what top-k at the ranks costs, one way and both ways, as the program of
+// H. Zou, H. De Sterck, J. Liu (arXiv 2209.15203) measures them, but all on the scale of means over
+// the ranks (there the second has a mean over a sum, and comes out P times too small):
+//   one way    |Top_k(mean_p u_p) - mean_p Top_k(u_p)| / |g|
+//   both ways  |Top_kd(h + mean_p u_p) - Top_kd(h + mean_p Top_k(u_p))| / |g|
+// u_p [d]: what rank p selects from; g [d]: the mean over the ranks of what they add to it in this
+// step, gradient or update; h [d]: what the server holds, as a mean (the sum over P). Ties as in a
+// Selector. 0 for g = 0. Requires: equal lengths, k and k_down <= d. Cost: O(P d).
+double one_way_constant(std::span<const std::span<const float>> u, std::span<const float> g,
+                        std::size_t k);
+double two_way_constant(std::span<const std::span<const float>> u, std::span<const float> g,
+                        std::span<const float> h, std::size_t k, std::size_t k_down);
+
 // ---- measures of u ------------------------------------------------------------------------------
 
 // The ratio, summed in double; which of equal magnitudes are kept makes no difference to it.

@@ -86,8 +86,7 @@ class Codec {
   // rounded in one step and slot need two streams (the Reducer takes the rank).
   void quantize(SparseBuffer& s, StepId id, int stream) const noexcept;
 
-  // Upper bound for encode() of any s with this nnz and dim; where no index code is set, also of
-  // any with fewer entries.
+  // Upper bound for encode() of any s of this dim with at most nnz entries.
   std::size_t max_encoded_bytes(std::size_t nnz, std::size_t dim) const noexcept;
 
   // Appends one self-describing frame to out; returns its length in bytes. Lossless if s was

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <iosfwd>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -84,6 +85,13 @@ class Exchange {
   virtual ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                              Communicator& comm) = 0;
 
+  // The most bytes that a rank of `ranks` sends in one run() on n entries of which every rank
+  // selected at most keep.k; equal on all ranks. Infinity: there is no bound. Schedules with a
+  // budget rely on it.
+  virtual double most_bytes(std::size_t /*n*/, const Keep&, int /*ranks*/) const {
+    return std::numeric_limits<double>::infinity();
+  }
+
   // The divisor of the mean on so many ranks.
   virtual int contributors(int ranks) const noexcept { return ranks; }
 
@@ -147,6 +155,9 @@ struct AutoOptions {
   LocalSpeeds local = {.select_s = 0.35e-9, .merge_s = 10e-9, .add_s = 0.35e-9};
   std::uint32_t review_every = 32;  // buckets of a slot until measurements are compared; > 0
 };
+
+// Those that `automatic` chooses among with these options.
+std::span<const ExchangeKind> choices(const AutoOptions& options) noexcept;
 
 struct ExchangeOptions {
   ExchangeKind kind = ExchangeKind::allgather;

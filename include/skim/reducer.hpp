@@ -114,6 +114,7 @@ class Reducer {
   std::uint64_t step() const noexcept;
   // The density that the next bucket will have, from the schedule.
   Density density() const;
+  const DensitySchedule& schedule() const noexcept;
   ErrorFeedback& feedback() noexcept;
   Exchange* exchange() noexcept;  // null if every bucket goes dense
 
@@ -128,5 +129,19 @@ class Reducer {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+// For schedules: what one step on buckets of these lengths costs as a function of Density::up.
+// Throw InvalidArgument: ranks < 1; options of an exchange out of range.
+
+// The most bytes that the busiest rank sends, where no rank selects more than k entries
+// (Density::cut): Exchange::most_bytes and the dense sums. down: Density::down. (A sum by
+// DenseSum::vendor may cost more: what it takes to make it equal on all ranks.)
+StepCost most_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
+                    double down = 0.0);
+// The seconds that cost.hpp predicts, and compute_s; nothing overlaps. auto: the least of what it
+// may choose. Throws: InvalidArgument, also for hierarchical, of which there is no model.
+StepCost predicted_seconds(const ReducerOptions& options, int ranks,
+                           std::vector<std::size_t> lengths, double compute_s, const Link& link,
+                           const LocalSpeeds& local);
 
 }  // namespace skim

@@ -135,7 +135,7 @@ struct GroupStats {
   double gradient_norm2 = 0.0;     // sum of |g|^2
   double accumulated_norm2 = 0.0;  // sum of |residual + g|^2
   double sent_norm2 = 0.0;         // sum of |selected|^2, before rounding to wire precision
-  std::uint64_t sent_bytes = 0;    // maximum: by the busiest rank, up to the last step
+  std::uint64_t sent_bytes = 0;    // maximum: by the busiest rank, in the steps before this one
   std::uint32_t non_finite = 0;    // sum, saturating: entries of g that were NaN or infinite
   std::uint32_t signals = 0;       // union: bits that a caller raised (Reducer::raise_signal)
 };

@@ -202,6 +202,16 @@ struct GapSums {
   }
 };
 
+// The most bits of a Rice code, and of a set's gaps: rice_parameter() takes the p that makes
+// (1 + p) nnz + sum / 2^p least, with the sum of the gaps, which is at most dim - nnz; and
+// log2(gap) <= p + gap / 2^p for every p. It does not fall as nnz grows.
+std::uint64_t max_rice_bits(std::size_t nnz, std::size_t dim) noexcept {
+  const std::uint64_t gaps = dim > nnz ? dim - nnz : 0;
+  std::uint64_t least = std::numeric_limits<std::uint64_t>::max();
+  for (std::uint64_t p = 0; p < 32; ++p) least = std::min(least, nnz * (1 + p) + (gaps >> p));
+  return least;
+}
+
 bool get_rice(Bytes section, std::size_t dim, std::span<Index> index) {
   const auto parameter = static_cast<unsigned>(section[0]);
   if (parameter >= 32) return false;
@@ -506,29 +516,26 @@ IndexPlan smallest_plan(std::span<const Index> index, std::size_t dim) noexcept 
   return best;
 }
 
-// With s = dim / nnz and w = bit_width(s) > log2(s): gaps + 1 sum to at most dim, so by Jensen's
-// inequality their logarithms sum to at most nnz * w. That bounds the open bits; and it bounds
-// rice_parameter, at which the sum of gap >> parameter is below 2 nnz.
 std::size_t max_index_bytes(std::optional<IndexCode> code, std::size_t nnz,
                             std::size_t dim) noexcept {
   const std::size_t raw = nnz * sizeof(Index);
   if (nnz == 0) return 0;
-  if (!code) return std::min(raw, bitmap_bytes(dim));
-  const auto bits = [&](unsigned each) { return bytes_of_bits(std::uint64_t{nnz} * each); };
-  const auto w = static_cast<unsigned>(std::bit_width(dim / nnz));
+  const std::uint64_t rice = max_rice_bits(nnz, dim);
+  const std::size_t rice_bytes = kLengthBytes + 1 + bytes_of_bits(rice);
+  if (!code) return std::min({raw, bitmap_bytes(dim), rice_bytes});
   switch (*code) {
     case IndexCode::raw32:
       break;
     case IndexCode::packed:
-      return 1 + bits(static_cast<unsigned>(std::bit_width(dim)));
+      return 1 + bytes_of_bits(std::uint64_t{nnz} * static_cast<unsigned>(std::bit_width(dim)));
     case IndexCode::rice:
-      return kLengthBytes + 1 + bits(w + 2);
+      return rice_bytes;
     case IndexCode::bitmap:
       return bitmap_bytes(dim);
     case IndexCode::huffman:
       return huffman_head(kTables) +
              bytes_of_bits(std::uint64_t{kTables} * kGapClasses * (2 * kAbsent + 1)) +
-             bits(w + kLongestWord);
+             bytes_of_bits(rice + std::uint64_t{nnz} * kLongestWord);
   }
   return raw;
 }

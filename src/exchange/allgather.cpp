@@ -38,6 +38,12 @@ class Allgather final : public Exchange {
     });
   }
 
+  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+    const std::size_t most = codec_.max_encoded_bytes(keep.k, n);
+    const auto frame = static_cast<double>(most);
+    return most_gathered(ranks, frame, ranks * frame, most);
+  }
+
  private:
   Codec codec_;
   std::vector<std::byte> frame_;

@@ -32,10 +32,7 @@ class Automatic final : public Exchange {
   explicit Automatic(const ExchangeOptions& options)
       : options_(options), frame_(frame_size(options.codec)) {
     SKIM_EXPECTS(options_.automatic.review_every > 0, "auto: review_every must be > 0");
-    using K = ExchangeKind;
-    static constexpr std::array kAll{K::dense, K::allgather, K::gtopk, K::oktopk, K::sparcml};
-    const std::span<const K> given = options_.automatic.among;
-    for (const K kind : given.empty() ? std::span<const K>(kAll) : given) {
+    for (const ExchangeKind kind : choices(options_.automatic)) {
       SKIM_EXPECTS(kind != ExchangeKind::automatic && kind != ExchangeKind::hierarchical &&
                        kind != ExchangeKind::param_server,
                    "auto: cannot choose hierarchical, which has no cost model, param-server, which "
@@ -92,6 +89,17 @@ class Automatic final : public Exchange {
     if (!ways_[way].exchange) way = first_exchange();
     SKIM_EXPECTS(way < ways_.size(), "auto: only dense to choose from, and run() is not dense");
     return ways_[way].exchange->run(id, mine, keep, stats, comm);
+  }
+
+  // Of whatever it may choose, and of the comparison of measurements.
+  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+    double most = 0.0;
+    for (const Way& w : ways_) {
+      most = std::max(
+          most, w.exchange ? w.exchange->most_bytes(n, keep, ranks) : most_dense_bytes(n, ranks));
+    }
+    constexpr double kTimes = 16.0;
+    return most + most_gathered(ranks, kTimes, ranks * kTimes, 16);
   }
 
   void end_step() noexcept override {
@@ -275,6 +283,13 @@ class Automatic final : public Exchange {
 };
 
 }  // namespace
+
+std::span<const ExchangeKind> choices(const AutoOptions& options) noexcept {
+  using K = ExchangeKind;
+  static constexpr std::array kAll{K::dense, K::allgather, K::gtopk, K::oktopk, K::sparcml};
+  if (options.among.empty()) return kAll;
+  return options.among;
+}
 
 std::unique_ptr<Exchange> make_automatic(const ExchangeOptions& options) {
   return std::make_unique<Automatic>(options);

@@ -1,6 +1,7 @@
 // Internal: what exchanges share: frames, failures, lists of entries.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -40,6 +41,25 @@ inline void decode_message(const Codec& codec, Bytes message, std::size_t dim, S
                       std::to_string(message.size()) + " bytes, dense length expected " +
                       std::to_string(dim) + ")",
                   peer, phase);
+}
+
+// The most bytes that a rank sends in an all-gather of messages of at most `each` bytes, and `all`
+// in all. most_bytes: what Communicator::allgather is told.
+inline double most_gathered(int ranks, double each, double all, std::size_t most_bytes) {
+  const int p = ranks;
+  if (allgather_form(p, most_bytes) == AllgatherForm::ring) return std::min((p - 1) * each, all);
+  double bytes = 0.0;
+  for (int have = 1; have < p; have *= 2) {  // messages that a rank has, and sends
+    const int count = std::min(have, p - have);
+    bytes += std::min(count * each, all) + 8.0 * (count - 1);
+  }
+  return bytes;
+}
+
+// The same in a dense sum around a ring, with statistics.
+inline double most_dense_bytes(std::size_t n, int ranks) {
+  const auto p = static_cast<std::size_t>(ranks);
+  return static_cast<double>(2 * sizeof(float) * (n - n / p) + (p - 1) * kFrameStatsBytes);
 }
 
 // How many entries the result of an exchange that compresses it too may have.

@@ -31,6 +31,10 @@ class GlobalTopK final : public Exchange {
     return result;
   }
 
+  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+    return allgather_->most_bytes(n, keep, ranks);
+  }
+
  private:
   std::unique_ptr<Exchange> allgather_;
   SparseBuffer kept_, dropped_, returned_;

@@ -69,6 +69,17 @@ class GTopK final : public Exchange {
     });
   }
 
+  // The root of the tree has a child for each round. Of the butterfly, the busiest rank gives the
+  // result to a rank above.
+  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+    const auto p = static_cast<unsigned>(ranks);
+    int frames = std::countr_zero(p);
+    if (form_ == GTopKForm::tree || !std::has_single_bit(p)) {
+      frames = static_cast<int>(std::bit_width(p - 1));
+    }
+    return frames * static_cast<double>(codec_.max_encoded_bytes(keep.k, n));
+  }
+
  private:
   // Room for the most that may come, not for what comes: a warm step allocates nothing, however
   // much the ranks' selections overlap.

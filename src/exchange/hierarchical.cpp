@@ -70,6 +70,24 @@ class Hierarchical final : public Exchange {
     });
   }
 
+  // Which ranks share a host is not known here: of all numbers a host, the one that costs most.
+  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+    const auto sum = [&](int of_ranks) {
+      return Keep{.k = std::min(n, keep.k * static_cast<std::size_t>(of_ranks)),
+                  .threshold = 0.0F,
+                  .k_down = std::min(n, entries_of_result(keep))};
+    };
+    double most = 0.0;
+    for (int local = 1; local <= ranks; ++local) {
+      const auto children = static_cast<double>(std::bit_width(static_cast<unsigned>(local - 1)));
+      most = std::max(
+          most, inside_->most_bytes(n, keep, local) +
+                    between_->most_bytes(n, sum(local), ranks - local + 1) +
+                    children * static_cast<double>(exact_.max_encoded_bytes(sum(ranks).k, n)));
+    }
+    return most;
+  }
+
   void end_step() noexcept override {
     inside_->end_step();
     between_->end_step();

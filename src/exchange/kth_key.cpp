@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 
+#include "exchange/frames.hpp"
 #include "skim/error.hpp"
 
 namespace skim {
@@ -19,6 +20,22 @@ namespace {
 std::size_t step_of(std::uint64_t count) {
   return std::max<std::size_t>(1,
                                static_cast<std::size_t>(std::sqrt(static_cast<double>(count) / 2)));
+}
+
+// Numbers in a list of KthKey, at most: keys that are told, or lie between two of those (at most
+// twice what `slack` is there); and a number in front.
+std::size_t longest_list(std::size_t most, std::size_t ranks) {
+  const std::size_t step = step_of(most);
+  return 1 + std::max(4 * (step + 1), std::min(most, 2 * (ranks + 1) * step));
+}
+
+// Of lists of at most `each` numbers, and `all` in all, with checksums; room was made for `most`.
+double most_gathered_words(std::size_t ranks, std::size_t each, std::size_t all, std::size_t most) {
+  const auto bytes = [](std::size_t words) {
+    return static_cast<double>(sizeof(std::uint64_t) * words);
+  };
+  return most_gathered(static_cast<int>(ranks), bytes(each + 1), bytes(all + ranks),
+                       sizeof(std::uint64_t) * (most + 1));
 }
 
 }  // namespace
@@ -34,6 +51,10 @@ void WordsOfRanks::reserve(std::size_t most) {
   most_ = most;
   message_.reserve(sizeof(std::uint64_t) * (most + 1));
   words_.reserve(most);
+}
+
+double WordsOfRanks::most_bytes(std::size_t most, std::size_t ranks) {
+  return most_gathered_words(ranks, most, ranks * most, most);
 }
 
 void WordsOfRanks::gather(std::span<const std::uint64_t> mine, Communicator& comm) {
@@ -61,15 +82,19 @@ std::span<const std::uint64_t> WordsOfRanks::of(std::size_t r, std::size_t least
 }
 
 void KthKey::reserve(std::size_t most, std::size_t ranks) {
-  // Keys that are told, or lie between two of those (at most twice what `slack` is there); and a
-  // number in front.
-  const std::size_t step = step_of(most);
-  const std::size_t words = 1 + std::max(4 * (step + 1), std::min(most, 2 * (ranks + 1) * step));
+  const std::size_t step = step_of(most), words = longest_list(most, ranks);
   all_.reserve(words);
   words_.reserve(words);
   told_.reserve(ranks * 4 * (step + 1));
   found_.reserve(ranks * words);
   counts_.resize(ranks);
+}
+
+double KthKey::most_bytes(std::size_t most, std::size_t ranks) {
+  const std::size_t step = step_of(most), longest = longest_list(most, ranks);
+  const std::size_t told = 2 * step + 6, between = std::min(ranks * most, 2 * (ranks + 1) * step);
+  return most_gathered_words(ranks, told, ranks * told, longest) +
+         most_gathered_words(ranks, std::min(most, between) + 1, between + ranks, longest);
 }
 
 Key KthKey::find(std::vector<Key>& keys, std::size_t k, const char* phase, Communicator& comm) {

@@ -33,6 +33,9 @@ class WordsOfRanks {
  public:
   // For lists of at most `most` numbers; equal on all ranks.
   void reserve(std::size_t most);
+  // The most bytes that a rank sends to gather lists of at most `most` numbers, for which room was
+  // made.
+  static double most_bytes(std::size_t most, std::size_t ranks);
   // Collective.
   void gather(std::span<const std::uint64_t> mine, Communicator& comm);
   // Of rank r, at least `least` of them; valid until the next call of of() or gather(). Throws:
@@ -52,6 +55,8 @@ class KthKey {
  public:
   // For at most `most` keys a rank, on so many ranks; equal on all ranks.
   void reserve(std::size_t most, std::size_t ranks);
+  // The most bytes that a rank sends in find().
+  static double most_bytes(std::size_t most, std::size_t ranks);
   // Of rank r, how many of its keys reach the one that was found.
   const std::vector<std::size_t>& counts() const noexcept { return counts_; }
   // 0 if there are k or fewer; the largest number if k = 0. Sorts keys, which may be none but not

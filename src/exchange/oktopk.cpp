@@ -41,6 +41,9 @@ constexpr std::uint32_t kVersion = 1;
 constexpr std::uint32_t kNever =
     std::numeric_limits<std::uint32_t>::max();  // an age: not found yet
 
+// What goes by while a message sets out; and what is taken for an entry.
+constexpr std::size_t kRoundBytes = 8192, kEntryBytes = 8;
+
 SparseView slice(const SparseView& s, std::size_t first, std::size_t last) {
   return {s.index.subspan(first, last - first), s.value.subspan(first, last - first), s.dim};
 }
@@ -76,6 +79,28 @@ class OkTopK final : public Exchange {
       return ExchangeResult{
           .sum = result_.view(), .returned = returned_.view(), .contributors = comm.size()};
     });
+  }
+
+  // Of a run that finds regions and cut anew, balances, and has the limit of entries everywhere.
+  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+    if (ranks == 1) return 0.0;
+    const auto p = static_cast<std::size_t>(ranks);
+    const Most most = most_of(keep, p);
+    const double others = ranks - 1;
+    const auto frame = [&](std::size_t nnz, const Codec& codec) {
+      return static_cast<double>(codec.max_encoded_bytes(std::min(nnz, n), n));
+    };
+    double bytes = WordsOfRanks::most_bytes(2 * p + 1, p) + WordsOfRanks::most_bytes(2, p) +
+                   KthKey::most_bytes(most.sums, p);
+    bytes += others * frame(most.part, codec_);
+    // Shares are equal, or unequal by less than what would be worth a round.
+    const std::size_t equal = (most.result + p - 1) / p;
+    const std::size_t share = std::min(most.result, equal + kRoundBytes / (kEntryBytes * (p - 1)));
+    if (share < most.result) bytes += others * frame(equal, exact_);
+    const double gathered = frame(share, codec_);
+    const double all = frame(most.result, codec_) + others * frame(1, codec_);
+    return bytes + most_gathered(ranks, gathered, std::max(gathered, all),
+                                 codec_.max_encoded_bytes(most.result, n));
   }
 
   void end_step() noexcept override {
@@ -146,19 +171,33 @@ class OkTopK final : public Exchange {
     return entry.now;
   }
 
+  struct Most {
+    std::size_t part_limit, part, sums, result;  // entries
+  };
+  // keep.k entries a rank, at most.
+  Most most_of(const Keep& keep, std::size_t ranks) const {
+    Most most{};
+    const std::size_t k = entries_of_result(keep);
+    // A third above an equal share.
+    most.part_limit = options_.exact ? std::numeric_limits<std::size_t>::max()
+                                     : (4 * keep.k + 3 * ranks - 1) / (3 * ranks);
+    most.part = std::min(keep.k, most.part_limit);
+    most.sums = keep.k + (ranks - 1) * most.part;
+    most.result = options_.exact ? k : 4 * k / 3;
+    return most;
+  }
+
   // For the most that may come, so that a warm run allocates nothing, whatever the ranks select.
   // (Where they select more than k without a limit, room grows as needed.)
   void make_room(const SparseView& mine, const Keep& keep, Communicator& comm) {
     ranks_ = static_cast<std::size_t>(comm.size());
     me_ = static_cast<std::size_t>(comm.rank());
     k_ = entries_of_result(keep);
-    // A third above an equal share.
-    part_limit_ = options_.exact ? std::numeric_limits<std::size_t>::max()
-                                 : (4 * keep.k + 3 * ranks_ - 1) / (3 * ranks_);
-    most_result_ = options_.exact ? k_ : 4 * k_ / 3;
-    const std::size_t most_part = std::min(keep.k, part_limit_);
+    const Most most = most_of(keep, ranks_);
+    part_limit_ = most.part_limit;
+    most_result_ = most.result;
+    const std::size_t most_part = most.part, most_sums = most.sums;
     const std::size_t most_mine = std::max(keep.k, mine.nnz());
-    const std::size_t most_sums = keep.k + (ranks_ - 1) * most_part;
     parts_.resize(ranks_);
     for (SparseBuffer& part : parts_) part.reserve(most_part);
     for (SparseBuffer* s : {&sent_, &wire_, &off_, &held_back_}) {
@@ -351,14 +390,13 @@ class OkTopK final : public Exchange {
   // share_: entries [me R / P, (me + 1) R / P) of the result's R, or, if that would not be worth a
   // round, this rank's own. An all-gather lasts as long as its longest message goes round.
   void balance(Communicator& comm) {
-    constexpr std::size_t kRound = 8192;  // entries go that far, in bytes, while a message sets out
     std::size_t total = 0, longest = 0;
     for (const std::size_t c : counts_) {
       total += c;
       longest = std::max(longest, c);
     }
     share_.assign(kept_.view());
-    if ((ranks_ - 1) * (longest - total / ranks_) * 8 <= kRound) return;
+    if ((ranks_ - 1) * (longest - total / ranks_) * kEntryBytes <= kRoundBytes) return;
 
     comm.set_phase({"oktopk: balance"});
     // What owner i has of share j, as places in the result.

@@ -64,6 +64,29 @@ class ParamServer final : public Exchange {
     });
   }
 
+  // Rank 0's: the result to each child; another's: its selection, and the result to fewer children.
+  // A sharded one's: the parts of its selection, lists of keys, and shares of the result.
+  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+    if (ranks == 1) return 0.0;
+    const auto p = static_cast<std::size_t>(ranks);
+    // Of so many entries in so many frames. Even ones are longest: an index takes the more bits the
+    // fewer there are.
+    const auto frames = [&](std::size_t count, std::size_t nnz) {
+      const std::size_t each = std::min((nnz + count - 1) / count, n);
+      return static_cast<double>(count * codec_.max_encoded_bytes(each, n));
+    };
+    const std::size_t wanted = std::min(entries_of_result(keep), n);
+    const std::size_t result = wanted < n ? wanted : std::min(n, p * keep.k);
+    const double up = frames(1, keep.k), down = frames(1, result);
+    if (!sharded()) {
+      const double children = std::ceil(std::log2(ranks));
+      return std::max(children * down, up + (children - 1) * down);
+    }
+    const double keys = wanted < n ? KthKey::most_bytes(wanted, p) : 0.0;
+    return frames(p - 1, keep.k) + keys +
+           most_gathered(ranks, down, frames(p, result), codec_.max_encoded_bytes(result, n));
+  }
+
   HeldMass held(Slot slot) noexcept override {
     const auto found = slots_.find(slot);
     if (found == slots_.end()) return {};

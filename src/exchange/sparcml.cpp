@@ -111,6 +111,24 @@ class SparCML final : public Exchange {
     });
   }
 
+  // Where selections have no index in common. A rank below the largest power of two is never idle,
+  // and rank 0's block is never smaller than another.
+  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+    const auto size = [&](std::size_t nnz) {
+      return static_cast<double>(codec_.max_encoded_bytes(nnz, n));
+    };
+    const auto frame = [&](int block) {
+      const std::size_t most = keep.k * static_cast<std::size_t>(block);
+      // Above n / 2: full, or not quite.
+      return block == 1 || most <= n / 2 ? size(most) : std::max(size(n / 2), size(n));
+    };
+    const int inner = static_cast<int>(std::bit_floor(static_cast<unsigned>(ranks)));
+    const int outer = ranks - inner;
+    double bytes = outer > 0 ? frame(ranks) : 0.0;
+    for (int block = 1; block < inner; block *= 2) bytes += frame(block + std::min(block, outer));
+    return bytes;
+  }
+
  private:
   // For the most that may come, so that a warm run allocates nothing.
   void make_room(const SparseView& mine, const Keep& keep, int ranks, int rounds) {

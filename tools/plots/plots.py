@@ -6,6 +6,7 @@ matplotlib (scripts/setup).
   plots.py curves         metrics.jsonl...          accuracy or loss against epochs
   plots.py entries        metrics.jsonl...          accuracy against entries communicated, during runs
   plots.py sensitivity    summary.json...           accuracy against bytes communicated, at the end of runs
+  plots.py budgets        paper3.json...            loss and accuracy against the bytes of runs, by rule
   plots.py select-time    bench.json...             selection time against the number of entries
   plots.py iteration-time bench.json                modelled time of an iteration of known models
   plots.py scaling        scaling.json...           scaling efficiency against ranks, beside the published one
@@ -330,6 +331,45 @@ def sensitivity(arguments):
                       color=COLOURS[i % len(COLOURS)])
     axis.set(xscale="log", xlabel="sent by a rank in a step (kB)", ylabel=y_label, title=arguments.title)
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    save(figure, arguments.out)
+
+
+# ---- bench/paper3.py --out -------------------------------------------------------------------------------
+
+
+def budgets(arguments):
+    """A row of pictures for each kind of feedback: what runs end with against the bytes they sent, one line a rule,
+    means over seeds with standard deviations; and the densities over the run of the first seed, at one budget."""
+    found = [record for argument in arguments.files for record in read_json(argument)[0]]
+    kinds = list(dict.fromkeys(r["feedback"] for r in found))
+    rules = list(dict.fromkeys(r["rule"] for r in found))
+    shown = ["test-loss", "accuracy"]
+    figure, axes = plt.subplots(len(kinds), 3, figsize=(PAGE, 2.3 * len(kinds)), squeeze=False)
+    for row, kind in zip(axes, kinds):
+        names = list(dict.fromkeys(r["at"] for r in found if r["feedback"] == kind))
+        middle = names[len(names) // 2]
+        for i, rule in enumerate(rules):
+            style = {"color": COLOURS[i % len(COLOURS)], "label": rule}
+            mine = [r for r in found if (r["feedback"], r["rule"]) == (kind, rule)]
+            for axis, quality in zip(row, shown):
+                key, y_label, factor = QUALITIES[quality]
+                points = {}
+                for r in mine:
+                    if r[key] is not None:
+                        points.setdefault(r["budget"], []).append(r)
+                x = [statistics.mean(r["sent"] for r in same) / 1e6 for _, same in sorted(points.items())]
+                values = [[factor * r[key] for r in same] for _, same in sorted(points.items())]
+                axis.errorbar(x, [statistics.mean(v) for v in values],
+                              [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values], capsize=2,
+                              elinewidth=0.6, marker=MARKERS[i % len(MARKERS)], **style)
+                axis.set(xscale="log", xlabel="sent by the busiest rank (MB)", ylabel=y_label)
+            for r in [r for r in mine if r["at"] == middle][:1]:
+                share = [j / len(r["densities"]) for j in range(len(r["densities"]))]
+                row[2].plot(share, r["densities"], **style)
+        row[0].set_title("error feedback" if kind == "residual" else "no error feedback")
+        row[2].set(yscale="log", xlabel="part of the run", ylabel="density", title=f"budget of {middle}")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncol=5)
     save(figure, arguments.out)
 
 
@@ -777,6 +817,11 @@ def main():
         one.add_argument("--title")
         one.add_argument("--out", required=True)
         one.set_defaults(run=run)
+
+    one = commands.add_parser("budgets", help="quality against bytes, by rule", description=budgets.__doc__)
+    one.add_argument("files", nargs="+", metavar="FILE")
+    one.add_argument("--out", required=True)
+    one.set_defaults(run=budgets)
 
     for name, run, words in [("select-time", select_time, "time against entries"),
                              ("iteration-time", iteration_time, "modelled time of iterations")]:

@@ -1,0 +1,554 @@
+// Densities that follow what is measured: under a budget, and rules to compare that with.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "skim/analysis.hpp"
+#include "skim/error.hpp"
+#include "skim/schedule.hpp"
+#include "state.hpp"
+
+namespace skim {
+namespace {
+
+constexpr std::string_view kMagic = "SKIMSCHE";
+constexpr std::uint32_t kVersion = 1;
+
+std::string shortest(double x) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.6g", x);
+  return text.data();
+}
+
+void expect_range(double least, double most, const char* who) {
+  SKIM_EXPECTS(least > 0.0 && least <= most && most <= 1.0,
+               std::string(who) + ": densities must be in (0, 1], min <= max (min " +
+                   shortest(least) + ", max " + shortest(most) + ")");
+}
+
+// Whether the step gave norms to learn from: a skipped one may not.
+bool has_norms(const GroupStats& s) {
+  return s.non_finite == 0 && std::isfinite(s.accumulated_norm2) && s.accumulated_norm2 > 0.0 &&
+         std::isfinite(s.gradient_norm2) && std::isfinite(s.sent_norm2);
+}
+
+// ---- the tail ---------------------------------------------------------------------------------
+
+// Of Laplace magnitudes the fraction exp(-tau) that is largest has this share of their squares.
+double share_of(double tau) { return 1.0 - analysis::laplace_ratio(std::exp(-tau)); }
+
+// Its inverse, for a share in (0, 1).
+double tau_of(double share) {
+  double low = 0.0, high = 64.0;  // share_of falls
+  for (int i = 0; i < 60; ++i) {
+    const double middle = 0.5 * (low + high);
+    (share_of(middle) > share ? low : high) = middle;
+  }
+  return 0.5 * (low + high);
+}
+
+// u as entries of which a fraction exp(log_width) are Laplace, and the others 0, so that a
+// selection of kappa n entries is of exp(-tau), tau = log_width - ln kappa. One parameter is what
+// one measured share determines: a width above 1 stands for a lighter tail.
+class Tail {
+ public:
+  double log_width() const noexcept { return log_width_; }
+  double share(double log_kappa) const { return share_of(std::max(0.0, log_width_ - log_kappa)); }
+
+  // A share of |u|^2 that was the selection's, and the tau that it tells.
+  static std::optional<double> tau(const GroupStats& s) {
+    if (!has_norms(s)) return std::nullopt;
+    return tau_of(std::clamp(s.sent_norm2 / s.accumulated_norm2, 1e-9, 1.0 - 1e-9));
+  }
+  void observe(double log_width) {
+    constexpr double kRate = 0.1;
+    log_width_ += (known_ ? kRate : 1.0) * (log_width - log_width_);
+    known_ = true;
+  }
+  // After a step that kept the fraction p.used.up.
+  void observe(const Progress& p) {
+    const std::optional<double> at = tau(p.last);
+    if (at && p.used.up > 0.0 && p.used.up < 1.0) observe(std::log(p.used.up) + *at);
+  }
+
+  void save(SectionWriter& out) const {
+    out.put(log_width_);
+    out.put(static_cast<std::uint8_t>(known_));
+  }
+  void load(SectionReader& in) {
+    log_width_ = in.get<double>();
+    known_ = in.get<std::uint8_t>() != 0;
+  }
+
+ private:
+  double log_width_ = 0.0;
+  bool known_ = false;
+};
+
+// ---- the trend --------------------------------------------------------------------------------
+
+// Where ln |u|^2 is heading. Norms of training follow powers of the step more than exponentials,
+// and what was seen in n steps says little about more than some n to come: so the slope against
+// ln(step) is carried on. Two running means, of weights 9/(i + 9) and 2/(i + 2), lag a straight
+// line by i/10 and i/3 of i steps; their difference has the slope, without a window to choose.
+class Trend {
+ public:
+  void observe(double norm2) {
+    const double x = std::log(norm2);
+    last_ = x;
+    if (count_ == 0.0) near_ = far_ = x;
+    near_ += kNear / (count_ + kNear) * (x - near_);
+    far_ += kFar / (count_ + kFar) * (x - far_);
+    count_ += 1.0;
+  }
+  bool known() const noexcept { return count_ > 0.0; }
+  // ln |u|^2 of the step to come, where it scatters about its trend; the last one, where that is
+  // less.
+  double low_level() const noexcept { return std::min(last_, near_ + power() / (kNear + 1.0)); }
+  // What it grows by in `steps` from there.
+  double growth(double steps) const noexcept {
+    constexpr double kMost = 4.0;
+    if (count_ < 2.0) return 0.0;
+    return std::clamp(power() * std::log1p(steps / count_), -kMost, kMost);
+  }
+
+  void save(SectionWriter& out) const {
+    for (const double x : {near_, far_, last_, count_}) out.put(x);
+  }
+  void load(SectionReader& in) {
+    for (double* x : {&near_, &far_, &last_, &count_}) *x = in.get<double>();
+  }
+
+ private:
+  static constexpr double kNear = 9.0, kFar = 2.0;
+  double power() const noexcept {
+    return (near_ - far_) / (1.0 / (kFar + 1.0) - 1.0 / (kNear + 1.0));
+  }
+  double near_ = 0.0, far_ = 0.0, last_ = 0.0, count_ = 0.0;
+};
+
+// ---- costs ------------------------------------------------------------------------------------
+
+// A cost as a table over ln density, for sums over steps to come.
+class CostTable {
+ public:
+  CostTable(const StepCost& cost, double density_min, double density_max)
+      : low_(std::log(density_min)), step_((std::log(density_max) - low_) / (kPoints - 1)) {
+    for (std::size_t i = 0; i < kPoints; ++i) cost_[i] = cost(density(i));
+  }
+  static constexpr std::size_t kPoints = 129;
+  double log_density(std::size_t i) const noexcept { return low_ + step_ * static_cast<double>(i); }
+  double density(std::size_t i) const noexcept { return std::min(1.0, std::exp(log_density(i))); }
+  double at_point(std::size_t i) const noexcept { return cost_[i]; }
+  double operator()(double log_kappa) const noexcept {
+    const double at = step_ > 0.0 ? (log_kappa - low_) / step_ : 0.0;
+    if (!(at > 0.0)) return cost_.front();
+    const auto i = static_cast<std::size_t>(at);
+    if (i + 1 >= kPoints) return cost_.back();
+    return cost_[i] + (at - static_cast<double>(i)) * (cost_[i + 1] - cost_[i]);
+  }
+
+ private:
+  double low_, step_;
+  std::array<double, kPoints> cost_{};
+};
+
+// ---- under a budget ---------------------------------------------------------------------------
+
+class Adaptive final : public DensitySchedule {
+ public:
+  explicit Adaptive(AdaptiveOptions options) : o_(std::move(options)) {
+    constexpr const char* kWho = "adaptive_density";
+    SKIM_EXPECTS(static_cast<std::size_t>(o_.form) < adaptive_form_names().size(),
+                 std::string(kWho) + ": unknown form");
+    expect_range(o_.density_min, o_.density_max, kWho);
+    SKIM_EXPECTS(std::isfinite(o_.budget) && o_.budget > 0.0,
+                 std::string(kWho) + ": the budget must be finite and > 0 (got " +
+                     shortest(o_.budget) + ")");
+    SKIM_EXPECTS(o_.contraction > 0.0 && o_.contraction <= 1.0,
+                 std::string(kWho) + ": the contraction must be in (0, 1] (got " +
+                     shortest(o_.contraction) + ")");
+    SKIM_EXPECTS(o_.cost != nullptr, std::string(kWho) + ": needs a cost");
+    SKIM_EXPECTS(o_.form != AdaptiveForm::measured || (o_.n > 0 && o_.ranks > 0),
+                 std::string(kWho) + ": measured needs n and ranks");
+  }
+
+  Density density(const Progress& p) override {
+    if (p.total_steps == 0) return {.up = o_.density_min, .down = o_.down, .cut = true};
+    if (!table_) table_.emplace(o_.cost, o_.density_min, o_.density_max);
+    observe(p);
+    start(p);
+    return choose(p);
+  }
+
+  std::string describe() const override {
+    return "adaptive (" + std::string(adaptive_form_names()[static_cast<std::size_t>(o_.form)]) +
+           "), budget " + shortest(o_.budget) + (o_.in_bytes ? " bytes" : " predicted");
+  }
+
+  double spent() const noexcept override { return share_; }
+
+  void save(std::ostream& out) const override {
+    SectionWriter w(out, kMagic, kVersion);
+    w.put(seen_);
+    for (const double x : {sent_, spent_, ratio_, planned_, planned_last_}) w.put(x);
+    tail_.save(w);
+    trend_.save(w);
+    w.end();
+  }
+  void load(std::istream& in) override {
+    SectionReader r(in, "adaptive density: the saved state", kMagic, kVersion);
+    Adaptive loaded(o_);
+    loaded.seen_ = r.get<std::uint64_t>();
+    for (double* x :
+         {&loaded.sent_, &loaded.spent_, &loaded.ratio_, &loaded.planned_, &loaded.planned_last_}) {
+      *x = r.get<double>();
+    }
+    loaded.tail_.load(r);
+    loaded.trend_.load(r);
+    r.end();
+    *this = std::move(loaded);
+  }
+
+ private:
+  // The budget must hold all steps at density_min: then it does so after every step, too, since no
+  // step costs more than it was allowed.
+  void start(const Progress& p) {
+    if (p.total_steps == total_) return;
+    const double least = table_->at_point(0);
+    const double steps = left(p), need = steps * least;
+    const double has = o_.budget - known(p) - unknown(p);
+    SKIM_EXPECTS(need <= has * (1.0 + 1e-12),
+                 "adaptive_density: a budget of " + shortest(o_.budget) +
+                     " is too small: " + shortest(steps) + " steps at density_min " +
+                     shortest(o_.density_min) + " take " + shortest(need) +
+                     (has < o_.budget ? ", and " + shortest(has) + " is left" : std::string()));
+    total_ = p.total_steps;
+  }
+  static double left(const Progress& p) {
+    return p.total_steps > p.step ? static_cast<double>(p.total_steps - p.step) : 1.0;
+  }
+
+  // Spent for certain, and at most beside it: the bytes of the last step are not known yet.
+  double known(const Progress& p) const {
+    return o_.in_bytes ? static_cast<double>(p.last.sent_bytes) : spent_;
+  }
+  double unknown(const Progress& p) const {
+    return o_.in_bytes && p.used.up > 0.0 ? o_.cost(p.used.up) : 0.0;
+  }
+
+  void observe(const Progress& p) {
+    if (p.step <= seen_) return;
+    const bool follows = p.step == seen_ + 1;
+    seen_ = p.step;
+    if (!follows) {  // after a run of another group, whose costs were others
+      total_ = 0;
+      planned_ = 0.0;
+    }
+    if (!o_.in_bytes) {
+      // Of a run on another number of ranks nothing is known but how far it came.
+      spent_ = follows
+                   ? spent_ + o_.cost(p.used.up)
+                   : o_.budget * static_cast<double>(p.step) / static_cast<double>(p.total_steps);
+    } else {
+      const auto sent = static_cast<double>(p.last.sent_bytes);
+      if (follows && planned_last_ > 0.0) {
+        const double expected = (*table_)(std::log(planned_last_));
+        constexpr double kRate = 0.2;
+        if (expected > 0.0) ratio_ += kRate * ((sent - sent_) / expected - ratio_);
+      }
+      sent_ = sent;
+    }
+    planned_last_ = planned_;
+    if (!has_norms(p.last)) return;
+    trend_.observe(p.last.accumulated_norm2);
+    if (o_.form == AdaptiveForm::measured && p.used.threshold > 0.0F) {
+      observe_threshold(p);
+    } else {
+      tail_.observe(p);
+    }
+  }
+
+  // With a Laplace scale b the selection above thr is of tau = thr / b, and the mean square over
+  // all entries is 2 b^2 width: that gives the width, unless the step kept less than what reached
+  // thr.
+  void observe_threshold(const Progress& p) {
+    const std::optional<double> tau = Tail::tau(p.last);
+    if (!tau || !(*tau > 0.0)) return;
+    const double scale = double{p.used.threshold} / *tau;
+    const double width = p.last.accumulated_norm2 / entries_of_group() / (2.0 * scale * scale);
+    if (width > 0.0) tail_.observe(std::min(std::log(width), std::log(p.used.up) + *tau));
+  }
+  double entries_of_group() const { return static_cast<double>(o_.n) * o_.ranks; }
+
+  Density choose(const Progress& p) {
+    const double steps = left(p);
+    const double least = table_->at_point(0);
+    const double room = o_.budget - known(p) - unknown(p) - (steps - 1.0) * least;
+    const double last =
+        o_.in_bytes && planned_last_ > 0.0 ? ratio_ * (*table_)(std::log(planned_last_)) : 0.0;
+    const double expected = o_.budget - known(p) - last;
+    share_ = 1.0 - expected / o_.budget;
+    // What a step may cost above what it will is free again two steps later, too late at the end:
+    // so the plan ends earlier, the more the looser the bound is, and the last steps take all that
+    // there is room for.
+    const double early = std::floor(4.0 * std::max(0.0, 1.0 / ratio_ - 1.0));
+    const double planned_steps = std::max(1.0, steps - early);
+    const double x = multiplier(planned_steps, expected);
+    const double wanted = planned_steps > 1.0 ? std::clamp(std::exp(log_kappa(x, 1.0)),
+                                                           o_.density_min, o_.density_max)
+                                              : o_.density_max;
+
+    Density d{.up = wanted, .down = o_.down, .cut = true};
+    // A threshold leaves counts open. Not in the last steps, which close the budget, and not where
+    // the steps to come could not make up for it.
+    constexpr double kClosing = 4.0, kMostShare = 0.5;
+    const bool open =
+        planned_steps > kClosing &&
+        expected < kMostShare * ratio_ * steps * table_->at_point(CostTable::kPoints - 1);
+    if (o_.form == AdaptiveForm::measured && trend_.known() && open) {
+      const double mean_square = std::exp(trend_.low_level()) / entries_of_group();
+      const double scale = std::sqrt(0.5 * mean_square / std::exp(tail_.log_width()));
+      d.threshold = static_cast<float>(std::max(0.0, x * scale));
+      // Room for a norm that jumps: what it may cost is kept free until the step is known.
+      constexpr double kRoom = 2.0;
+      if (d.threshold > 0.0F) d.up = std::min(kRoom * wanted, o_.density_max);
+    }
+    d.up = within(d.up, room);
+    planned_ = std::min(wanted, d.up);
+    return d;
+  }
+
+  // The largest density up to `wanted` that costs at most `room`; at least density_min.
+  double within(double wanted, double room) const {
+    if (o_.cost(wanted) <= room) return wanted;
+    double low = std::log(o_.density_min), high = std::log(wanted);
+    for (int i = 0; i < 50; ++i) {
+      const double middle = 0.5 * (low + high);
+      (o_.cost(std::exp(middle)) <= room ? low : high) = middle;
+    }
+    return std::max(o_.density_min, std::exp(low));
+  }
+
+  // ln kappa of a step whose weight w_s = |u_s|^2 / a^s is to that of this one as factor() says,
+  // for a multiplier x >= 0: it falls as x grows. It minimises sum_s w_s phi(kappa_s) + lambda
+  // kappa_s:
+  //   water_filling  2 w (1 - kappa) = lambda        x = lambda / (2 w_0)
+  //   laplace        w tau^2 / (2 width) = lambda    x = tau of this step
+  double log_kappa(double x, double factor) const {
+    switch (o_.form) {
+      case AdaptiveForm::even:
+        return -x;
+      case AdaptiveForm::water_filling: {
+        const double kappa = 1.0 - x * factor;
+        return kappa > 0.0 ? std::log(kappa) : -std::numeric_limits<double>::infinity();
+      }
+      case AdaptiveForm::laplace:
+      case AdaptiveForm::measured:
+        break;
+    }
+    return tail_.log_width() - x * factor;
+  }
+  double factor(double log_weight) const {
+    return std::exp(o_.form == AdaptiveForm::water_filling ? -log_weight : -0.5 * log_weight);
+  }
+  // At which this step gets density_min.
+  double largest_multiplier() const {
+    if (o_.form == AdaptiveForm::water_filling) return 1.0;
+    return std::max(0.0, log_kappa(0.0, 1.0) - std::log(o_.density_min));
+  }
+
+  // The x at which the steps that are left are expected to cost `budget`; the largest, if less is
+  // left than that costs. Few of them stand for all where there are many: each in the middle of its
+  // share.
+  double multiplier(double steps, double budget) const {
+    constexpr std::size_t kNodes = 64;
+    std::array<double, kNodes> factors{}, count{};
+    const auto nodes = static_cast<std::size_t>(std::min<double>(steps, kNodes));
+    factors[0] = count[0] = 1.0;  // this step
+    for (std::size_t i = 1; i < nodes; ++i) {
+      count[i] = (steps - 1.0) / static_cast<double>(nodes - 1);
+      const double at = 0.5 + (static_cast<double>(i) - 0.5) * count[i];
+      factors[i] = factor(trend_.growth(at) - at * std::log(o_.contraction));
+    }
+    const auto cost = [&](double x) {
+      double sum = 0.0;
+      for (std::size_t i = 0; i < nodes; ++i) sum += count[i] * (*table_)(log_kappa(x, factors[i]));
+      return ratio_ * sum;
+    };
+    double low = 0.0, high = largest_multiplier();
+    for (int i = 0; i < 60; ++i) {
+      const double middle = 0.5 * (low + high);
+      (cost(middle) > budget ? low : high) = middle;
+    }
+    return high;
+  }
+
+  AdaptiveOptions o_;
+  std::optional<CostTable> table_;
+  std::uint64_t total_ = 0;  // that the budget was found to hold
+  double share_ = 0.0;       // of the budget, spent
+
+  std::uint64_t seen_ = 0;                     // the step up to which the rest has learned
+  double sent_ = 0.0;                          // bytes, as told last
+  double spent_ = 0.0;                         // predicted, where not in bytes
+  double ratio_ = 1.0;                         // of the bytes of a step over its cost
+  double planned_ = 0.0, planned_last_ = 0.0;  // densities expected, of this step and the last
+  Tail tail_;
+  Trend trend_;
+};
+
+// ---- rules to compare with --------------------------------------------------------------------
+
+// Rules that are functions of the tail.
+class OfTail : public DensitySchedule {
+ public:
+  Density density(const Progress& p) final {
+    if (p.step > seen_) tail_.observe(p);
+    seen_ = p.step;
+    return {.up = choose(tail_)};
+  }
+  void save(std::ostream& out) const final {
+    SectionWriter w(out, kMagic, kVersion);
+    w.put(seen_);
+    tail_.save(w);
+    w.end();
+  }
+  void load(std::istream& in) final {
+    SectionReader r(in, describe() + ": the saved state", kMagic, kVersion);
+    const auto seen = r.get<std::uint64_t>();
+    Tail tail;
+    tail.load(r);
+    r.end();
+    seen_ = seen;
+    tail_ = tail;
+  }
+
+ private:
+  virtual double choose(const Tail& tail) const = 0;
+  std::uint64_t seen_ = 0;
+  Tail tail_;
+};
+
+class Capture final : public OfTail {
+ public:
+  Capture(double share, double least, double most) : share_(share), least_(least), most_(most) {
+    expect_range(least, most, "capture_density");
+    SKIM_EXPECTS(share > 0.0 && share < 1.0,
+                 "capture_density: the share must be in (0, 1) (got " + shortest(share) + ")");
+  }
+  std::string describe() const override { return "capture " + shortest(share_); }
+
+ private:
+  double choose(const Tail& tail) const override {
+    return std::clamp(std::exp(tail.log_width() - tau_of(share_)), least_, most_);
+  }
+  double share_, least_, most_;
+};
+
+class DescentPerBit final : public OfTail {
+ public:
+  DescentPerBit(const StepCost& cost, double least, double most) : table_(cost, least, most) {}
+  std::string describe() const override { return "descent per bit"; }
+
+ private:
+  double choose(const Tail& tail) const override {
+    std::size_t best = 0;
+    double most = -1.0;
+    for (std::size_t i = 0; i < CostTable::kPoints; ++i) {
+      const double cost = table_.at_point(i);
+      const double gain = cost > 0.0 ? tail.share(table_.log_density(i)) / cost : 0.0;
+      if (gain > most) {
+        most = gain;
+        best = i;
+      }
+    }
+    return table_.density(best);
+  }
+  CostTable table_;
+};
+
+class Accordion final : public DensitySchedule {
+ public:
+  Accordion(double low, double high, double change) : low_(low), high_(high), change_(change) {
+    expect_range(low, high, "accordion_density");
+    SKIM_EXPECTS(change > 0.0 && std::isfinite(change),
+                 "accordion_density: the change must be > 0 (got " + shortest(change) + ")");
+  }
+  Density density(const Progress& p) override {
+    if (p.step > seen_) observe(p);
+    seen_ = p.step;
+    return {.up = changes_ ? high_ : low_};
+  }
+  std::string describe() const override {
+    return "accordion " + shortest(low_) + "/" + shortest(high_);
+  }
+  void save(std::ostream& out) const override {
+    SectionWriter w(out, kMagic, kVersion);
+    w.put(seen_);
+    for (const double x : {epoch_, sum_, count_, before_}) w.put(x);
+    w.put(static_cast<std::uint8_t>(changes_));
+    w.end();
+  }
+  void load(std::istream& in) override {
+    SectionReader r(in, "accordion density: the saved state", kMagic, kVersion);
+    Accordion loaded = *this;
+    loaded.seen_ = r.get<std::uint64_t>();
+    for (double* x : {&loaded.epoch_, &loaded.sum_, &loaded.count_, &loaded.before_}) {
+      *x = r.get<double>();
+    }
+    loaded.changes_ = r.get<std::uint8_t>() != 0;
+    r.end();
+    *this = loaded;
+  }
+
+ private:
+  void observe(const Progress& p) {
+    if (has_norms(p.last)) {
+      sum_ += p.last.gradient_norm2;
+      count_ += 1.0;
+    }
+    const double epoch = std::floor(p.epoch > 0.0 ? p.epoch : 0.0);
+    if (!(epoch > epoch_) || count_ == 0.0) return;
+    const double norm = std::sqrt(sum_ / count_);
+    changes_ = !(before_ > 0.0) || std::abs(before_ - norm) >= change_ * before_;
+    before_ = norm;
+    sum_ = count_ = 0.0;
+    epoch_ = epoch;
+  }
+
+  double low_, high_, change_;
+  std::uint64_t seen_ = 0;
+  double epoch_ = 0.0, sum_ = 0.0, count_ = 0.0;  // of this epoch
+  double before_ = 0.0;                           // norm in the epoch before; 0: there was none
+  bool changes_ = true;
+};
+
+}  // namespace
+
+std::span<const std::string_view> adaptive_form_names() noexcept {
+  static constexpr std::array<std::string_view, 4> kNames{"even", "water-filling", "laplace",
+                                                          "measured"};
+  return kNames;
+}
+
+std::unique_ptr<DensitySchedule> adaptive_density(AdaptiveOptions options) {
+  return std::make_unique<Adaptive>(std::move(options));
+}
+std::unique_ptr<DensitySchedule> capture_density(double share, double density_min,
+                                                 double density_max) {
+  return std::make_unique<Capture>(share, density_min, density_max);
+}
+std::unique_ptr<DensitySchedule> accordion_density(double low, double high, double change) {
+  return std::make_unique<Accordion>(low, high, change);
+}
+std::unique_ptr<DensitySchedule> descent_per_bit_density(StepCost cost, double density_min,
+                                                         double density_max) {
+  expect_range(density_min, density_max, "descent_per_bit_density");
+  SKIM_EXPECTS(cost != nullptr, "descent_per_bit_density: needs a cost");
+  return std::make_unique<DescentPerBit>(cost, density_min, density_max);
+}
+
+}  // namespace skim

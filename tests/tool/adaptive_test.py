@@ -1,0 +1,134 @@
+"""--density adaptive and the other rules, --budget and --target-time, on the command line.
+
+Needs SKIM_TOOL (the binary) and SKIM_VERSION; SKIM_HAS_MPI=1 where the build has MPI.
+"""
+
+import json
+import os
+import signal
+import unittest
+
+from tool_test import HAS_MPI, LIMIT, SMALL, Case, lines, pids_of, skim
+
+MODEL = ["--model", "mlp-64", "--steps", 24]
+LINK = ["--link", "1gbit", "--latency", "0.1ms", "--link-only", "--compute", "20ms"]
+
+
+class Rules(Case):
+    def simulate(self, *arguments, ranks=4):
+        metrics = self.dir / "m.jsonl"
+        done = skim("simulate", "--train", *LINK, *SMALL, *MODEL, "--ranks", ranks, *arguments,
+                    "--metrics", metrics, "--json", "-")
+        self.assert_ok(done)
+        (row,) = json.loads(done.stdout)
+        return row, [line for line in lines(metrics) if "sent_bytes" in line], done.stderr
+
+    def test_a_budget_of_bytes_is_used_up_and_never_exceeded(self):
+        for more in [["--exchange", "gtopk"], ["--exchange", "allgather", "--feedback", "none"],
+                     ["--exchange", "allgather", "--adaptive-form", "measured"],
+                     ["--exchange", "gtopk", "--bucket-mb", 0.05, "--contraction", 0.95],
+                     ["--exchange", "auto", "--auto-among", "allgather,gtopk"]]:
+            with self.subTest(more):
+                row, steps, people = self.simulate("--density", "adaptive", "--budget", "600kB", *more)
+                sent = sum(s["max_sent_bytes"] for s in steps)  # at least the busiest rank's
+                busiest = row["max_sent_bytes_per_step"] * row["steps"]
+                self.assertLessEqual(busiest, 600e3)
+                self.assertGreater(sent, 600e3 - 1.1 * max(s["max_sent_bytes"] for s in steps))
+                spent = [s["budget_spent"] for s in steps]
+                self.assertEqual(spent, sorted(spent))
+                self.assertAlmostEqual(spent[-1], busiest / 600e3, delta=0.05)
+                self.assertEqual((row["density"], row["budget_bytes"]), ("adaptive", 600e3))
+                self.assertRegex(people, r"density 0\.\d+  budget \d+\.\d\d %")
+
+    def test_a_predicted_time(self):
+        # Twice what computing takes; the simulated time of a link without processors is predicted.
+        row, steps, _ = self.simulate("--density", "adaptive", "--target-time", "0.5s",
+                                      "--index-code", "raw32", "--exchange", "allgather",
+                                      "--density-max", 1)
+        self.assertEqual(row["target_s"], 0.5)
+        self.assertLessEqual(row["total_s"], 0.5)
+        self.assertGreater(row["total_s"], 0.5 - 2 * max(s["step_ms"] for s in steps) / 1e3)
+
+    def test_the_other_rules(self):
+        _, steps, _ = self.simulate("--density", "capture=0.6")
+        self.assertAlmostEqual(steps[-1]["capture"], 0.6, delta=0.15)
+        self.assertIsNone(steps[-1]["budget_spent"])
+        _, steps, _ = self.simulate("--density", "accordion=0.001/0.02")
+        self.assertLessEqual({s["density"] for s in steps}, {0.001, 0.02})
+        _, steps, _ = self.simulate("--density", "descent-per-bit", "--density-max", 0.1)
+        self.assertTrue(all(1e-4 <= s["density"] <= 0.1 for s in steps))
+
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
+    def test_it_trains_as_it_simulates_and_goes_on_as_if_not_stopped(self):
+        def steps(found):
+            return [(s["density"], s["sent_bytes"], s["budget_spent"], s["loss"])
+                    for s in found if "sent_bytes" in s]
+
+        rule = ["--threads", 1, "--density", "adaptive", "--budget", "300kB"]
+        _, simulated, _ = self.simulate(*rule, ranks=2)
+        case = [*MODEL, "--ranks", 2, *rule]
+        whole, parted = self.dir / "w.jsonl", self.dir / "p.jsonl"
+        done = skim("train", *SMALL, *case, "--metrics", whole)
+        self.assert_ok(done)
+        self.assertRegex(done.stdout, r"density 0\.\d+  budget \d+\.\d\d %")
+        self.assertEqual(steps(lines(whole)), steps(simulated))
+
+        case += ["--metrics", parted, "--checkpoint", self.dir / "c", "--checkpoint-steps", 7]
+        run = self.start(*case)
+        self.wait_for_step(run, parted, 9)
+        for pid in [run.pid, *pids_of(self.dir).values()]:
+            os.kill(pid, signal.SIGKILL)
+        run.communicate(timeout=LIMIT)
+        self.assert_ok(skim("train", *SMALL, *case, "--resume"))
+        self.assertEqual(steps(lines(parted)), steps(simulated))
+
+    def test_one_rank(self):
+        done = skim("train", *SMALL, *MODEL, "--density", "adaptive", "--budget", "1MB")
+        self.assert_ok(done)
+        self.assertIn("one rank sends nothing: --budget is not used, the density is 0.25", done.stdout)
+
+    def test_what_does_not_go_together_is_refused(self):
+        adaptive = ["--density", "adaptive"]
+        budget = [*adaptive, "--budget", "1MB"]
+        for arguments, words in [
+            (adaptive, ["--density adaptive", "--budget", "--target-time"]),
+            (["--budget", "1MB"], ["--budget", "needs --density adaptive"]),
+            (["--target-time", "1min"], ["--target-time", "needs --density adaptive"]),
+            ([*budget, "--target-time", "1min"], ["exclude"]),
+            ([*budget, "--exchange", "dense"], ["dense"]),
+            ([*budget, "--exchange", "auto"], ["--auto-among"]),
+            ([*budget, "--density-warmup", "dgc"], ["--density-warmup"]),
+            ([*budget, "--density-min", 0.5], ["--density-min", "--density-max"]),
+            ([*budget, "--contraction", 0], ["--contraction"]),
+            ([*budget, "--adaptive-form", "linear"], ["--adaptive-form", "laplace"]),
+            ([*adaptive, "--target-time", "1min"], ["--fit", "--compute"]),
+            ([*adaptive, "--budget", "much"], ["--budget", "much", "50MB"]),
+            ([*adaptive, "--budget", "0B"], ["--budget"]),
+            (["--density", "capture=1.5"], ["capture=1.5", "capture=SHARE"]),
+            (["--density", "accordion=0.1/0.01"], ["accordion=0.1/0.01"]),
+            (["--density", "accordion=0.1"], ["accordion=0.1"]),
+            (["--density", "fast"], ["fast", "no density"]),
+            (["--compare", "gtopk:capture=2"], ["--compare", "capture=2"]),
+            (["--compare", "dense,gtopk:0.01", "--budget", "1MB"], ["needs --density adaptive"]),
+        ]:
+            with self.subTest(arguments):
+                self.assert_refused(skim("train", *SMALL, *MODEL, *arguments), *words)
+
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
+    def test_a_budget_that_is_too_small_is_refused_with_numbers(self):
+        done = skim("train", *SMALL, *MODEL, "--ranks", 2, "--density", "adaptive", "--budget", "1kB")
+        self.assert_refused(done, "a budget of 1000 is too small", "24 steps at density_min")
+
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
+    def test_rules_beside_one_another(self):
+        summary = self.dir / "s.json"
+        done = skim("train", *SMALL, *MODEL, "--ranks", 2, "--budget", "300kB", "--summary", summary,
+                    "--compare", "gtopk:0.01,gtopk:adaptive,allgather:accordion=0.001/0.01")
+        self.assert_ok(done)
+        rows = json.loads(summary.read_text())
+        self.assertEqual([r["density"] for r in rows], [0.01, "adaptive", "accordion=0.001/0.01"])
+        self.assertLessEqual(rows[1]["max_sent_bytes_per_step"] * 24, 300e3)
+
+
+if __name__ == "__main__":
+    unittest.main()
