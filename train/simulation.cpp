@@ -2,6 +2,7 @@
 // in a thread of its own; then one optimizer step.
 #include "train/simulation.hpp"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -54,6 +55,10 @@ class RankThreads {
 
  private:
   void serve(const std::stop_token& stop, std::size_t r) {
+    // A rank that is woken need not run at once: what woke it has more to send. Where the system
+    // refuses, threads take turns more often.
+    const sched_param no_priority{};
+    sched_setscheduler(0, SCHED_BATCH, &no_priority);
     std::unique_lock lock(mutex_);
     std::uint64_t done = 0;
     while (start_.wait(lock, stop, [&] { return round_ != done; })) {
