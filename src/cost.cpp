@@ -18,10 +18,10 @@
 namespace skim {
 namespace {
 
-constexpr std::array<std::string_view, 9> kNames{
-    "dense",           "allgather-ring", "allgather-doubling",
-    "allgather-bruck", "gtopk-tree",     "gtopk-butterfly",
-    "global-topk",     "oktopk",         "sparcml"};
+constexpr std::array<std::string_view, 11> kNames{
+    "dense",      "allgather-ring",  "allgather-doubling",  "allgather-bruck",
+    "gtopk-tree", "gtopk-butterfly", "global-topk",         "oktopk",
+    "sparcml",    "param-server",    "param-server-sharded"};
 
 double log2_ceil(int ranks) noexcept { return std::ceil(std::log2(ranks)); }
 
@@ -73,6 +73,37 @@ Course sparcml_course(const Load& load) {
     c.sent_bytes += result;
     c.chain_bytes += result;
   }
+  return c;
+}
+
+// The server selects from what it holds, whole, unless everything goes back.
+Course server_course(const Load& load, bool sharded) {
+  const double p = load.ranks, log = log2_ceil(load.ranks);
+  const FrameSize& f = load.frame;
+  const double wanted = load.k_down > 0 ? load.k_down : load.k;
+  const double result = std::min({wanted, p * load.k, load.n});
+  const bool cuts = wanted < load.n;
+  Course c;
+  if (!sharded) {
+    const double up = f.bytes(load.k, load.n) + f.stats_bytes;
+    const double down = f.bytes(result, load.n) + f.stats_bytes;
+    c.rounds = 1 + log;
+    c.chain_bytes = (p - 1) * up + log * down;
+    c.sent_bytes = std::max(log * down, up + (log - 1) * down);  // rank 0, or its first child
+    c.merged = p * load.k + result;
+    c.added = cuts ? load.n : 0.0;
+    return c;
+  }
+  c.rounds = p - 1;
+  c.sent_bytes = c.chain_bytes = (p - 1) * (f.bytes(load.k / p, load.n) + f.stats_bytes);
+  if (cuts) {  // two lists of keys, and a checksum and a count with each
+    const double keys = std::sqrt(2.0 * result);
+    add_allgather(c, load, 8.0 * (keys + 2.0));
+    add_allgather(c, load, 8.0 * (keys / p + 2.0));
+  }
+  add_allgather(c, load, f.bytes(result / p, load.n));
+  c.merged = load.k + result;
+  c.added = cuts ? load.n / p : 0.0;
   return c;
 }
 
@@ -131,6 +162,9 @@ Course course_of(Scheme scheme, const Load& load) {
     }
     case Scheme::sparcml:
       return sparcml_course(load);
+    case Scheme::param_server:
+    case Scheme::param_server_sharded:
+      return server_course(load, scheme == Scheme::param_server_sharded);
   }
   return c;
 }
@@ -148,6 +182,9 @@ void check(const Load& load, const Link& link, const LocalSpeeds& local) {
                "cost: n must be >= 1 (got " + std::to_string(load.n) + ")");
   SKIM_EXPECTS(load.k > 0.0 && load.k <= load.n,
                "cost: k must be in (0, n] (k=" + std::to_string(load.k) +
+                   ", n=" + std::to_string(load.n) + ")");
+  SKIM_EXPECTS(load.k_down >= 0.0 && load.k_down <= load.n,
+               "cost: k_down must be in [0, n] (k_down=" + std::to_string(load.k_down) +
                    ", n=" + std::to_string(load.n) + ")");
   expect_number(link.alpha_s, "alpha");
   expect_number(link.beta_s_per_byte, "beta");
@@ -186,7 +223,7 @@ std::span<const std::string_view> scheme_names() noexcept { return kNames; }
 
 std::string_view exchange_of(Scheme scheme) noexcept {
   const std::string_view name = kNames[static_cast<std::size_t>(scheme)];
-  for (const std::string_view forms : {"allgather", "gtopk"}) {
+  for (const std::string_view forms : {"allgather", "gtopk", "param-server"}) {
     if (name.starts_with(forms)) return forms;
   }
   return name;

@@ -280,6 +280,8 @@ void ErrorFeedback::set_layout(std::span<const Bucket> buckets, Device device) {
   impl_->order = std::move(order);
 }
 
+std::span<const Slot> ErrorFeedback::slots() const noexcept { return impl_->order; }
+
 std::span<const Segment> ErrorFeedback::layout(Slot slot) const {
   return impl_->at(slot, "layout").parameters;
 }

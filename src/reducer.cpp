@@ -9,6 +9,7 @@
 #include <cstring>
 #include <exception>
 #include <limits>
+#include <map>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -22,8 +23,8 @@
 namespace skim {
 namespace {
 
-constexpr std::string_view kMagic = "SKIMREDU";
-constexpr std::uint32_t kVersion = 1;
+constexpr std::string_view kMagic = "SKIMREDU", kHeldMagic = "SKIMHELD";
+constexpr std::uint32_t kVersion = 1, kHeldVersion = 1;
 
 bool all_finite(std::span<const float> values) {
   bool finite = true;
@@ -81,7 +82,7 @@ struct Reducer::Impl {
     StepReport report;
     report.id = {progress.step, slot};
     report.n = grad.n;
-    report.dense = !exchange || density.up >= 1.0 || grad.n < options.dense_below;
+    report.dense = !exchange || sends_all() || grad.n < options.dense_below;
     const bool asks = !report.dense;
     const Traffic before = comm.traffic();
     report.group.sent_bytes = sent_bytes;
@@ -137,6 +138,11 @@ struct Reducer::Impl {
     return in;
   }
 
+  // Everything goes to everybody. With a smaller result, only on the way up.
+  bool sends_all() const {
+    return density.up >= 1.0 && !(density.down > 0.0 && density.down < 1.0);
+  }
+
   Keep keep_of(std::size_t n) const {
     return {.k = entries(density.up, n),
             .threshold = density.threshold,
@@ -177,6 +183,7 @@ struct Reducer::Impl {
     report.k = keep.k;
     report.sent_nnz = local.nnz();
     report.sum_nnz = got.dense_sum.empty() ? got.sum.nnz() : got.dense_sum.n;
+    report.union_nnz = got.union_nnz;
     report.threshold = chosen.threshold;
     // The two norms are rounded differently.
     report.capture =
@@ -201,6 +208,7 @@ struct Reducer::Impl {
     const DenseView residual = feedback.residual(slot);
     const SelectReport accumulated = accumulator->select(
         {report.id, in.grad, residual, feedback.layout(slot), {}, options.feedback.decay}, local);
+    take_held(slot);
     if (!residual.empty()) {
       std::memcpy(data.data(), residual.data, data.size_bytes());
     } else if (grad.dtype != DType::f32 || in.grad.scale != 1.0F) {
@@ -222,13 +230,25 @@ struct Reducer::Impl {
     const std::int64_t t2 = comm.now_ns();
 
     feedback.commit_all(slot);
-    const bool finite = apply(data, grad.scale / static_cast<float>(comm.size()), grad);
+    const int contributors = exchange ? exchange->contributors(comm.size()) : comm.size();
+    const bool finite = apply(data, grad.scale / static_cast<float>(contributors), grad);
     report.apply_ns = comm.now_ns() - t2;
     report.k = report.sent_nnz = report.sum_nnz = grad.n;
     report.capture = 1.0;
     report.select_ns = t1 - t0;
     report.exchange_ns = t2 - t1;
     return finite;
+  }
+
+  // What the exchange holds of the slot joins this rank's residual. Whether there was any.
+  bool take_held(Slot slot) {
+    if (!exchange || exchange->held(slot).mass.empty()) return false;
+    local.reset(feedback.size(slot));
+    exchange->flush(slot, local);
+    SparseBuffer nothing;
+    nothing.reset(feedback.size(slot));
+    feedback.commit(slot, nothing.view(), local.view());
+    return true;
   }
 
   // grad = factor * sum, which may be grad's own entries. Returns whether the sum is finite.
@@ -274,6 +294,104 @@ struct Reducer::Impl {
       }
       combine(stats, decode_stats(notes[r].first<kFrameStatsBytes>()));
     }
+  }
+
+  // ---- held mass, as saved: by name, like residuals
+
+  // A section (state.hpp): number of pieces; for each: name of the parameter, its entries [first,
+  // first + length), values.
+  void save_held(std::ostream& out) const {
+    struct Piece {
+      const Segment* parameter;
+      std::size_t first;
+      std::span<const float> values;
+    };
+    std::vector<Piece> pieces;
+    for (const Slot slot : feedback.slots()) {
+      const HeldMass held = exchange ? exchange->held(slot) : HeldMass{};
+      const std::size_t end = held.first + held.mass.n;
+      for (const Segment& p : feedback.layout(slot)) {
+        const std::size_t first = std::max(p.offset, held.first);
+        const std::size_t last = std::min(p.offset + p.length, end);
+        if (first >= last) continue;
+        pieces.push_back(
+            {&p, first - p.offset, held.mass.span().subspan(first - held.first, last - first)});
+      }
+    }
+    SectionWriter w(out, kHeldMagic, kHeldVersion);
+    w.put(static_cast<std::uint64_t>(pieces.size()));
+    for (const Piece& p : pieces) {
+      w.put(p.parameter->name);
+      w.put(static_cast<std::uint64_t>(p.first));
+      w.put(static_cast<std::uint64_t>(p.values.size()));
+      w.put(p.values);
+    }
+    w.end();
+  }
+
+  // In a group of the same size each rank goes on to hold its own. Otherwise what was held joins
+  // the residuals, 1/P of all of it on every rank, as theirs do.
+  void load_held(std::span<std::istream* const> of_old_ranks) {
+    struct Place {
+      Slot slot;
+      std::size_t offset, length;
+    };
+    std::map<std::string, Place, std::less<>> places;
+    for (const Slot slot : feedback.slots()) {
+      for (const Segment& p : feedback.layout(slot)) {
+        places.emplace(p.name, Place{slot, p.offset, p.length});
+      }
+    }
+    struct Loaded {
+      std::vector<float> mass;  // [n]
+      std::size_t first = std::numeric_limits<std::size_t>::max(), last = 0;
+    };
+    std::map<Slot, Loaded> loaded;
+    const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(comm.size());
+    const float share = same_group ? 1.0F : 1.0F / static_cast<float>(of_old_ranks.size());
+    std::vector<float> values;
+    for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
+      SectionReader in(*of_old_ranks[old], "held mass of rank " + std::to_string(old), kHeldMagic,
+                       kHeldVersion);
+      const auto pieces = in.get<std::uint64_t>();
+      for (std::uint64_t i = 0; i < pieces; ++i) {
+        const std::string name = in.get_string();
+        const auto first = in.get<std::uint64_t>(), length = in.get<std::uint64_t>();
+        const auto found = places.find(name);
+        if (found == places.end()) in.fail("the model has no parameter '" + name + "'");
+        const Place& at = found->second;
+        if (first > at.length || length > at.length - first) {
+          in.fail("'" + name + "' has not the entries from " + std::to_string(first) + " on, " +
+                  std::to_string(length) + " of them");
+        }
+        values.resize(length);
+        in.get(std::span<float>(values));
+        if (same_group && old != static_cast<std::size_t>(comm.rank())) continue;
+        Loaded& to = loaded[at.slot];
+        to.mass.resize(feedback.size(at.slot));
+        to.first = std::min(to.first, at.offset + first);
+        to.last = std::max(to.last, at.offset + first + length);
+        for (std::size_t j = 0; j < length; ++j) {
+          to.mass[at.offset + first + j] += share * values[j];
+        }
+      }
+      in.end();
+    }
+    SparseBuffer nothing;
+    for (const auto& [slot, from] : loaded) {
+      if (same_group && exchange) {
+        exchange->hold(slot, from.first,
+                       std::span(from.mass).subspan(from.first, from.last - from.first));
+        continue;
+      }
+      nothing.reset(from.mass.size());
+      local.reset(from.mass.size());
+      for (std::size_t i = 0; i < from.mass.size(); ++i) {
+        if (from.mass[i] != 0.0F) local.append(static_cast<Index>(i), from.mass[i]);
+      }
+      feedback.commit(slot, nothing.view(), local.view());
+    }
+    feedback.end_step();
   }
 
   // ---- the communication thread -----------------------------------------------------------------
@@ -414,6 +532,9 @@ Reducer::~Reducer() = default;
 
 void Reducer::set_layout(std::span<const Bucket> buckets, Device device) {
   impl_->expect_between_steps("set_layout");
+  bool taken = false;
+  for (const Slot slot : impl_->feedback.slots()) taken |= impl_->take_held(slot);
+  if (taken) impl_->commit_step();
   impl_->feedback.set_layout(buckets, device);
 }
 
@@ -478,6 +599,7 @@ void Reducer::save(std::ostream& out) const {
   w.put(p.last.non_finite);
   w.end();
   impl_->feedback.save(out);
+  impl_->save_held(out);
   impl_->selector->save(out);
   if (impl_->exchange) impl_->exchange->save(out);
 }
@@ -511,6 +633,7 @@ void Reducer::load(std::span<std::istream* const> of_old_ranks) {
     in.end();
   }
   impl_->feedback.load(of_old_ranks, rank, size);
+  impl_->load_held(of_old_ranks);
   if (same_group) {
     std::istream& mine = *of_old_ranks[static_cast<std::size_t>(rank)];
     impl_->selector->load(mine);

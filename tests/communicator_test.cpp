@@ -274,6 +274,16 @@ TEST(Collectives, BroadcastFromEveryRoot) {
         EXPECT_TRUE(m == sent) << "root " << root << ", " << length << " bytes";
         EXPECT_EQ(traffic.rounds, count(log2_ceil(comm.size())));
         EXPECT_EQ(traffic.received_bytes, comm.rank() == root ? 0 : length);
+        // One to each child. A long message is sent to one child after the other, so each but a
+        // parent's last one says when it has it.
+        const int from_root = (comm.rank() - root + comm.size()) % comm.size();
+        std::uint64_t messages = 0;
+        for (int have = 1; have < comm.size(); have *= 2) {
+          if (from_root < have && from_root + have < comm.size()) ++messages;
+          const bool receives = have <= from_root && from_root < 2 * have;
+          if (receives && from_root + have < comm.size() && length >= 65536) ++messages;
+        }
+        EXPECT_EQ(traffic.messages, messages);
         MessageList all;
         comm.allgather(std::as_bytes(std::span(&traffic.sent_bytes, 1)), all);
         std::uint64_t total = 0;

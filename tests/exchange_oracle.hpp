@@ -72,6 +72,19 @@ inline Traffic gather_traffic(const std::vector<std::uint64_t>& length, std::siz
   return t;
 }
 
+// Of rank r in a broadcast from rank 0, down a binomial tree. A long message goes to one child
+// after the other, and all but the last one say that they have it.
+inline Traffic broadcast_traffic(std::uint64_t bytes, std::size_t r, std::size_t p) {
+  Traffic t{.received_bytes = r > 0 ? bytes : 0, .rounds = log2_ceil(p)};
+  for (std::size_t below = std::bit_ceil(r + 1); r + below < p; below *= 2) {
+    t.sent_bytes += bytes;
+    ++t.messages;
+  }
+  const bool is_last_child = r == 0 || r + std::bit_floor(r) >= p;
+  if (bytes >= 65536 && !is_last_child) ++t.messages;
+  return t;
+}
+
 inline ExchangeOutcome allgather_oracle(const std::vector<SparseView>& mine) {
   ExchangeOutcome out{.sum = sum(mine), .returned = {}, .traffic = {}};
   std::vector<std::uint64_t> lengths;
@@ -101,6 +114,46 @@ inline ExchangeOutcome global_topk_oracle(const std::vector<SparseView>& mine, s
     out.returned[r] = entries_where(mine[r], [&](Index i) { return !kept.contains(i); });
   }
   return out;
+}
+
+// The order of the k-th largest key of all owners, and what they tell each other to find it: `keys`
+// of each owner, largest first; gathered(words) for an all-gather of so many words of each.
+template <class Keys, class Gathered>
+std::uint32_t kth_key(const Keys& keys, std::size_t k, const Gathered& gathered) {
+  std::vector<std::uint64_t> words;
+  std::map<typename Keys::value_type::value_type, std::size_t, std::greater<>> told;
+  std::size_t count = 0, slack = 0;
+  typename Keys::value_type all;
+  for (const auto& of_owner : keys) {
+    const auto step = std::max<std::size_t>(
+        1, static_cast<std::size_t>(std::sqrt(static_cast<double>(of_owner.size()) / 2)));
+    words.push_back(1 + of_owner.size() / step);
+    for (std::size_t i = step; i <= of_owner.size(); i += step) told[of_owner[i - 1]] = step;
+    count += of_owner.size();
+    slack += step - 1;
+    all.insert(all.end(), of_owner.begin(), of_owner.end());
+  }
+  gathered(words);
+  std::ranges::sort(all, std::greater<>{});
+  if (k == 0) return ~0U;
+  if (count <= k) return 0;
+  auto low = all.back(), high = std::pair{~0U, std::int64_t{0}};
+  std::size_t reach = 0;
+  for (const auto& [key, step] : told) {
+    reach += step;
+    if (reach + slack < k) high = key;
+    if (reach >= k) {
+      low = key;
+      break;
+    }
+  }
+  words.clear();
+  for (const auto& of_owner : keys) {
+    words.push_back(1 + static_cast<std::uint64_t>(std::ranges::count_if(
+                            of_owner, [&](const auto& key) { return low <= key && key < high; })));
+  }
+  gathered(words);
+  return all[k - 1].first;
 }
 
 // Runs of one slot, one after the other: regions and the cut stay.
@@ -168,7 +221,8 @@ class OkTopKOracle {
     }
     if (exact) {
       out.sum = top_k(all, k);
-      find_cut(keys, k, gathered);
+      cut_ = kth_key(keys, k, gathered);
+      cut_age_ = 0;
     } else {
       out.sum = entries_where(total.view(),
                               [&](Index i) { return order(all[i]) > 0 && order(all[i]) >= cut_; });
@@ -250,45 +304,6 @@ class OkTopKOracle {
       }
       begin_.push_back(at);
     }
-  }
-
-  template <class Keys, class Gathered>
-  void find_cut(const Keys& keys, std::size_t k, const Gathered& gathered) {
-    std::vector<std::uint64_t> words;
-    std::map<typename Keys::value_type::value_type, std::size_t, std::greater<>> told;
-    std::size_t count = 0, slack = 0;
-    typename Keys::value_type all;
-    for (const auto& of_owner : keys) {
-      const auto step = std::max<std::size_t>(
-          1, static_cast<std::size_t>(std::sqrt(static_cast<double>(of_owner.size()) / 2)));
-      words.push_back(1 + of_owner.size() / step);
-      for (std::size_t i = step; i <= of_owner.size(); i += step) told[of_owner[i - 1]] = step;
-      count += of_owner.size();
-      slack += step - 1;
-      all.insert(all.end(), of_owner.begin(), of_owner.end());
-    }
-    gathered(words);
-    std::ranges::sort(all, std::greater<>{});
-    cut_age_ = 0;
-    cut_ = k == 0 ? ~0U : count <= k ? 0 : all[k - 1].first;
-    if (k == 0 || count <= k) return;
-    auto low = all.back(), high = std::pair{~0U, std::int64_t{0}};
-    std::size_t reach = 0;
-    for (const auto& [key, step] : told) {
-      reach += step;
-      if (reach + slack < k) high = key;
-      if (reach >= k) {
-        low = key;
-        break;
-      }
-    }
-    words.clear();
-    for (const auto& of_owner : keys) {
-      words.push_back(1 +
-                      static_cast<std::uint64_t>(std::ranges::count_if(
-                          of_owner, [&](const auto& key) { return low <= key && key < high; })));
-    }
-    gathered(words);
   }
 
   OkTopKOptions options_;
@@ -491,6 +506,93 @@ class GTopKOracle {
   ExchangeOutcome out_;
 };
 
+// Runs of one slot, one after the other: the server's mass stays.
+class ParamServerOracle {
+ public:
+  explicit ParamServerOracle(bool sharded) : sharded_(sharded) {}
+
+  ExchangeOutcome run(const std::vector<SparseView>& mine, std::size_t k_down) {
+    const std::size_t p = mine.size(), n = mine[0].dim;
+    ExchangeOutcome out;
+    out.traffic.resize(p);
+    held_.resize(n);
+    const SparseBuffer came = sum(mine);
+    for (std::size_t e = 0; e < came.nnz(); ++e) {
+      held_[came.view().index[e]] += came.view().value[e];
+    }
+    if (k_down >= n && !cut_) {  // zeros, too
+      out.sum = came;
+      for (std::size_t e = 0; e < came.nnz(); ++e)
+        out.sum.values()[e] = held_[came.view().index[e]];
+    } else {
+      out.sum = top_k(held_, std::min(k_down, n));
+      cut_ = k_down < n;
+    }
+    if (sharded_) {
+      traffic_of_shards(mine, out, k_down);
+    } else {
+      traffic_of_rank_0(mine, out);
+    }
+    for (const Index i : out.sum.view().index) held_[i] = 0.0F;
+    for (std::size_t r = 0; r < p; ++r) out.returned.emplace_back().reset(n);
+    return out;
+  }
+  const std::vector<float>& held() const { return held_; }
+
+ private:
+  static void traffic_of_rank_0(const std::vector<SparseView>& mine, ExchangeOutcome& out) {
+    const std::size_t p = mine.size();
+    for (std::size_t r = 0; r < p; ++r) {
+      Traffic& t = out.traffic[r];
+      const std::uint64_t up = frame_bytes(mine[r].nnz()), down = frame_bytes(out.sum.nnz());
+      add(t, broadcast_traffic(down, r, p));
+      ++t.rounds;
+      if (r > 0) {
+        add(t, {.sent_bytes = up, .messages = 1});
+        out.traffic[0].received_bytes += up;
+      }
+    }
+  }
+  void traffic_of_shards(const std::vector<SparseView>& mine, ExchangeOutcome& out,
+                         std::size_t k_down) const {
+    const std::size_t p = mine.size(), n = mine[0].dim;
+    const auto count_in = [&](const SparseView& s, std::size_t owner) {
+      return static_cast<std::size_t>(std::ranges::count_if(
+          s.index, [&](Index i) { return n * owner / p <= i && i < n * (owner + 1) / p; }));
+    };
+    const auto gathered = [&](const std::vector<std::uint64_t>& bytes) {
+      for (std::size_t r = 0; r < p; ++r) add(out.traffic[r], gather_traffic(bytes, r));
+    };
+    std::vector<std::uint64_t> shares;
+    std::vector<std::vector<std::pair<std::uint32_t, std::int64_t>>> keys(p);
+    for (std::size_t o = 0; o < p; ++o) {
+      for (std::size_t r = 0; r < p; ++r) {
+        if (r == o) continue;
+        const std::uint64_t part = frame_bytes(count_in(mine[r], o));
+        add(out.traffic[r], {.sent_bytes = part, .messages = 1, .rounds = 1});
+        add(out.traffic[o], {.received_bytes = part});
+      }
+      for (std::size_t i = n * o / p; i < n * (o + 1) / p; ++i) {
+        if (order(held_[i]) > 0)
+          keys[o].emplace_back(order(held_[i]), -static_cast<std::int64_t>(i));
+      }
+      std::ranges::sort(keys[o], std::greater<>{});
+      if (keys[o].size() > k_down) keys[o].resize(k_down);  // what may be among the largest of all
+      shares.push_back(frame_bytes(count_in(out.sum.view(), o), false));
+    }
+    if (k_down < n) {
+      kth_key(keys, k_down, [&](std::vector<std::uint64_t> words) {
+        for (std::uint64_t& w : words) w = 8 * (w + 1);
+        gathered(words);
+      });
+    }
+    gathered(shares);
+  }
+
+  bool sharded_, cut_ = false;
+  std::vector<float> held_;
+};
+
 // One exchange on all ranks, run after run of one slot. Values that are rounded to the nearest are
 // modelled for allgather, gtopk and global_topk.
 class ExchangeOracle {
@@ -498,7 +600,10 @@ class ExchangeOracle {
   using HostOf = std::function<std::size_t(std::size_t rank)>;
   explicit ExchangeOracle(
       ExchangeOptions options, HostOf host_of = [](std::size_t) { return 0U; })
-      : options_(std::move(options)), host_of_(std::move(host_of)), oktopk_(options_.oktopk) {}
+      : options_(std::move(options)),
+        host_of_(std::move(host_of)),
+        oktopk_(options_.oktopk),
+        server_(options_.server.placement == ServerPlacement::sharded) {}
 
   ExchangeOutcome run(const std::vector<SparseView>& mine, std::size_t k) {
     if (mine.size() == 1) {
@@ -519,6 +624,8 @@ class ExchangeOracle {
         return SparCMLOracle(mine).outcome();
       case ExchangeKind::hierarchical:
         return hierarchical(mine, k);
+      case ExchangeKind::param_server:
+        return server_.run(mine, k);
       case ExchangeKind::dense:
       case ExchangeKind::automatic:  // is one of the others
         break;
@@ -580,15 +687,7 @@ class ExchangeOracle {
         out.returned[r] = sum({lost.view(), from_host.view(), from_all.view()});
         add(out.traffic[r], inside[h].traffic[m]);
         if (m == 0) add(out.traffic[r], all.traffic[h]);
-        // The result goes down a tree.
-        const std::uint64_t frame = frame_bytes(out.sum.nnz());
-        Traffic down{.rounds = log2_ceil(size)};
-        if (m > 0) down.received_bytes = frame;
-        for (std::size_t below = std::bit_ceil(m + 1); m + below < size; below *= 2) {
-          down.sent_bytes += frame;
-          ++down.messages;
-        }
-        add(out.traffic[r], down);
+        add(out.traffic[r], broadcast_traffic(frame_bytes(out.sum.nnz()), m, size));
       }
     }
     return out;
@@ -597,6 +696,7 @@ class ExchangeOracle {
   ExchangeOptions options_;
   HostOf host_of_;
   OkTopKOracle oktopk_;
+  ParamServerOracle server_;
   std::vector<ExchangeOracle> parts_;  // inside each host
   std::unique_ptr<ExchangeOracle> between_;
 };
@@ -627,6 +727,8 @@ inline std::vector<ExchangeOptions> sparse_exchanges() {
       {.kind = ExchangeKind::oktopk, .oktopk = {.exact = true}},
       {.kind = ExchangeKind::sparcml},
       {.kind = ExchangeKind::hierarchical},
+      {.kind = ExchangeKind::param_server},
+      {.kind = ExchangeKind::param_server, .server = {.placement = ServerPlacement::sharded}},
   };
   for (ExchangeOptions& o : all) o.codec.index = IndexCode::raw32;
   return all;
@@ -640,6 +742,10 @@ inline std::string name_of(const ExchangeOptions& o) {
     name += gtopk_form_names()[static_cast<std::size_t>(o.gtopk_form)];
   }
   if (o.kind == ExchangeKind::oktopk && o.oktopk.exact) name += " exact";
+  if (o.kind == ExchangeKind::param_server) {
+    name += ' ';
+    name += server_placement_names()[static_cast<std::size_t>(o.server.placement)];
+  }
   return name;
 }
 

@@ -229,11 +229,15 @@ TEST(exchange, conserves) {
             const std::size_t count = std::array<std::size_t, 5>{9, 9, 12, 0, 40}[(me + step) % 5];
             const SparseBuffer mine = test::top_k(x, count);
             GroupStats stats;
+            const std::vector<float> held_before = test::held_by(*exchange, n);
             const ExchangeResult got = exchange->run({step, 0}, mine.view(), {.k = k}, stats, comm);
             std::vector<float> left = test::dense(mine.view());
             const std::vector<float> back = test::dense(got.returned);
             for (std::size_t i = 0; i < n; ++i) left[i] -= back[i];  // what this rank delivered
             const std::vector<float> result = test::dense(sum_of(got).view());
+            // What went into the exchange has come out, or is held.
+            const std::vector<float> held = test::held_by(*exchange, n);
+            for (std::size_t i = 0; i < n; ++i) left[i] -= held[i] - held_before[i];
             const auto all = test::gather(whole, left), results = test::gather(whole, result);
             std::vector<float> delivered(n, 0.0F);
             for (const auto& of_rank : all) {
@@ -243,6 +247,7 @@ TEST(exchange, conserves) {
             for (const auto& other : results) EXPECT_TRUE(test::same_bits(other, result));
             if (step % 3 == 2) {
               exchange->rollback_step();
+              EXPECT_EQ(test::held_by(*exchange, n), held_before);
             } else {
               exchange->end_step();
             }
@@ -508,12 +513,15 @@ TEST(exchange, names_and_options) {
   EXPECT_EQ(make_exchange({.kind = ExchangeKind::allgather})->name(), "allgather");
   EXPECT_EQ(make_exchange({.kind = ExchangeKind::gtopk})->name(), "gtopk");
   using K = ExchangeKind;
-  for (const K kind : {K::global_topk, K::oktopk, K::sparcml, K::hierarchical}) {
+  for (const K kind : {K::global_topk, K::oktopk, K::sparcml, K::hierarchical, K::param_server}) {
     EXPECT_EQ(make_exchange({.kind = kind})->name(),
               exchange_kind_names()[static_cast<std::size_t>(kind)]);
   }
   EXPECT_EQ(make_exchange({.kind = ExchangeKind::automatic})->name(), "auto");
-  ASSERT_EQ(exchange_kind_names().size(), 8U);
+  ASSERT_EQ(exchange_kind_names().size(), 9U);
+  ASSERT_EQ(server_placement_names().size(), 3U);
+  EXPECT_EQ(server_placement_names()[static_cast<std::size_t>(ServerPlacement::sharded)],
+            "sharded");
   ASSERT_EQ(gtopk_form_names().size(), 2U);
   EXPECT_EQ(gtopk_form_names()[static_cast<std::size_t>(GTopKForm::butterfly)], "butterfly");
   EXPECT_EQ(exchange_kind_names()[static_cast<std::size_t>(ExchangeKind::gtopk)], "gtopk");
@@ -537,6 +545,13 @@ TEST(exchange, names_and_options) {
   EXPECT_THROW(make_exchange({.kind = K::hierarchical, .hierarchy = {.between = K::dense}}),
                InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = K::hierarchical, .hierarchy = {.inside = K::hierarchical}}),
+               InvalidArgument);
+  EXPECT_THROW(make_exchange({.kind = K::hierarchical, .hierarchy = {.between = K::param_server}}),
+               InvalidArgument);
+  EXPECT_THROW(make_exchange({.kind = K::automatic, .automatic = {.among = {K::param_server}}}),
+               InvalidArgument);
+  EXPECT_THROW(make_exchange({.kind = K::param_server,
+                              .server = {.placement = static_cast<ServerPlacement>(9)}}),
                InvalidArgument);
 }
 

@@ -26,6 +26,7 @@ namespace {
 using test::buckets;
 using test::gather;
 using test::group_sizes;
+using test::kept_by;
 using test::residual_of;
 using test::run_group;
 using test::same_bits;
@@ -182,7 +183,7 @@ Imbalance imbalance(Communicator& comm, const ExchangeOptions& options, bool cor
     result.rolled_back += roll_back ? 1U : 0U;
 
     for (Slot s = 0; s < sizes.size(); ++s) {
-      const Floats after = residual_of(reducer, s);
+      const Floats after = kept_by(reducer, s);
       if (roll_back) {  // the residual then holds this rank's gradient, and nothing was delivered
         Floats expected = before[s];
         for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += grads[s][i];
@@ -301,7 +302,7 @@ TEST(laws, conservation_at_every_value_code) {
             const auto all_before = gather(comm, before), all_grads = gather(comm, g);
             const StepReport report = reducer.reduce(0, std::span(g));
             EXPECT_TRUE(reducer.end_step(static_cast<double>(step + 1) / 2.0));
-            before = residual_of(reducer, 0);
+            before = kept_by(reducer, 0);
             const auto all_after = gather(comm, before);
             if (comm.rank() != 0) continue;
             double worst = 0.0, largest = 0.0, norm2 = 0.0;
@@ -314,8 +315,8 @@ TEST(laws, conservation_at_every_value_code) {
                 right += double{all_after[r][i]};
               }
               worst = std::max(worst, std::fabs(left - right));
-              norm2 += double{before[i]} * double{before[i]};
             }
+            for (const float r : residual_of(reducer, 0)) norm2 += double{r} * double{r};
             EXPECT_LE(worst, kTolerance * largest * ranks) << "step " << step;
             EXPECT_NEAR(report.residual_norm, std::sqrt(norm2), 1e-5 * std::sqrt(norm2));
           }
@@ -445,7 +446,7 @@ TEST(laws, oracle_with_everything_kept) {
           EXPECT_EQ(report.k, n);
           EXPECT_EQ(g, expected);
           EXPECT_TRUE(reducer.end_step(0.0));
-          EXPECT_EQ(residual_of(reducer, 0), Floats(n, 0.0F));
+          EXPECT_EQ(kept_by(reducer, 0), Floats(n, 0.0F));
         });
       }
     }
@@ -552,7 +553,8 @@ TEST(laws, traffic) {
     const auto p = static_cast<std::uint64_t>(ranks);
     const std::uint64_t log = test::log2_ceil(p), frame = 24 + 40 + 8 * k;
     for (const Kind& kind : kinds()) {
-      if (kind.options.kind == ExchangeKind::oktopk) continue;
+      const bool sharded = kind.options.server.placement == ServerPlacement::sharded;
+      if (kind.options.kind == ExchangeKind::oktopk || sharded) continue;
       run_group(ranks, [&](Communicator& comm) {
         SCOPED_TRACE(kind.name + " on " + std::to_string(ranks) + " ranks");
         const auto r = static_cast<std::uint64_t>(comm.rank());
@@ -590,6 +592,12 @@ TEST(laws, traffic) {
               ++messages;
             }
           }
+        } else if (ranks > 1 && kind.options.kind == ExchangeKind::param_server) {
+          rounds = 1 + log;
+          received = r > 0 ? frame : (p - 1) * frame;  // the result has k entries, too
+          for (std::uint64_t d = std::bit_ceil(r + 1); r + d < p; d *= 2) ++messages;
+          messages += r > 0 ? 1U : 0U;
+          sent = messages * frame;
         } else if (ranks > 1 && kind.name == "sparcml") {
           const std::uint64_t inner = std::bit_floor(p), outer = p - inner;
           const auto of = [&](std::uint64_t first, std::uint64_t count) {  // a sum of these ranks
@@ -667,7 +675,7 @@ class Training {
       EXPECT_TRUE(reducer_.end_step(static_cast<double>(step + 1) / 3.0));
     }
     into.residuals.clear();
-    for (Slot s = 0; s < sizes_.size(); ++s) into.residuals.push_back(residual_of(reducer_, s));
+    for (Slot s = 0; s < sizes_.size(); ++s) into.residuals.push_back(kept_by(reducer_, s));
   }
   std::string save() const {
     std::ostringstream out;
@@ -750,62 +758,72 @@ TEST(laws, resume) {
   }
 }
 
-// Residuals of another number of ranks become (1/P) times their sum, here of P + 1 and 2P ranks; in
-// other buckets, too.
-TEST(laws, resume_on_another_number_of_ranks) {
-  for (const int ranks : group_sizes()) {
-    run_group(ranks, [&](Communicator& comm) {
-      const std::vector<std::size_t> sizes = {50, 400};
-      History run;
-      Training before(comm, {}, sizes);
-      before.run(0, 4, run);
-      const auto states = gather(comm, before.save());
-      const auto small = gather(comm, run.residuals[0]), large = gather(comm, run.residuals[1]);
-      for (const int extra : {1, ranks}) {
-        std::vector<std::string> old = states;
-        std::vector<std::size_t> of;  // the rank that wrote old[i]
-        for (std::size_t r = 0; r < states.size(); ++r) of.push_back(r);
-        for (std::size_t e = 0; e < static_cast<std::size_t>(extra); ++e) {
-          old.push_back(states[e]);
-          of.push_back(e);
-        }
-        Reducer after({}, {}, comm);
-        const std::size_t third = 400 / 3, sixteen = 50 / 3;
-        // 1.b, then both of slot 0; and 1.a.
-        after.set_layout(std::vector<Bucket>{{3,
-                                              {{"1.b", 0, 400 - third},
-                                               {"0.a", 400 - third, sixteen},
-                                               {"0.b", 400 - third + sixteen, 50 - sixteen}}},
-                                             {1, {{"1.a", 0, third}}}});
-        std::vector<std::istringstream> streams;
-        for (const auto& s : old) streams.emplace_back(s);
-        std::vector<std::istream*> in;
-        for (auto& s : streams) in.push_back(&s);
-        after.load(in);
-        EXPECT_EQ(after.step(), 4U);
+// An exchange that keeps nothing, and those that do.
+std::vector<ExchangeOptions> residual_keepers() {
+  return {{},
+          {.kind = ExchangeKind::param_server},
+          {.kind = ExchangeKind::param_server, .server = {.placement = ServerPlacement::sharded}}};
+}
 
-        const auto mean_of = [&](const std::vector<Floats>& all, std::size_t i) {
-          double sum = 0.0;
-          for (const std::size_t r : of) sum += double{all[r][i]};
-          return sum / static_cast<double>(of.size());
-        };
-        const Floats mixed = residual_of(after, 3), rest = residual_of(after, 1);
-        double worst = 0.0;
-        for (std::size_t i = 0; i < 400 - third; ++i) {
-          worst = std::max(worst, std::fabs(mixed[i] - mean_of(large, third + i)));
+// Residuals of another number of ranks become (1/P) times their sum, here of P + 1 and 2P ranks; in
+// other buckets, too. What a server held is a part of it.
+TEST(laws, resume_on_another_number_of_ranks) {
+  for (const ExchangeOptions& exchange : residual_keepers()) {
+    for (const int ranks : group_sizes()) {
+      run_group(ranks, [&](Communicator& comm) {
+        SCOPED_TRACE(test::name_of(exchange) + " on " + std::to_string(ranks) + " ranks");
+        const std::vector<std::size_t> sizes = {50, 400};
+        History run;
+        Training before(comm, exchange, sizes);
+        before.run(0, 4, run);
+        const auto states = gather(comm, before.save());
+        const auto small = gather(comm, run.residuals[0]), large = gather(comm, run.residuals[1]);
+        for (const int extra : {1, ranks}) {
+          std::vector<std::string> old = states;
+          std::vector<std::size_t> of;  // the rank that wrote old[i]
+          for (std::size_t r = 0; r < states.size(); ++r) of.push_back(r);
+          for (std::size_t e = 0; e < static_cast<std::size_t>(extra); ++e) {
+            old.push_back(states[e]);
+            of.push_back(e);
+          }
+          Reducer after({}, {}, comm);
+          const std::size_t third = 400 / 3, sixteen = 50 / 3;
+          // 1.b, then both of slot 0; and 1.a.
+          after.set_layout(std::vector<Bucket>{{3,
+                                                {{"1.b", 0, 400 - third},
+                                                 {"0.a", 400 - third, sixteen},
+                                                 {"0.b", 400 - third + sixteen, 50 - sixteen}}},
+                                               {1, {{"1.a", 0, third}}}});
+          std::vector<std::istringstream> streams;
+          for (const auto& s : old) streams.emplace_back(s);
+          std::vector<std::istream*> in;
+          for (auto& s : streams) in.push_back(&s);
+          after.load(in);
+          EXPECT_EQ(after.step(), 4U);
+
+          const auto mean_of = [&](const std::vector<Floats>& all, std::size_t i) {
+            double sum = 0.0;
+            for (const std::size_t r : of) sum += double{all[r][i]};
+            return sum / static_cast<double>(of.size());
+          };
+          const Floats mixed = kept_by(after, 3), rest = kept_by(after, 1);
+          double worst = 0.0;
+          for (std::size_t i = 0; i < 400 - third; ++i) {
+            worst = std::max(worst, std::fabs(mixed[i] - mean_of(large, third + i)));
+          }
+          for (std::size_t i = 0; i < 50; ++i) {
+            worst = std::max(worst, std::fabs(mixed[400 - third + i] - mean_of(small, i)));
+          }
+          for (std::size_t i = 0; i < third; ++i) {
+            worst = std::max(worst, std::fabs(rest[i] - mean_of(large, i)));
+          }
+          EXPECT_LT(worst, 1e-6) << extra << " more ranks than now";
+          EXPECT_TRUE(std::ranges::any_of(rest, [](float v) { return v != 0.0F; }));
+          const auto everybody = gather(comm, mixed);
+          for (const Floats& x : everybody) EXPECT_EQ(x, mixed) << "all ranks start alike";
         }
-        for (std::size_t i = 0; i < 50; ++i) {
-          worst = std::max(worst, std::fabs(mixed[400 - third + i] - mean_of(small, i)));
-        }
-        for (std::size_t i = 0; i < third; ++i) {
-          worst = std::max(worst, std::fabs(rest[i] - mean_of(large, i)));
-        }
-        EXPECT_LT(worst, 1e-6) << extra << " more ranks than now";
-        EXPECT_TRUE(std::ranges::any_of(rest, [](float v) { return v != 0.0F; }));
-        const auto everybody = gather(comm, mixed);
-        for (const Floats& x : everybody) EXPECT_EQ(x, mixed) << "all ranks start alike";
-      }
-    });
+      });
+    }
   }
 }
 
@@ -813,44 +831,47 @@ TEST(laws, resume_on_another_number_of_ranks) {
 // The same, with groups that really differ; what is still to be delivered to the model stays: the
 // next dense step delivers (1/P) times all the old residuals beside its gradients.
 TEST(laws, resume_on_another_number_of_ranks_delivers_the_same_mean) {
-  for (const int old_ranks : {1, 2, 4, 8}) {
-    std::vector<std::string> states(static_cast<std::size_t>(old_ranks));
-    std::vector<Floats> residuals(states.size());
-    test::run_threads(old_ranks, [&](Communicator& comm) {
-      ReducerParts parts;
-      parts.schedule = constant_density(0.05);
-      Reducer reducer({.dense_below = 0}, std::move(parts), comm);
-      reducer.set_layout(buckets({300}));
-      for (std::uint64_t step = 0; step < 4; ++step) {
-        Floats g = test::integers(300, seed_of(comm.rank(), step, 0));
-        reducer.reduce(0, std::span(g));
-        EXPECT_TRUE(reducer.end_step(0.0));
-      }
-      std::ostringstream out;
-      reducer.save(out);
-      states[static_cast<std::size_t>(comm.rank())] = out.str();
-      residuals[static_cast<std::size_t>(comm.rank())] = residual_of(reducer, 0);
-    });
-    Floats mean(300, 0.0F);  // exact: a sum of whole numbers over a power of two
-    for (const Floats& r : residuals) {
-      for (std::size_t i = 0; i < mean.size(); ++i) mean[i] += r[i] / static_cast<float>(old_ranks);
-    }
-    for (const int ranks : {1, 2, 4, 8}) {
-      if (ranks == old_ranks) continue;
-      test::run_threads(ranks, [&](Communicator& comm) {
+  for (const ExchangeOptions& exchange : residual_keepers()) {
+    for (const int old_ranks : {1, 2, 4, 8}) {
+      std::vector<std::string> states(static_cast<std::size_t>(old_ranks));
+      std::vector<Floats> residuals(states.size());
+      test::run_threads(old_ranks, [&](Communicator& comm) {
         ReducerParts parts;
-        parts.schedule = constant_density(1.0);
-        Reducer reducer({}, std::move(parts), comm);
+        parts.schedule = constant_density(0.05);
+        Reducer reducer({.exchange = exchange, .dense_below = 0}, std::move(parts), comm);
         reducer.set_layout(buckets({300}));
-        std::vector<std::istringstream> streams;
-        for (const auto& s : states) streams.emplace_back(s);
-        std::vector<std::istream*> in;
-        for (auto& s : streams) in.push_back(&s);
-        reducer.load(in);
-        Floats nothing(300, 0.0F);
-        reducer.reduce(0, std::span(nothing));
-        EXPECT_EQ(nothing, mean) << old_ranks << " ranks, then " << ranks;
+        for (std::uint64_t step = 0; step < 4; ++step) {
+          Floats g = test::integers(300, seed_of(comm.rank(), step, 0));
+          reducer.reduce(0, std::span(g));
+          EXPECT_TRUE(reducer.end_step(0.0));
+        }
+        std::ostringstream out;
+        reducer.save(out);
+        states[static_cast<std::size_t>(comm.rank())] = out.str();
+        residuals[static_cast<std::size_t>(comm.rank())] = kept_by(reducer, 0);
       });
+      Floats mean(300, 0.0F);  // exact: a sum of whole numbers over a power of two
+      for (const Floats& r : residuals) {
+        for (std::size_t i = 0; i < mean.size(); ++i)
+          mean[i] += r[i] / static_cast<float>(old_ranks);
+      }
+      for (const int ranks : {1, 2, 4, 8}) {
+        if (ranks == old_ranks) continue;
+        test::run_threads(ranks, [&](Communicator& comm) {
+          ReducerParts parts;
+          parts.schedule = constant_density(1.0);
+          Reducer reducer({}, std::move(parts), comm);
+          reducer.set_layout(buckets({300}));
+          std::vector<std::istringstream> streams;
+          for (const auto& s : states) streams.emplace_back(s);
+          std::vector<std::istream*> in;
+          for (auto& s : streams) in.push_back(&s);
+          reducer.load(in);
+          Floats nothing(300, 0.0F);
+          reducer.reduce(0, std::span(nothing));
+          EXPECT_EQ(nothing, mean) << old_ranks << " ranks, then " << ranks;
+        });
+      }
     }
   }
 }

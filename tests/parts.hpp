@@ -1,6 +1,7 @@
 // What several tests plug into a Reducer: layouts, schedules, selectors, and ways to look inside.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -57,6 +58,25 @@ class CountBy final : public Selector {
 inline std::vector<float> residual_of(Reducer& reducer, Slot slot) {
   const std::span<float> r = reducer.feedback().residual(slot).span();
   return {r.begin(), r.end()};
+}
+
+// Mass of slot 0, or another, that this rank keeps inside the exchange, whole [n].
+inline std::vector<float> held_by(Exchange& exchange, std::size_t n, Slot slot = 0) {
+  std::vector<float> all(n, 0.0F);
+  const HeldMass held = exchange.held(slot);
+  std::ranges::copy(held.mass.span(), all.begin() + static_cast<std::ptrdiff_t>(held.first));
+  return all;
+}
+
+// All that this rank has and nobody got yet: its residual, and what its exchange holds.
+inline std::vector<float> kept_by(Reducer& reducer, Slot slot) {
+  std::vector<float> kept = residual_of(reducer, slot);
+  if (reducer.exchange() == nullptr) return kept;
+  const std::vector<float> held = held_by(*reducer.exchange(), kept.size(), slot);
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (held[i] != 0.0F) kept[i] += held[i];
+  }
+  return kept;
 }
 
 // Everybody's floats, by rank. Collective.

@@ -52,10 +52,10 @@ ReducerOptions options_of(ExchangeKind kind, std::size_t dense_below = 0) {
   return o;
 }
 
-const std::vector<ExchangeKind> kKinds = {ExchangeKind::dense,       ExchangeKind::allgather,
-                                          ExchangeKind::gtopk,       ExchangeKind::global_topk,
-                                          ExchangeKind::oktopk,      ExchangeKind::sparcml,
-                                          ExchangeKind::hierarchical};
+const std::vector<ExchangeKind> kKinds = {ExchangeKind::dense,        ExchangeKind::allgather,
+                                          ExchangeKind::gtopk,        ExchangeKind::global_topk,
+                                          ExchangeKind::oktopk,       ExchangeKind::sparcml,
+                                          ExchangeKind::hierarchical, ExchangeKind::param_server};
 std::string name_of(ExchangeKind kind) {
   return std::string(exchange_kind_names()[static_cast<std::size_t>(kind)]);
 }

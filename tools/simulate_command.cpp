@@ -323,6 +323,7 @@ nlohmann::json step_json(const std::string& run, const train::SimulatedStep& s) 
   nlohmann::json j = to_json(run, s.record);
   j["mean_loss"] = std::isfinite(s.mean_loss) ? nlohmann::json(s.mean_loss) : nlohmann::json();
   j["max_sent_bytes"] = s.max_sent_bytes;
+  j["union_entries"] = s.union_entries;
   j["total_s"] = s.total_s;
   j["wall_ms"] = s.wall_ms;
   if (s.delta) j["delta"] = *s.delta;
@@ -385,6 +386,7 @@ int run(TrainingOptions& o) {
   row["alpha_s"] = time.link.alpha_s;
   row["beta_s_per_byte"] = time.link.beta_s_per_byte;
   row["link_only"] = !time.processor_time;
+  row["union_entries_per_step"] = s.union_entries_per_step;
   row["total_s"] = s.total_s;
   row["wall_s"] = s.wall_s;
   json.write(nlohmann::json::array({row}));

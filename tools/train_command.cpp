@@ -69,10 +69,12 @@ std::vector<std::string> exchanges_but(std::initializer_list<ExchangeKind> kinds
   return names;
 }
 std::vector<std::string> parts_of_a_hierarchy() {
-  return exchanges_but({ExchangeKind::dense, ExchangeKind::hierarchical, ExchangeKind::automatic});
+  return exchanges_but({ExchangeKind::dense, ExchangeKind::hierarchical, ExchangeKind::param_server,
+                        ExchangeKind::automatic});
 }
 std::vector<std::string> choices_of_auto() {
-  return exchanges_but({ExchangeKind::hierarchical, ExchangeKind::automatic});
+  return exchanges_but(
+      {ExchangeKind::hierarchical, ExchangeKind::param_server, ExchangeKind::automatic});
 }
 
 }  // namespace
@@ -155,6 +157,16 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
   line.option("--oktopk-regions-every", t.oktopk.regions_every, "N",
               "oktopk: steps until the ranks' index ranges are")
       ->check(positive());
+  line.choice(
+      "--server", t.server,
+      "param-server: rank 0, which trains or only serves (dedicated), or all ranks, each for "
+      "a range of indices (sharded)",
+      server_placement_names());
+  line.plain(
+          "--down-density", t.down_density, "D",
+          "kept fraction of the result, in (0, 1]: of what a server sends back (1: all that came "
+          "in), or gtopk, global-topk and oktopk leave [as up]")
+      ->check(positive());
   line.choice("--inside-hosts", t.inside_hosts, "hierarchical: among the ranks of a host",
               parts_of_a_hierarchy());
   line.choice("--between-hosts", t.between_hosts, "hierarchical: among one rank of each host",
@@ -179,6 +191,9 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
               rounding_names());
   line.choice("--feedback", t.feedback, "what is not sent is kept, or lost",
               train::feedback_names());
+  line.choice("--memory", t.memory,
+              "residuals of gradients, or of updates: gradients times the learning rate",
+              train::memory_names());
   line.option("--momentum-correction", t.momentum_correction, "X",
               "momentum of each rank, before selection, in place of --momentum; 0: none")
       ->check(not_negative());

@@ -82,7 +82,8 @@ GradientBuckets::GradientBuckets(Model& model, std::size_t bucket_bytes, Reducer
 
 GradientBuckets::~GradientBuckets() { drain(); }
 
-void GradientBuckets::begin_step() {
+void GradientBuckets::begin_step(float scale) {
+  scale_ = scale;
   for (torch::Tensor& b : buffers_) b.zero_();
   missing_ = sizes_;
   next_ = 0;
@@ -98,8 +99,9 @@ void GradientBuckets::start_ready() {
   // In order, also where a later bucket is complete first: all ranks must start alike.
   while (next_ < buffers_.size() && missing_[next_] == 0) {
     const torch::Tensor& b = buffers_[next_];
-    const std::span<float> data(b.data_ptr<float>(), static_cast<std::size_t>(b.numel()));
-    tickets_.push_back(reducer_.start(static_cast<Slot>(next_), data));
+    GradView gradient = std::span(b.data_ptr<float>(), static_cast<std::size_t>(b.numel()));
+    gradient.scale = scale_;
+    tickets_.push_back(reducer_.start(static_cast<Slot>(next_), gradient));
     ++next_;
   }
 }

@@ -40,8 +40,8 @@ class GradientBuckets {
   std::size_t parameters() const noexcept { return parameters_; }  // n, over all buckets
   const std::vector<torch::Tensor>& buffers() const noexcept { return buffers_; }
 
-  // Before backward: gradients to zero, nothing started.
-  void begin_step();
+  // Before backward: gradients to zero, nothing started. scale: GradView::scale of this step's.
+  void begin_step(float scale);
   // After backward: starts what still waits for gradients that did not come (they are zero), and
   // waits for all. Afterwards every grad is the group's mean. reports: one a bucket.
   void finish(std::vector<StepReport>& reports);
@@ -57,6 +57,7 @@ class GradientBuckets {
 
   Reducer& reducer_;
   std::size_t parameters_ = 0;
+  float scale_ = 1.0F;
   std::vector<torch::Tensor> buffers_;  // [buckets]
   std::vector<std::size_t> sizes_;      // parameters of a bucket
   std::vector<std::size_t> missing_;    // of them, still without gradient in this step

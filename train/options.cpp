@@ -59,6 +59,7 @@ double LearningRate::at(double epoch, double epochs, std::int64_t steps_per_epoc
 
 std::vector<std::string> split_names() { return {"iid", "shards"}; }
 std::vector<std::string> feedback_names() { return {"residual", "none"}; }
+std::vector<std::string> memory_names() { return {"gradients", "updates"}; }
 std::vector<std::string> index_code_choices() {
   std::vector<std::string> names{"auto"};
   names.insert(names.end(), index_code_names().begin(), index_code_names().end());
@@ -109,6 +110,9 @@ nlohmann::json identity(const TrainOptions& o) {
       {"oktopk_regions_every", o.oktopk.regions_every},
       {"inside_hosts", o.inside_hosts},
       {"between_hosts", o.between_hosts},
+      {"server", o.server},
+      {"down_density", o.down_density},
+      {"memory", o.memory},
       {"auto_among", o.auto_among},
       {"value_code", o.value_code},
       {"rounding", o.rounding},
@@ -150,6 +154,27 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   };
   r.exchange.hierarchy = {.inside = kind_of(o.inside_hosts, "--inside-hosts"),
                           .between = kind_of(o.between_hosts, "--between-hosts")};
+  r.exchange.server.placement =
+      static_cast<ServerPlacement>(index_of(o.server, server_placement_names(), "--server"));
+  if (o.down_density > 1.0) throw InvalidArgument("--down-density: expected a number in (0, 1]");
+  using K = ExchangeKind;
+  const K kind = r.exchange.kind;
+  if (o.down_density > 0.0 && (kind == K::dense || kind == K::allgather || kind == K::sparcml)) {
+    throw InvalidArgument("--down-density: " + o.exchange +
+                          " returns all that was sent; it needs an exchange that selects from the "
+                          "sum, such as param-server");
+  }
+  if (index_of(o.memory, memory_names(), "--memory") == 1) {
+    if (o.optimizer != OptimizerKind::sgd) {
+      throw InvalidArgument(
+          "--memory updates needs --optimizer sgd: the update of another is not the gradient times "
+          "the learning rate");
+    }
+    if (o.local_clip > 0.0) {
+      throw InvalidArgument(
+          "--memory updates and --local-clip exclude each other: the limit is one of gradients");
+    }
+  }
   for (const std::string& name : o.auto_among) {
     r.exchange.automatic.among.push_back(kind_of(name, "--auto-among"));
   }
@@ -189,17 +214,30 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   return r;
 }
 
+int training_ranks(const TrainOptions& o, int ranks) {
+  const auto dedicated =
+      server_placement_names()[static_cast<std::size_t>(ServerPlacement::dedicated)];
+  const auto server = exchange_kind_names()[static_cast<std::size_t>(ExchangeKind::param_server)];
+  return ranks > 1 && o.exchange == server && o.server == dedicated ? ranks - 1 : ranks;
+}
+
+float gradient_scale(const TrainOptions& o, double learning_rate) {
+  constexpr double kLeastRate = 1e-20;
+  if (o.memory != memory_names()[1]) return 1.0F;
+  return static_cast<float>(1.0 / std::max(learning_rate, kLeastRate));
+}
+
 std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& o) {
   const std::string& spec = o.density_warmup;
   if (o.exchange == "dense") return constant_density(1.0);
-  if (spec == "none") return constant_density(o.density);
-  if (spec == "dgc") return listed_density(dgc_warm_up(), o.density);
-  if (spec == "gaussiank") return listed_density(gaussiank_warm_up(), o.density);
-  if (spec == "gtopk") return listed_density(gtopk_warm_up(), o.density);
+  if (spec == "none") return constant_density(o.density, o.down_density);
+  if (spec == "dgc") return listed_density(dgc_warm_up(), o.density, o.down_density);
+  if (spec == "gaussiank") return listed_density(gaussiank_warm_up(), o.density, o.down_density);
+  if (spec == "gtopk") return listed_density(gtopk_warm_up(), o.density, o.down_density);
   constexpr std::string_view kGeometric = "geometric:";
   if (spec.starts_with(kGeometric)) {
     const double epochs = number(std::string_view(spec).substr(kGeometric.size()), spec);
-    return geometric_density(std::max(0.25, o.density), o.density, epochs);
+    return geometric_density(std::max(0.25, o.density), o.density, epochs, o.down_density);
   }
   std::vector<double> list;
   std::string_view rest = spec;
@@ -209,7 +247,7 @@ std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& o) {
     if (comma == std::string_view::npos) break;
     rest.remove_prefix(comma + 1);
   }
-  return listed_density(std::move(list), o.density);
+  return listed_density(std::move(list), o.density, o.down_density);
 }
 
 }  // namespace skim::train

@@ -60,7 +60,11 @@ struct TrainOptions {
   std::string gtopk_form = "butterfly";
   OkTopKOptions oktopk = {};
   std::string inside_hosts = "allgather", between_hosts = "gtopk";  // hierarchical
-  std::vector<std::string> auto_among{};                            // empty: AutoOptions::among
+  std::string server = "rank0";                                     // param-server
+  double down_density = 0.0;  // of the result, in (0, 1]; 0: as up
+  // What residuals are made of: "gradients", or "updates", gradients times the learning rate.
+  std::string memory = "gradients";
+  std::vector<std::string> auto_among{};  // empty: AutoOptions::among
   // What auto predicts from, on rank 0; none: it measures the link.
   std::optional<Link> auto_link = {};
   LocalSpeeds auto_local = AutoOptions().local;
@@ -95,6 +99,7 @@ nlohmann::json identity(const TrainOptions& options);
 // Valid names of the options that are names, for messages and help.
 std::vector<std::string> split_names();
 std::vector<std::string> feedback_names();
+std::vector<std::string> memory_names();
 std::vector<std::string> index_code_choices();  // auto, then those of the library
 std::vector<std::string> select_seeds_names();
 std::vector<std::string> dense_sum_names();
@@ -105,6 +110,13 @@ std::vector<std::string> non_finite_names();
 // held back, momentum correction are then left out.
 // Throws: InvalidArgument that lists the valid names or says what else is wrong.
 ReducerOptions reducer_options(const TrainOptions& options, int rank = 0);
+
+// How many of so many ranks have gradients: all, but for a dedicated server, which is rank 0.
+int training_ranks(const TrainOptions& options, int ranks);
+
+// The scale of this step's gradients (GradView::scale): residuals of updates hold a gradient times
+// the rate, as if it were in units of 1 / rate. A rate of 0 counts as very small.
+float gradient_scale(const TrainOptions& options, double learning_rate);
 
 // `none`; `dgc`, `gaussiank`, `gtopk` (their papers' lists); `geometric:EPOCHS` (from 0.25); or a
 // list of densities, one an epoch: "0.25,0.0625". The run's density follows.

@@ -151,8 +151,14 @@ class Simulator {
       const bool due = done_ % length_.evaluation == 0 || done_ == length_.total;
       if (due && !stopped_) evaluate();
     }
-    SimulationSummary s{.run = summary(), .total_s = total_s_, .wall_s = 0.0, .model = model_};
-    s.wall_s = 1e-3 * milliseconds(Clock::now() - t0);
+    SimulationSummary s{.run = summary(),
+                        .total_s = total_s_,
+                        .wall_s = 1e-3 * milliseconds(Clock::now() - t0),
+                        .union_entries_per_step = 0.0,
+                        .model = model_};
+    if (done_ > 0) {
+      s.union_entries_per_step = static_cast<double>(union_entries_) / static_cast<double>(done_);
+    }
     return s;
   }
 
@@ -161,16 +167,21 @@ class Simulator {
     if (o.exchange.kind == ExchangeKind::hierarchical) {
       throw InvalidArgument("--exchange hierarchical: in a simulation all ranks are of one host");
     }
+    if (training_ranks(options_, 2) != 2) {
+      throw InvalidArgument(
+          "--server dedicated: in a simulation every rank trains; rank0 gives the same sums");
+    }
     if (o.dense_sum == DenseSum::vendor) {
       throw InvalidArgument("--dense-sum mpi: a simulation has no MPI");
     }
     if (simulation_.measure_delta == 0) return;
     const bool loses =
         o.exchange.kind == ExchangeKind::gtopk && o.exchange.drop == DropPolicy::sender_keeps;
-    if (!o.feedback.enabled || loses) {
+    const bool holds = o.exchange.kind == ExchangeKind::param_server;
+    if (!o.feedback.enabled || loses || holds || gradient_scale(options_, 0.5) != 1.0F) {
       throw InvalidArgument(
-          "--measure-delta needs an exchange that keeps what it leaves out: not dense, --feedback "
-          "none or --drop sender-keeps");
+          "--measure-delta needs residuals, of gradients, that have all that the exchange leaves "
+          "out: not dense, --feedback none, --drop sender-keeps, param-server or --memory updates");
     }
   }
 
@@ -207,7 +218,7 @@ class Simulator {
       if (stop_.load()) return false;
       compute_ms.push_back(compute(rank));
     }
-    exchange();
+    exchange(gradient_scale(options_, rate));
     expect_equal_means();
     r.skipped = !ranks_[0].applied;
     if (!r.skipped) {
@@ -237,6 +248,7 @@ class Simulator {
       std::uint64_t sent = 0;
       for (const StepReport& b : rank.reports) {
         sent += b.sent_bytes;
+        s.union_entries += b.union_nnz;
         rank.received_bytes += b.received_bytes;
       }
       rank.sent_bytes += sent;
@@ -248,6 +260,7 @@ class Simulator {
     r.exposed_ms = 1e-6 * static_cast<double>(end_ns - begin_ns);
     r.step_ms = r.compute_ms + r.exposed_ms;
     total_s_ += 1e-3 * r.step_ms;
+    union_entries_ += s.union_entries;
     s.total_s = total_s_;
     s.wall_ms = milliseconds(Clock::now() - t0);
     const std::array now{r.compute_ms, r.select_ms,  r.exchange_ms,
@@ -277,15 +290,17 @@ class Simulator {
     return ms;
   }
 
-  void exchange() {
+  void exchange(float scale) {
     threads_->run([&](std::size_t r) {
       Rank& rank = ranks_[r];
       try {
         rank.begin_ns = rank.comm->now_ns();
         rank.reports.clear();
         for (const torch::Tensor& b : rank.gradients.buffers) {
+          GradView gradient = entries(b);
+          gradient.scale = scale;
           const auto slot = static_cast<Slot>(rank.reports.size());
-          rank.reports.push_back(rank.reducer->reduce(slot, entries(b)));
+          rank.reports.push_back(rank.reducer->reduce(slot, gradient));
         }
         rank.applied = rank.reducer->end_step(epoch_at(done_ + 1));
         rank.end_ns = rank.comm->now_ns();
@@ -417,6 +432,7 @@ class Simulator {
   std::uint64_t skipped_ = 0;
   std::int64_t loss_count_ = 0;  // of each rank, since the last evaluation
   double total_s_ = 0.0;
+  std::uint64_t union_entries_ = 0;  // in all steps
   Evaluation evaluation_;
   Decisions decisions_;
   std::array<std::vector<double>, 6> times_;

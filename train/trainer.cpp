@@ -42,9 +42,10 @@ std::vector<std::vector<double>> gather(std::span<const double> mine, Communicat
 
 // While it lives, the model's buffers hold their means over the ranks; afterwards this rank's own
 // again. They are no gradients: averaged at evaluation and in checkpoints, never compressed.
+// The last `ranks` count.
 class AveragedBuffers {
  public:
-  AveragedBuffers(Model& model, Communicator& comm) : buffers_(float_buffers(model)) {
+  AveragedBuffers(Model& model, Communicator& comm, int ranks) : buffers_(float_buffers(model)) {
     if (buffers_.empty() || comm.size() == 1) return;
     comm.set_phase({"average of buffers"});
     const torch::NoGradGuard no_grad;
@@ -52,9 +53,10 @@ class AveragedBuffers {
     for (torch::Tensor& b : buffers_) {
       own_.push_back(b.clone());
       torch::Tensor sum = b.contiguous().clone();
+      if (comm.rank() < comm.size() - ranks) sum.zero_();
       comm.allreduce_sum({sum.data_ptr<float>(), static_cast<std::size_t>(sum.numel())},
                          DenseSum::ring, {}, notes);
-      b.copy_(sum / comm.size());
+      b.copy_(sum / ranks);
     }
   }
   ~AveragedBuffers() {
@@ -86,9 +88,11 @@ class Run {
         comm_(comm),
         stop_(stop),
         observer_(observer),
+        ranks_(training_ranks(options, comm.size())),
+        rank_(comm.rank() - (comm.size() - ranks_)),
         model_(make_model(options, data.info())),
         optimizer_(make_optimizer(options, *model_)),
-        sampler_(make_sampler(options, data, comm.size())),
+        sampler_(make_sampler(options, data, ranks_)),
         reducer_(reducer_options(options, comm.rank()),
                  {.schedule = density_schedule(options),
                   .selector = comm.rank() == 0 && observer.selector ? observer.selector() : nullptr,
@@ -123,9 +127,12 @@ class Run {
     const auto t0 = Clock::now();
     const std::int64_t epoch = done_ / sampler_.steps_per_epoch();
     const std::int64_t in_epoch = done_ % sampler_.steps_per_epoch();
-    const Batch batch = data_.train_batch(sampler_.examples(epoch, in_epoch, comm_.rank()), epoch);
+    // A dedicated server has no batch. It looks at the first other rank's, for its loss.
+    const bool serves = rank_ < 0;
+    const int rank = std::max(0, rank_);
+    const Batch batch = data_.train_batch(sampler_.examples(epoch, in_epoch, rank), epoch);
     model_->train();
-    model_->seed_dropout(dropout_seed(options_.seed, done_, comm_.rank()));
+    model_->seed_dropout(dropout_seed(options_.seed, done_, rank));
     const double rate = options_.learning_rate.at(epoch_at(done_), epoch_at(total_steps_),
                                                   sampler_.steps_per_epoch());
     set_learning_rate(*optimizer_, rate);
@@ -135,9 +142,13 @@ class Run {
     r.density = options_.exchange == "dense" ? 1.0 : reducer_.density().up;
     r.learning_rate = rate;
     const auto t1 = Clock::now();
-    buckets_.begin_step();
-    const torch::Tensor loss = cross_entropy(model_->forward(batch.input), batch.target);
-    loss.backward();
+    buckets_.begin_step(gradient_scale(options_, rate));
+    torch::Tensor loss;
+    {
+      const torch::AutoGradMode gradients(!serves);
+      loss = cross_entropy(model_->forward(batch.input), batch.target);
+    }
+    if (!serves) loss.backward();
     const auto t2 = Clock::now();
     buckets_.finish(reports_);
     const auto t3 = Clock::now();
@@ -152,8 +163,10 @@ class Run {
     skipped_ += r.skipped ? 1 : 0;
     stopped_ = (reducer_.signals() & kStopSignal) != 0;
     r.loss = loss.item<double>();
-    loss_sum_ += r.loss;
-    ++loss_count_;
+    if (!serves) {
+      loss_sum_ += r.loss;
+      ++loss_count_;
+    }
     r.step = done_;
     r.total_steps = total_steps_;
     r.epoch = epoch_at(done_);
@@ -183,7 +196,7 @@ class Run {
   // Each rank takes a part of the test set. Also the place where ranks prove that their models are
   // still the same, bit by bit.
   void evaluate() {
-    const AveragedBuffers averaged(*model_, comm_);
+    const AveragedBuffers averaged(*model_, comm_, ranks_);
     const torch::NoGradGuard no_grad;
     model_->eval();
     const TestSums mine = test_part(options_, data_, *model_, comm_.rank(), comm_.size(), stop_);
@@ -232,7 +245,7 @@ class Run {
       for (const torch::Tensor& b : model_->buffers()) copies.push_back(b.clone());
       return copies;
     }();
-    const AveragedBuffers averaged(*model_, comm_);
+    const AveragedBuffers averaged(*model_, comm_, ranks_);
     const auto shared = [&](const fs::path& dir) {
       write_archive(dir / "model.pt", model_);
       write_archive(dir / "optimizer.pt", *optimizer_);
@@ -240,7 +253,7 @@ class Run {
                                 {"identity", identity(options_)},
                                 {"ranks", comm_.size()},
                                 {"step", done_},
-                                {"examples", done_ * comm_.size() * options_.batch},
+                                {"examples", done_ * ranks_ * options_.batch},
                                 {"evaluated_step", evaluation_.step},
                                 {"train_loss", evaluation_.train_loss},
                                 {"test_loss", evaluation_.test_loss},
@@ -305,7 +318,7 @@ class Run {
     for (std::ifstream& f : files) streams.push_back(&f);
     reducer_.load(streams);
     // With another number of ranks a step has another size: go on behind the examples seen.
-    done_ = meta.at("examples").get<std::int64_t>() / (comm_.size() * options_.batch);
+    done_ = meta.at("examples").get<std::int64_t>() / (ranks_ * options_.batch);
     first_ = old_ranks == comm_.size() ? 0 : done_;
     const auto evaluated = meta.at("evaluated_step").get<std::int64_t>();
     evaluation_ = {.step = evaluated,
@@ -357,6 +370,8 @@ class Run {
   Communicator& comm_;
   const std::atomic<bool>& stop_;
   const Observer& observer_;
+  const int ranks_;  // with gradients: the last ones
+  const int rank_;   // this one among them; -1: a dedicated server
   std::shared_ptr<Model> model_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   Sampler sampler_;

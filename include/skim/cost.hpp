@@ -30,6 +30,8 @@ enum class Scheme : std::uint8_t {
   global_topk,  // all-gather in ceil(log2 P) rounds
   oktopk,       // a run whose cut and regions stand, with selections spread evenly
   sparcml,
+  param_server,          // at rank 0, co-located or dedicated
+  param_server_sharded,  // with selections and result spread evenly
 };
 // In the order of the enumerators: "allgather-ring", "gtopk".
 std::span<const std::string_view> scheme_names() noexcept;
@@ -57,9 +59,10 @@ double subset_bits(double k, double n) noexcept;
 
 // One exchange of one bucket: n entries, of which every one of `ranks` ranks selected k.
 struct Load {
-  int ranks = 1;   // P >= 1
-  double n = 0.0;  // >= 1
-  double k = 0.0;  // in (0, n]; dense ignores it
+  int ranks = 1;        // P >= 1
+  double n = 0.0;       // >= 1
+  double k = 0.0;       // in (0, n]; dense ignores it
+  double k_down = 0.0;  // param_server: entries of the result, in (0, n]; 0: k
   FrameSize frame = {};
 };
 

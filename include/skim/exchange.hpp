@@ -24,6 +24,7 @@ enum class ExchangeKind : std::uint8_t {
   oktopk,        // sums split by index range over the ranks, then all-gather of the largest
   sparcml,       // recursive doubling; exact sum of what was selected, dense where it fills up
   hierarchical,  // one exchange inside hosts, and one between them
+  param_server,  // a server sums, and sends back the k_d largest: top-k on both links
   automatic,     // "auto": of those above, what the cost model finds cheapest, for each slot
 };
 // The names that the command line knows, in enumerator order.
@@ -44,12 +45,28 @@ enum class GTopKForm : std::uint8_t {
 };
 std::span<const std::string_view> gtopk_form_names() noexcept;
 
+// Who adds up, and holds back what the result leaves out (param_server).
+enum class ServerPlacement : std::uint8_t {
+  rank0,      // rank 0, which is a rank like the others besides
+  dedicated,  // rank 0, which only serves: it has no gradient, and the mean is over the others
+  sharded,    // every rank, for a range of indices: the same result without a busiest link
+};
+std::span<const std::string_view> server_placement_names() noexcept;
+
 // Views are valid until the next run() on the same object.
 struct ExchangeResult {
   SparseView sum;            // over all ranks; bitwise equal on every rank; canonical
   DenseView dense_sum = {};  // instead of sum, where the union filled up; empty otherwise
   SparseView returned;       // mass given back to this rank for its residual; canonical
   int contributors = 0;      // the divisor of the mean
+  // Indices that any rank sent, of those that this rank added up for all; 0: it did not.
+  std::size_t union_nnz = 0;
+};
+
+// Mass that a rank keeps inside an exchange.
+struct HeldMass {
+  std::size_t first = 0;  // index in the slot of mass[0]
+  DenseView mass;         // a sum over the ranks
 };
 
 // Not thread-safe; all ranks call run() with the same ids in the same order, and with one
@@ -67,9 +84,16 @@ class Exchange {
   virtual ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                              Communicator& comm) = 0;
 
+  // The divisor of the mean on so many ranks.
+  virtual int contributors(int ranks) const noexcept { return ranks; }
+
   // Mass this rank keeps inside the exchange (a server's residual). Empty unless stateful.
-  virtual DenseView held(Slot) noexcept { return {}; }
-  // Gives held mass back, for a change of exchange or of group size.
+  virtual HeldMass held(Slot) noexcept { return {}; }
+  // Keeps that mass, instead of what it has: a saved run's. Between steps only. What is not this
+  // rank's to keep, the next run() returns.
+  virtual void hold(Slot, std::size_t /*first*/, std::span<const float> /*mass*/) {}
+  // Gives held mass back, to be added to this rank's residual: before a dense sum, or a change of
+  // layout or group size. `returned`: in, its dim; out, the mass, canonical.
   virtual void flush(Slot, SparseBuffer& returned) { returned.reset(returned.view().dim); }
 
   // For exchanges that choose, and so for callers that can sum a bucket whole. Before its
@@ -98,7 +122,13 @@ struct OkTopKOptions {
   std::uint32_t regions_every = 64;  // the same for the ranks' index ranges; > 0
 };
 
-// Neither may be `dense`, `hierarchical` or `automatic`.
+// How many entries the server sends back is Keep::k_down; n: all that the ranks sent, which leaves
+// top-k on the way up alone.
+struct ServerOptions {
+  ServerPlacement placement = ServerPlacement::rank0;
+};
+
+// Neither may be `dense`, `hierarchical`, `param_server` or `automatic`.
 struct HierarchyOptions {
   ExchangeKind inside = ExchangeKind::allgather;  // of a host: its ranks
   ExchangeKind between = ExchangeKind::gtopk;     // one rank of each host
@@ -107,9 +137,9 @@ struct HierarchyOptions {
 // How `automatic` chooses: the cost model (cost.hpp) predicts, and what the group measured corrects
 // it. Alike on all ranks, and per slot. A resumed run chooses anew.
 struct AutoOptions {
-  // Empty: dense, allgather, gtopk, oktopk, sparcml. Not `automatic` or `hierarchical`. gtopk: in
-  // both forms, whatever ExchangeOptions::gtopk_form says. gtopk and oktopk hold more back than the
-  // others.
+  // Empty: dense, allgather, gtopk, oktopk, sparcml. Not `automatic`, `hierarchical` or
+  // `param_server`. gtopk: in both forms, whatever ExchangeOptions::gtopk_form says. gtopk and
+  // oktopk hold more back than the others.
   std::vector<ExchangeKind> among = {};
   // Those of rank 0 count. No link: it measures the one to the last rank before the first bucket,
   // in a second or so.
@@ -124,6 +154,7 @@ struct ExchangeOptions {
   GTopKForm gtopk_form = GTopKForm::butterfly;
   OkTopKOptions oktopk = {};
   HierarchyOptions hierarchy = {};
+  ServerOptions server = {};
   AutoOptions automatic = {};
   CodecOptions codec = {};
 };

@@ -58,6 +58,8 @@ class ErrorFeedback {
   // or leave a gap, a name has a new length, the device is not the CPU, or a step is open (see
   // end_step).
   void set_layout(std::span<const Bucket> buckets, Device device = Device::cpu);
+  // The slots that are declared, in that order.
+  std::span<const Slot> slots() const noexcept;
   // The bucket's parameters, ascending by offset. Throws: InvalidArgument: unknown slot.
   std::span<const Segment> layout(Slot slot) const;
   // The bucket's length. Throws: InvalidArgument: unknown slot.

@@ -38,6 +38,7 @@ struct StepReport {
   StepId id;
   std::size_t n = 0, k = 0;  // k: asked for; n where the bucket went dense
   std::size_t sent_nnz = 0, sum_nnz = 0;
+  std::size_t union_nnz = 0;                         // ExchangeResult::union_nnz
   std::uint64_t sent_bytes = 0, received_bytes = 0;  // passed to the transport
   std::uint64_t rounds = 0;
   std::int64_t select_ns = 0, exchange_ns = 0, apply_ns = 0;
@@ -117,7 +118,8 @@ class Reducer {
   Exchange* exchange() noexcept;  // null if every bucket goes dense
 
   // Residuals, step, selector and exchange state of this rank. load: what every rank of the saving
-  // run wrote, in rank order; with another number of ranks residuals become (1/P) times their sum.
+  // run wrote, in rank order; with another number of ranks residuals become (1/P) times their sum,
+  // and mass that exchanges held joins them.
   // Between steps only. Throws: StateError.
   void save(std::ostream& out) const;
   void load(std::span<std::istream* const> of_old_ranks);

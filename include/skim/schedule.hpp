@@ -18,7 +18,7 @@ struct Progress {
 };
 
 struct Density {
-  double up = 1.0;         // k/n, in (0, 1]; 1: this bucket goes dense
+  double up = 1.0;         // k/n, in (0, 1]; 1: this bucket goes dense, unless down is less
   double down = 0.0;       // of the result, where the exchange compresses it; 0: as up
   float threshold = 0.0F;  // if > 0: keep what is at least this large, at most up * n
 };
@@ -31,13 +31,15 @@ class DensitySchedule {
   virtual std::string describe() const = 0;
 };
 
-// Throw InvalidArgument for a density outside (0, 1].
+// Throw InvalidArgument for a density outside (0, 1]. down: Density::down, constant.
 std::unique_ptr<DensitySchedule> constant_density(double up, double down = 0.0);
 // One density an epoch, then `last`. The lists of the papers are below.
-std::unique_ptr<DensitySchedule> listed_density(std::vector<double> per_epoch, double last);
+std::unique_ptr<DensitySchedule> listed_density(std::vector<double> per_epoch, double last,
+                                                double down = 0.0);
 // Falls geometrically from `from` to `to` over the first `epochs` (>= 0), then stays:
 // from * (to / from)^(epoch / epochs).
-std::unique_ptr<DensitySchedule> geometric_density(double from, double to, double epochs);
+std::unique_ptr<DensitySchedule> geometric_density(double from, double to, double epochs,
+                                                   double down = 0.0);
 
 // Deep gradient compression (Lin et al., ICLR 2018): 0.25, 0.0625, 0.015625, 0.004; then 0.001.
 std::vector<double> dgc_warm_up();

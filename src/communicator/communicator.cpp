@@ -295,11 +295,24 @@ void Communicator::broadcast(std::vector<std::byte>& message, int root) {
                    ", size=" + std::to_string(size_) + ")");
   CollectivePhase phase(*this, "broadcast", log2_ceil(size_));
   const int from_root = wrap(rank_ - root, size_);
+  // A send ends when the transport has the message, and messages to two children would then share
+  // the link: the first child, whose branch is the deepest, would wait for twice as long. So the
+  // next one sets out when the last has arrived, if a message takes longer than its latency.
+  constexpr std::size_t kLong = std::size_t{1} << 16;
+  const auto has_next_child = [&](int parent, int have) { return parent + 2 * have < size_; };
   for (int have = 1; have < size_; have *= 2) {
     if (from_root < have && from_root + have < size_) {
-      wait(isend(message, (rank_ + have) % size_));
+      const int child = (rank_ + have) % size_;
+      wait(isend(message, child));
+      if (message.size() >= kLong && has_next_child(from_root, have)) {
+        wait(ireceive(scratch_in_, child));
+      }
     } else if (have <= from_root && from_root < 2 * have) {
-      wait(ireceive(message, wrap(rank_ - have, size_)));
+      const int parent = wrap(rank_ - have, size_);
+      wait(ireceive(message, parent));
+      if (message.size() >= kLong && has_next_child(from_root - have, have)) {
+        wait(isend({}, parent));
+      }
     }
     phase.end_round();
   }

@@ -36,8 +36,10 @@ class Automatic final : public Exchange {
     static constexpr std::array kAll{K::dense, K::allgather, K::gtopk, K::oktopk, K::sparcml};
     const std::span<const K> given = options_.automatic.among;
     for (const K kind : given.empty() ? std::span<const K>(kAll) : given) {
-      SKIM_EXPECTS(kind != ExchangeKind::automatic && kind != ExchangeKind::hierarchical,
-                   "auto: cannot choose hierarchical, which has no cost model, or itself");
+      SKIM_EXPECTS(kind != ExchangeKind::automatic && kind != ExchangeKind::hierarchical &&
+                       kind != ExchangeKind::param_server,
+                   "auto: cannot choose hierarchical, which has no cost model, param-server, which "
+                   "holds mass, or itself");
       ExchangeOptions of_kind = options;
       of_kind.kind = kind;
       if (kind == ExchangeKind::gtopk) {  // either form: a busy machine or switch favours the tree

@@ -94,8 +94,10 @@ class Hierarchical final : public Exchange {
   };
 
   static std::unique_ptr<Exchange> make_part(ExchangeOptions options, ExchangeKind kind) {
-    SKIM_EXPECTS(kind != ExchangeKind::hierarchical && kind != ExchangeKind::automatic,
-                 "hierarchical: inside and between hosts goes one of the other sparse exchanges");
+    SKIM_EXPECTS(kind != ExchangeKind::hierarchical && kind != ExchangeKind::automatic &&
+                     kind != ExchangeKind::param_server,
+                 "hierarchical: inside and between hosts goes one of the other sparse exchanges, "
+                 "and none that holds mass");
     options.kind = kind;
     return make_exchange(options);
   }

@@ -7,8 +7,9 @@
 namespace skim {
 
 std::span<const std::string_view> exchange_kind_names() noexcept {
-  static constexpr std::array<std::string_view, 8> kNames{
-      "dense", "allgather", "gtopk", "global-topk", "oktopk", "sparcml", "hierarchical", "auto"};
+  static constexpr std::array<std::string_view, 9> kNames{"dense",        "allgather",    "gtopk",
+                                                          "global-topk",  "oktopk",       "sparcml",
+                                                          "hierarchical", "param-server", "auto"};
   return kNames;
 }
 
@@ -20,6 +21,11 @@ std::span<const std::string_view> drop_policy_names() noexcept {
 
 std::span<const std::string_view> gtopk_form_names() noexcept {
   static constexpr std::array<std::string_view, 2> kNames{"tree", "butterfly"};
+  return kNames;
+}
+
+std::span<const std::string_view> server_placement_names() noexcept {
+  static constexpr std::array<std::string_view, 3> kNames{"rank0", "dedicated", "sharded"};
   return kNames;
 }
 
@@ -46,6 +52,9 @@ std::optional<Scheme> scheme_of(const ExchangeOptions& options, int ranks, std::
       return Scheme::oktopk;
     case ExchangeKind::sparcml:
       return Scheme::sparcml;
+    case ExchangeKind::param_server:
+      return options.server.placement == ServerPlacement::sharded ? Scheme::param_server_sharded
+                                                                  : Scheme::param_server;
     case ExchangeKind::hierarchical:
     case ExchangeKind::automatic:
       break;
@@ -67,6 +76,8 @@ std::unique_ptr<Exchange> make_exchange(const ExchangeOptions& options) {
       return make_sparcml(options);
     case ExchangeKind::hierarchical:
       return make_hierarchical(options);
+    case ExchangeKind::param_server:
+      return make_param_server(options);
     case ExchangeKind::automatic:
       return make_automatic(options);
     case ExchangeKind::dense:

@@ -20,14 +20,8 @@
 // each rank's, which is far off where ranks differ. The cut is not adjusted by factors: when its
 // count leaves 2k/3 .. 4k/3 it is found anew at once, by two small all-gathers instead of one of
 // all sums; so the count has a bound. Parts have one, too.
-#define XXH_INLINE_ALL
-#include <xxhash.h>
-
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <cstring>
-#include <functional>
 #include <limits>
 #include <map>
 #include <utility>
@@ -35,7 +29,7 @@
 
 #include "exchange/factories.hpp"
 #include "exchange/frames.hpp"
-#include "select/kernels.hpp"
+#include "exchange/kth_key.hpp"
 #include "skim/select.hpp"
 #include "state.hpp"
 
@@ -46,23 +40,6 @@ constexpr std::string_view kMagic = "SKIMOKTK";
 constexpr std::uint32_t kVersion = 1;
 constexpr std::uint32_t kNever =
     std::numeric_limits<std::uint32_t>::max();  // an age: not found yet
-
-using Key = std::uint64_t;
-using Words = std::vector<std::uint64_t>;
-
-// Larger magnitude first, then lower index, as everywhere. 0: a zero, which is never kept.
-Key key_of(Index index, float value) {
-  const std::uint32_t order = kernels::order(value);
-  return order == 0 ? 0 : Key{order} << 32U | (std::numeric_limits<Index>::max() - index);
-}
-Key key_of(std::uint32_t order) { return Key{order} << 32U; }
-
-// Of `count` sorted keys every step-th is told first, and then those between two of them: that
-// moves least if step is about sqrt(count / 2).
-std::size_t step_of(std::uint64_t count) {
-  return std::max<std::size_t>(1,
-                               static_cast<std::size_t>(std::sqrt(static_cast<double>(count) / 2)));
-}
 
 SparseView slice(const SparseView& s, std::size_t first, std::size_t last) {
   return {s.index.subspan(first, last - first), s.value.subspan(first, last - first), s.dim};
@@ -206,50 +183,12 @@ class OkTopK final : public Exchange {
         codec_.max_encoded_bytes(std::max(most_part, most_result_), mine.dim);
     outgoing_.resize(ranks_);
     for (auto& message : outgoing_) message.reserve(most_bytes);
-    // Keys that are told, or lie between two of those (at most twice what `slack` is there), or
-    // samples of regions; and a number in front.
-    const std::size_t step = step_of(most_sums);
-    most_words_ =
-        1 + std::max({2 * ranks_, 4 * (step + 1), std::min(most_sums, 2 * (ranks_ + 1) * step)});
-    message_.reserve(std::max(most_bytes, sizeof(std::uint64_t) * (most_words_ + 1)));
-    words_.reserve(most_words_);
+    message_.reserve(most_bytes);
+    all_words_.reserve(1 + 2 * ranks_);
+    words_.reserve(1 + 2 * ranks_);
     keys_.reserve(most_sums);
-    told_.reserve(ranks_ * 4 * (step + 1));
-    found_.reserve(ranks_ * most_words_);
+    kth_.reserve(most_sums, ranks_);
     samples_.reserve(2 * ranks_ * ranks_);
-  }
-
-  // ---- small numbers, by all-gather
-
-  // words_ of every rank, with a checksum: all_[r] is rank r's.
-  void gather_words(Communicator& comm) {
-    const auto bytes = std::as_bytes(std::span(words_));
-    message_.assign(bytes.begin(), bytes.end());
-    const std::uint64_t sum = XXH3_64bits(bytes.data(), bytes.size());
-    const auto tail = std::as_bytes(std::span(&sum, 1));
-    message_.insert(message_.end(), tail.begin(), tail.end());
-    comm.allgather(message_, all_, sizeof(std::uint64_t) * (most_words_ + 1));
-  }
-  // Those of rank r, in words_. At least `least` of them.
-  void read_words(std::size_t r, std::size_t least, const Communicator& comm) {
-    const Bytes in = all_[r];
-    std::uint64_t sum = 0;
-    const bool whole = in.size() >= sizeof sum * (least + 1) && in.size() % sizeof sum == 0;
-    if (whole) {
-      const Bytes body = in.first(in.size() - sizeof sum);
-      words_.resize(body.size() / sizeof(std::uint64_t));
-      std::memcpy(words_.data(), body.data(), body.size());
-      std::memcpy(&sum, in.data() + body.size(), sizeof sum);
-      if (XXH3_64bits(body.data(), body.size()) == sum) return;
-    }
-    refuse(r, whole ? "checksum does not fit" : "truncated", comm);
-  }
-  [[noreturn]] static void refuse(std::size_t peer, const std::string& why,
-                                  const Communicator& comm) {
-    const std::string phase = comm.phase().text();
-    throw CommError("rank " + std::to_string(comm.rank()) + ": bad message from rank " +
-                        std::to_string(peer) + " in '" + phase + "': " + why,
-                    static_cast<int>(peer), phase);
   }
 
   // ---- 1: regions
@@ -266,14 +205,14 @@ class OkTopK final : public Exchange {
     for (std::size_t i = 0; i < told; ++i) {
       words_.push_back(mine.index[i * mine.nnz() / told]);
     }
-    gather_words(comm);
+    all_words_.gather(words_, comm);
     samples_.clear();
     double total = 0.0;
     for (std::size_t r = 0; r < ranks_; ++r) {
-      read_words(r, 1, comm);
-      const std::uint64_t nnz = words_[0], samples = samples_of(nnz);
-      if (words_.size() != 1 + samples) refuse(r, "not the samples of a selection", comm);
-      for (const std::uint64_t at : std::span(words_).subspan(1)) {
+      const auto words = all_words_.of(r, 1, comm);
+      const std::uint64_t nnz = words[0], samples = samples_of(nnz);
+      if (words.size() != 1 + samples) refuse_message(r, "not the samples of a selection", comm);
+      for (const std::uint64_t at : words.subspan(1)) {
         samples_.emplace_back(static_cast<Index>(at),
                               static_cast<double>(nnz) / static_cast<double>(samples));
       }
@@ -356,7 +295,7 @@ class OkTopK final : public Exchange {
       views_[from] = got.view();
       const auto index = views_[from].index;
       if (!index.empty() && (index.front() < begin || index.back() >= end)) {
-        refuse(from, "entries outside of this rank's region", comm);
+        refuse_message(from, "entries outside of this rank's region", comm);
       }
       comm.wait(sending);
       comm.end_round();
@@ -378,79 +317,23 @@ class OkTopK final : public Exchange {
     if (!options_.exact && state.cut_age < options_.cut_every) {
       comm.set_phase({"oktopk: count"});
       cut_ = key_of(state.cut);
-      words_.assign({keys_.size(), static_cast<std::uint64_t>(std::ranges::count_if(
-                                       keys_, [&](Key key) { return key >= cut_; }))});
-      gather_words(comm);
+      all_words_.gather(std::array{std::uint64_t{keys_.size()},
+                                   static_cast<std::uint64_t>(std::ranges::count_if(
+                                       keys_, [&](Key key) { return key >= cut_; }))},
+                        comm);
       std::size_t all = 0, kept = 0;
       for (std::size_t r = 0; r < ranks_; ++r) {
-        read_words(r, 2, comm);
-        all += words_[0];
-        kept += counts_[r] = words_[1];
+        const auto words = all_words_.of(r, 2, comm);
+        all += words[0];
+        kept += counts_[r] = words[1];
       }
       const bool too_few = 3 * kept < 2 * k_ && kept < all;
       if (kept <= most_result_ && !too_few) return;
     }
-    find_exact_cut(comm);
+    cut_ = kth_.find(keys_, k_, "oktopk: cut", comm);
+    counts_ = kth_.counts();
     state.cut = static_cast<std::uint32_t>(cut_ >> 32U);
     state.cut_age = 0;
-  }
-
-  // The k-th largest key of all owners: first each tells every step-th of its own, which says
-  // between which two of all of these the k-th lies; then those between.
-  void find_exact_cut(Communicator& comm) {
-    comm.set_phase({"oktopk: cut", 1, 2});
-    std::ranges::sort(keys_, std::greater<>{});
-    const std::size_t step = step_of(keys_.size());
-    words_.assign(1, keys_.size());
-    for (std::size_t i = step; i <= keys_.size(); i += step) words_.push_back(keys_[i - 1]);
-    gather_words(comm);
-    told_.clear();
-    std::size_t all = 0, slack = 0;  // slack: keys that may reach a bound uncounted
-    for (std::size_t r = 0; r < ranks_; ++r) {
-      read_words(r, 1, comm);
-      const std::size_t its_step = step_of(words_[0]);
-      if (words_.size() != 1 + words_[0] / its_step) refuse(r, "not a list of keys", comm);
-      all += counts_[r] = words_[0];
-      slack += its_step - 1;
-      for (const Key key : std::span(words_).subspan(1)) told_.emplace_back(key, its_step);
-    }
-    cut_ = k_ == 0 ? std::numeric_limits<Key>::max() : 0;
-    if (k_ == 0) std::ranges::fill(counts_, 0U);
-    if (k_ == 0 || all <= k_) return;
-
-    // At least `reach` keys reach a key that was told, and at most reach + slack.
-    std::ranges::sort(told_, std::greater<>{});
-    Key low = 0, high = std::numeric_limits<Key>::max();  // low <= cut < high
-    std::size_t reach = 0;
-    for (const auto& [key, its_step] : told_) {
-      reach += its_step;
-      if (reach + slack < k_) high = key;
-      if (reach >= k_) {
-        low = key;
-        break;
-      }
-    }
-    comm.set_phase({"oktopk: cut", 2, 2});
-    const auto first = std::ranges::upper_bound(keys_, high, std::greater<>{});
-    words_.assign(1, static_cast<std::uint64_t>(first - keys_.begin()));
-    for (auto at = first; at != keys_.end() && *at >= low; ++at) words_.push_back(*at);
-    gather_words(comm);
-    found_.clear();
-    std::size_t above = 0;
-    for (std::size_t r = 0; r < ranks_; ++r) {
-      read_words(r, 1, comm);
-      above += counts_[r] = words_[0];
-      found_.insert(found_.end(), words_.begin() + 1, words_.end());
-    }
-    if (above >= k_ || found_.size() < k_ - above) refuse(me_, "no k-th key", comm);
-    const auto kth = found_.begin() + static_cast<std::ptrdiff_t>(k_ - above - 1);
-    std::ranges::nth_element(found_, kth, std::greater<>{});
-    cut_ = *kth;
-    for (std::size_t r = 0; r < ranks_; ++r) {
-      read_words(r, 1, comm);
-      counts_[r] += static_cast<std::size_t>(std::ranges::count_if(
-          std::span(words_).subspan(1), [&](Key key) { return key >= cut_; }));
-    }
   }
 
   // kept_: this rank's sums that reach the cut.
@@ -549,7 +432,7 @@ class OkTopK final : public Exchange {
     const SparseView piece = piece_.view(), so_far = to.view();
     if (piece.nnz() == 0) return;
     if (piece.nnz() > most || (so_far.nnz() > 0 && piece.index.front() <= so_far.index.back())) {
-      refuse(from, "not the share of the result that was announced", comm);
+      refuse_message(from, "not the share of the result that was announced", comm);
     }
     append(to, piece);
   }
@@ -568,14 +451,15 @@ class OkTopK final : public Exchange {
 
   // Of the run that goes on.
   std::size_t ranks_ = 0, me_ = 0, k_ = 0;
-  std::size_t part_limit_ = 0, most_result_ = 0, most_words_ = 0;
+  std::size_t part_limit_ = 0, most_result_ = 0;
   std::vector<std::vector<std::byte>> outgoing_;  // [P]
   std::vector<std::byte> message_;
   MessageList all_;
-  Words words_;
+  WordsOfRanks all_words_;
+  std::vector<std::uint64_t> words_;
   std::vector<std::pair<Index, double>> samples_;  // index, entries that it stands for
-  std::vector<std::pair<Key, std::size_t>> told_;  // key, keys that it stands for
-  std::vector<Key> keys_, found_;
+  std::vector<Key> keys_;
+  KthKey kth_;
   Key cut_ = 0;
   std::vector<std::size_t> counts_, part_end_, received_;  // [P]
   std::vector<SparseBuffer> parts_;                        // [P]

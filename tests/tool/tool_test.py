@@ -156,6 +156,13 @@ class Usage(Case):
         for option in ["--momentum-correction", "--residual-decay"]:
             self.assert_refused(train(option, "0.5", "--feedback", "none"), option,
                                 "--feedback residual")
+        self.assert_refused(train("--server", "star"), "--server", "star", "rank0", "sharded")
+        self.assert_refused(train("--exchange", "allgather", "--down-density", "0.1"),
+                            "--down-density", "allgather", "param-server")
+        self.assert_refused(train("--exchange", "param-server", "--down-density", "2"),
+                            "--down-density", "(0, 1]")
+        self.assert_refused(train("--memory", "updates", "--optimizer", "adam"), "--memory", "sgd")
+        self.assert_refused(train("--memory", "updates", "--local-clip", "1"), "--local-clip")
         self.assert_refused(train("--batch", "1000"), "512")
         self.assert_refused(train("--model", "lstm"), "lstm")
 
@@ -297,6 +304,30 @@ class Runs(Case):
         self.assertNotEqual(ours, dense)
         for a, b in zip(ours, theirs):
             self.assertAlmostEqual(a, b, places=4)
+
+    def test_servers(self):
+        def losses(ranks, *arguments):
+            metrics = self.dir / "m.jsonl"
+            self.assert_ok(train("--ranks", ranks, "--model", "mlp-64", "--steps", 6, "--bucket-mb", 0,
+                                 "--exchange", "param-server", "--density", 0.05, "--lr", 0.125,
+                                 "--metrics", metrics, *arguments))
+            # Rank 0 reports; a dedicated server looks at the batch of the first other rank.
+            return [line["loss"] for line in lines(metrics) if "k" in line]
+
+        plain = losses(3)
+        self.assertEqual(losses(3, "--server", "sharded"), plain)
+        self.assertEqual(losses(4, "--server", "dedicated"), plain)
+        self.assertEqual(losses(3, "--down-density", 0.05), plain)
+        # A rate that is a power of two and stays is nothing but a scale.
+        self.assertEqual(losses(3, "--memory", "updates"), plain)
+        others = [plain]
+        for arguments in [["--down-density", 0.01], ["--down-density", 1],
+                          ["--density", 1, "--down-density", 0.05]]:
+            others.append(losses(3, *arguments))
+            self.assertEqual(others[-1][0], plain[0])
+            self.assertNotIn(others[-1], others[:-1])
+        falling = ["--lr-schedule", "steps", "--lr-drops", 0.1, "--lr-gamma", 0.1]
+        self.assertNotEqual(losses(3, *falling), losses(3, *falling, "--memory", "updates"))
 
     def test_auto_says_what_it_takes_and_why(self):
         fit = self.dir / "fit.json"
@@ -440,22 +471,26 @@ class Checkpoints(Case):
                 self.assertEqual(self.timeless(metrics), expected)
                 self.assertTrue(self.state(folder) == residuals, "the residuals differ")
 
-    def test_local_options_resume_bit_identically(self):
-        arguments = ["--momentum-correction", 0.8, "--nesterov-correction", "--local-clip", 1,
-                     "--residual-decay", 0.9, "--per-layer", "--select", "gaussian",
-                     "--value-code", "q2", "--rounding", "stochastic"]
-        expected, residuals = self.straight(*arguments)
-        metrics, folder = self.dir / "m.jsonl", self.dir / "parted"
-        arguments += ["--metrics", metrics, "--checkpoint", folder]
-        self.assert_ok(train(*self.RUN, *arguments, "--steps", 11))
-        self.assert_ok(train(*self.RUN, *arguments, "--resume"))
+    def test_all_state_resumes_bit_identically(self):
+        local = ["--momentum-correction", 0.8, "--nesterov-correction", "--local-clip", 1,
+                 "--residual-decay", 0.9, "--per-layer", "--select", "gaussian",
+                 "--value-code", "q2", "--rounding", "stochastic"]
+        server = ["--exchange", "param-server", "--server", "sharded", "--memory", "updates",
+                  "--down-density", 0.004]
+        for name, arguments in {"local": local, "server": server}.items():
+            with self.subTest(name):
+                expected, residuals = self.straight(*arguments)
+                metrics, folder = self.dir / f"{name}.jsonl", self.dir / name
+                arguments += ["--metrics", metrics, "--checkpoint", folder]
+                self.assert_ok(train(*self.RUN, *arguments, "--steps", 11))
+                self.assert_ok(train(*self.RUN, *arguments, "--resume"))
 
-        def steps(all_lines):
-            return [line for line in all_lines if "k" in line]
+                def steps(all_lines):
+                    return [line for line in all_lines if "k" in line]
 
-        self.assertEqual(len(steps(expected)), 24)
-        self.assertEqual(steps(self.timeless(metrics)), steps(expected))
-        self.assertTrue(self.state(folder) == residuals, "the residuals differ")
+                self.assertEqual(len(steps(expected)), 24)
+                self.assertEqual(steps(self.timeless(metrics)), steps(expected))
+                self.assertTrue(self.state(folder) == residuals, "the residuals differ")
 
     def test_another_number_of_ranks_goes_on(self):
         self.straight()

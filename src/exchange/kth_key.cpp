@@ -1,0 +1,136 @@
+// The k-th largest of keys that are spread over ranks.
+#include "exchange/kth_key.hpp"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+#include "skim/error.hpp"
+
+namespace skim {
+namespace {
+
+// Of `count` sorted keys every step-th is told first, and then those between two of them: that
+// moves least if step is about sqrt(count / 2).
+std::size_t step_of(std::uint64_t count) {
+  return std::max<std::size_t>(1,
+                               static_cast<std::size_t>(std::sqrt(static_cast<double>(count) / 2)));
+}
+
+}  // namespace
+
+void refuse_message(std::size_t peer, const std::string& why, const Communicator& comm) {
+  const std::string phase = comm.phase().text();
+  throw CommError("rank " + std::to_string(comm.rank()) + ": bad message from rank " +
+                      std::to_string(peer) + " in '" + phase + "': " + why,
+                  static_cast<int>(peer), phase);
+}
+
+void WordsOfRanks::reserve(std::size_t most) {
+  most_ = most;
+  message_.reserve(sizeof(std::uint64_t) * (most + 1));
+  words_.reserve(most);
+}
+
+void WordsOfRanks::gather(std::span<const std::uint64_t> mine, Communicator& comm) {
+  const auto bytes = std::as_bytes(mine);
+  message_.assign(bytes.begin(), bytes.end());
+  const std::uint64_t sum = XXH3_64bits(bytes.data(), bytes.size());
+  const auto tail = std::as_bytes(std::span(&sum, 1));
+  message_.insert(message_.end(), tail.begin(), tail.end());
+  comm.allgather(message_, all_, sizeof(std::uint64_t) * (most_ + 1));
+}
+
+std::span<const std::uint64_t> WordsOfRanks::of(std::size_t r, std::size_t least,
+                                                const Communicator& comm) {
+  const Bytes in = all_[r];
+  std::uint64_t sum = 0;
+  const bool whole = in.size() >= sizeof sum * (least + 1) && in.size() % sizeof sum == 0;
+  if (whole) {
+    const Bytes body = in.first(in.size() - sizeof sum);
+    words_.resize(body.size() / sizeof(std::uint64_t));
+    std::memcpy(words_.data(), body.data(), body.size());
+    std::memcpy(&sum, in.data() + body.size(), sizeof sum);
+    if (XXH3_64bits(body.data(), body.size()) == sum) return words_;
+  }
+  refuse_message(r, whole ? "checksum does not fit" : "truncated", comm);
+}
+
+void KthKey::reserve(std::size_t most, std::size_t ranks) {
+  // Keys that are told, or lie between two of those (at most twice what `slack` is there); and a
+  // number in front.
+  const std::size_t step = step_of(most);
+  const std::size_t words = 1 + std::max(4 * (step + 1), std::min(most, 2 * (ranks + 1) * step));
+  all_.reserve(words);
+  words_.reserve(words);
+  told_.reserve(ranks * 4 * (step + 1));
+  found_.reserve(ranks * words);
+  counts_.resize(ranks);
+}
+
+Key KthKey::find(std::vector<Key>& keys, std::size_t k, const char* phase, Communicator& comm) {
+  const auto ranks = static_cast<std::size_t>(comm.size());
+  comm.set_phase({phase, 1, 2});
+  std::ranges::sort(keys, std::greater<>{});
+  const std::size_t step = step_of(keys.size());
+  words_.assign(1, keys.size());
+  for (std::size_t i = step; i <= keys.size(); i += step) words_.push_back(keys[i - 1]);
+  all_.gather(words_, comm);
+  told_.clear();
+  std::size_t all = 0, slack = 0;  // slack: keys that may reach a bound uncounted
+  for (std::size_t r = 0; r < ranks; ++r) {
+    const auto words = all_.of(r, 1, comm);
+    const std::size_t its_step = step_of(words[0]);
+    if (words.size() != 1 + words[0] / its_step) refuse_message(r, "not a list of keys", comm);
+    all += counts_[r] = words[0];
+    slack += its_step - 1;
+    for (const Key key : words.subspan(1)) told_.emplace_back(key, its_step);
+  }
+  if (k == 0) {
+    std::ranges::fill(counts_, 0U);
+    return std::numeric_limits<Key>::max();
+  }
+  if (all <= k) return 0;
+
+  // At least `reach` keys reach a key that was told, and at most reach + slack.
+  std::ranges::sort(told_, std::greater<>{});
+  Key low = 0, high = std::numeric_limits<Key>::max();  // low <= the k-th < high
+  std::size_t reach = 0;
+  for (const auto& [key, its_step] : told_) {
+    reach += its_step;
+    if (reach + slack < k) high = key;
+    if (reach >= k) {
+      low = key;
+      break;
+    }
+  }
+  comm.set_phase({phase, 2, 2});
+  const auto first = std::ranges::upper_bound(keys, high, std::greater<>{});
+  words_.assign(1, static_cast<std::uint64_t>(first - keys.begin()));
+  for (auto at = first; at != keys.end() && *at >= low; ++at) words_.push_back(*at);
+  all_.gather(words_, comm);
+  found_.clear();
+  std::size_t above = 0;
+  for (std::size_t r = 0; r < ranks; ++r) {
+    const auto words = all_.of(r, 1, comm);
+    above += counts_[r] = words[0];
+    found_.insert(found_.end(), words.begin() + 1, words.end());
+  }
+  if (above >= k || found_.size() < k - above) {
+    refuse_message(static_cast<std::size_t>(comm.rank()), "no k-th key", comm);
+  }
+  const auto kth = found_.begin() + static_cast<std::ptrdiff_t>(k - above - 1);
+  std::ranges::nth_element(found_, kth, std::greater<>{});
+  const Key cut = *kth;
+  for (std::size_t r = 0; r < ranks; ++r) {
+    counts_[r] += static_cast<std::size_t>(
+        std::ranges::count_if(all_.of(r, 1, comm).subspan(1), [&](Key key) { return key >= cut; }));
+  }
+  return cut;
+}
+
+}  // namespace skim

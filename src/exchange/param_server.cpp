@@ -1,0 +1,384 @@
+// Parameter server with top-k on both links (Zou, De Sterck and Liu, arXiv 2209.15203). Any number
+// of ranks.
+//
+//   uplink    every rank sends its selection to the server, which adds it to what it held back
+//   downlink  the k_d largest of that go to all ranks; the server holds back the rest
+//
+// All in sums over the ranks, where the paper has means: selections do not depend on the scale.
+//
+// The server is rank 0, or all ranks are, each for a range of indices. Then an owner adds up its
+// range, and owners agree on the k_d-th largest entry of all, so that the result is the same, bit
+// for bit (with values in full precision), and no link carries more than its share.
+//
+// k_d = n: all that the ranks sent goes back, and nothing is held back but what rounding takes off.
+// Then the result has the union of their indices and no more.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "exchange/factories.hpp"
+#include "exchange/frames.hpp"
+#include "exchange/kth_key.hpp"
+#include "skim/select.hpp"
+
+namespace skim {
+namespace {
+
+class ParamServer final : public Exchange {
+ public:
+  explicit ParamServer(const ExchangeOptions& options)
+      : codec_(options.codec), options_(options.server), selector_(make_selector({})) {}
+  std::string_view name() const noexcept override { return "param-server"; }
+  int contributors(int ranks) const noexcept override {
+    return dedicated(ranks) ? ranks - 1 : ranks;
+  }
+
+  ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
+                     Communicator& comm) override {
+    returned_.reset(mine.dim);
+    if (comm.size() == 1) {
+      return {
+          .sum = mine, .returned = returned_.view(), .contributors = 1, .union_nnz = mine.nnz()};
+    }
+    return or_abort(comm, [&] {
+      make_room(id, mine, keep, comm);
+      if (sharded()) {
+        send_to_owners(id, mine, stats, comm);
+      } else {
+        send_to_rank_0(mine, stats, comm);
+      }
+      sum(views_, sum_);
+      if (owns_) choose(id);
+      if (sharded()) {
+        gather(id, comm);
+      } else {
+        broadcast(id, stats, comm);
+      }
+      return ExchangeResult{.sum = result_.view(),
+                            .returned = returned_.view(),
+                            .contributors = contributors(comm.size()),
+                            .union_nnz = owns_ ? sum_.nnz() : 0};
+    });
+  }
+
+  HeldMass held(Slot slot) noexcept override {
+    const auto found = slots_.find(slot);
+    if (found == slots_.end()) return {};
+    return {found->second.first, std::span(found->second.mass)};
+  }
+  void hold(Slot slot, std::size_t first, std::span<const float> mass) override {
+    slots_[slot] = {.first = first, .mass = {mass.begin(), mass.end()}, .cut = true, .journal = {}};
+  }
+  void flush(Slot slot, SparseBuffer& returned) override {
+    returned.reset(returned.view().dim);
+    const auto found = slots_.find(slot);
+    if (found == slots_.end()) return;
+    State& state = found->second;
+    append_all(state, returned);
+    for (const Index i : returned.view().index) set(state, i - state.first, 0.0F);
+  }
+
+  void end_step() noexcept override {
+    for (auto& [slot, state] : slots_) state.journal.clear();
+    misplaced_.clear();
+  }
+  void rollback_step() override {
+    for (auto& [slot, state] : misplaced_) slots_[slot] = std::move(state);
+    misplaced_.clear();
+    for (auto& [slot, state] : slots_) {
+      for (std::size_t e = state.journal.size(); e-- > 0;) {
+        state.mass[state.journal[e].at] = state.journal[e].before;
+      }
+      state.journal.clear();
+      state.cut = true;
+    }
+  }
+
+ private:
+  struct Change {
+    std::uint32_t at;  // of mass
+    float before;
+  };
+  struct State {
+    std::size_t first = 0;        // index of the slot that mass[0] is of
+    std::vector<float> mass;      // held back, as a sum over the ranks; finite
+    bool cut = false;             // a result left entries out since all of it was sent
+    std::vector<Change> journal;  // of the open step
+  };
+
+  bool sharded() const noexcept { return options_.placement == ServerPlacement::sharded; }
+  bool dedicated(int ranks) const noexcept {
+    return ranks > 1 && options_.placement == ServerPlacement::dedicated;
+  }
+  static std::size_t begin_of(std::size_t owner, std::size_t n, std::size_t owners) {
+    return n * owner / owners;
+  }
+  static void append_all(const State& state, SparseBuffer& to) {
+    for (std::size_t i = 0; i < state.mass.size(); ++i) {
+      if (state.mass[i] != 0.0F) to.append(static_cast<Index>(state.first + i), state.mass[i]);
+    }
+  }
+  static void set(State& state, std::size_t at, float value) {
+    state.journal.push_back({static_cast<std::uint32_t>(at), state.mass[at]});
+    state.mass[at] = value;
+  }
+
+  // Also gives back what this rank holds of the slot where that is not its to hold: what a saved
+  // run held with a server in another place.
+  void make_room(StepId id, const SparseView& mine, const Keep& keep, const Communicator& comm) {
+    ranks_ = static_cast<std::size_t>(comm.size());
+    me_ = static_cast<std::size_t>(comm.rank());
+    owns_ = sharded() || me_ == 0;
+    first_ = sharded() ? begin_of(me_, mine.dim, ranks_) : 0;
+    const std::size_t last = sharded() ? begin_of(me_ + 1, mine.dim, ranks_) : mine.dim;
+    k_ = std::min(entries_of_result(keep), mine.dim);
+    state_ = &slots_[id.slot];
+    const std::size_t own = owns_ ? last - first_ : 0;
+    if (state_->first != first_ || state_->mass.size() != own) {
+      append_all(*state_, returned_);
+      if (!state_->mass.empty()) misplaced_[id.slot] = std::move(*state_);
+      *state_ = {.first = first_, .mass = std::vector<float>(own), .cut = false, .journal = {}};
+    }
+    if (dedicated(comm.size()) && me_ == 0) {  // its residual is nobody's: it goes on to hold it
+      give_back(mine);
+    }
+
+    const std::size_t most_mine = std::max(keep.k, mine.nnz());
+    const std::size_t most_sum = std::min(mine.dim, ranks_ * most_mine);
+    const std::size_t most_result = k_ < mine.dim ? k_ : most_sum;
+    parts_.resize(ranks_);
+    views_.assign(ranks_, SparseView{{}, {}, mine.dim});
+    stats_.resize(ranks_);
+    outgoing_.resize(ranks_);
+    tickets_.resize(ranks_);
+    incoming_.resize(owns_ ? ranks_ : 1);
+    for (SparseBuffer* s : {&chosen_, &share_, &result_}) {
+      s->reset(mine.dim);
+      s->reserve(most_result);
+    }
+    if (owns_) {
+      sum_.reserve(most_sum);
+      state_->journal.reserve(2 * (2 * most_sum + most_result));
+      for (SparseBuffer& part : parts_) part.reserve(most_mine);
+    }
+    const std::size_t up = codec_.max_encoded_bytes(most_mine, mine.dim);
+    const std::size_t down = codec_.max_encoded_bytes(most_result, mine.dim);
+    for (SparseBuffer* s : {&piece_, &error_}) s->reserve(sharded() ? most_mine : 0);
+    scratch_.reserve(std::max(most_mine, most_result));
+    returned_.reserve(most_mine);
+    for (auto& message : outgoing_) message.reserve(sharded() ? up : 0);
+    for (auto& message : incoming_) message.reserve(owns_ ? up : 0);
+    message_.reserve(std::max(up, down));
+    most_share_bytes_ = down;
+    if (sharded()) {
+      keys_.reserve(most_result);
+      kth_.reserve(most_result, ranks_);
+    }
+  }
+
+  void give_back(const SparseView& s) {
+    scratch_.assign(returned_.view());
+    sum(std::array{scratch_.view(), s}, returned_);
+  }
+
+  // ---- uplink. Afterwards views_ has what this rank is to add up, in rank order, and stats, on
+  // owners, the group's.
+
+  void take(std::size_t from, std::size_t dim, const Communicator& comm) {
+    decode_message(codec_, incoming_[from], dim, parts_[from], stats_[from], comm,
+                   static_cast<int>(from));
+    views_[from] = parts_[from].view();
+  }
+  void combine_stats(GroupStats& stats) const {
+    stats = {};
+    for (const GroupStats& of_rank : stats_) combine(stats, of_rank);
+  }
+
+  void send_to_rank_0(const SparseView& mine, GroupStats& stats, Communicator& comm) {
+    comm.set_phase({"param-server: uplink"});
+    if (!owns_) {
+      message_.clear();
+      codec_.encode(mine, &stats, message_);
+      comm.wait(comm.isend(message_, 0));
+    } else {
+      for (std::size_t r = 1; r < ranks_; ++r) {
+        tickets_[r] = comm.ireceive(incoming_[r], static_cast<int>(r));
+      }
+      stats_[0] = stats;
+      if (!dedicated(comm.size())) views_[0] = mine;
+      for (std::size_t r = 1; r < ranks_; ++r) {
+        comm.wait(tickets_[r]);
+        take(r, mine.dim, comm);
+      }
+      combine_stats(stats);
+    }
+    comm.end_round();
+  }
+
+  // In round s rank r sends to r + s, so that no owner gets two parts at a time. Blocks of a part
+  // begin elsewhere than those of the selection, so it is rounded anew; what that takes off comes
+  // back to this rank.
+  void send_to_owners(StepId id, const SparseView& mine, GroupStats& stats, Communicator& comm) {
+    const auto part = [&](std::size_t owner) {
+      const auto at = [&](std::size_t index) {
+        return static_cast<std::size_t>(std::ranges::lower_bound(mine.index, index) -
+                                        mine.index.begin());
+      };
+      const std::size_t first = at(begin_of(owner, mine.dim, ranks_)),
+                        last = at(begin_of(owner + 1, mine.dim, ranks_));
+      return SparseView{mine.index.subspan(first, last - first),
+                        mine.value.subspan(first, last - first), mine.dim};
+    };
+    const std::size_t end = begin_of(me_ + 1, mine.dim, ranks_);
+    stats_[me_] = stats;
+    views_[me_] = part(me_);
+    for (std::size_t s = 1; s < ranks_; ++s) {
+      comm.set_phase({"param-server: uplink", static_cast<int>(s), static_cast<int>(ranks_ - 1)});
+      const std::size_t to = (me_ + s) % ranks_, from = (me_ + ranks_ - s) % ranks_;
+      piece_.assign(part(to));
+      quantize_to_send(codec_, id, static_cast<int>(s), comm, piece_, error_);
+      if (error_.nnz() > 0) give_back(error_.view());
+      outgoing_[to].clear();
+      codec_.encode(piece_.view(), &stats, outgoing_[to]);
+      const Ticket sending = comm.isend(outgoing_[to], static_cast<int>(to));
+      comm.wait(comm.ireceive(incoming_[from], static_cast<int>(from)));
+      take(from, mine.dim, comm);
+      const auto index = views_[from].index;
+      if (!index.empty() && (index.front() < first_ || index.back() >= end)) {
+        refuse_message(from, "entries outside of this rank's range", comm);
+      }
+      comm.wait(sending);
+      comm.end_round();
+    }
+    combine_stats(stats);
+  }
+
+  // ---- the server
+
+  // chosen_: of what is held and came in, the k_d largest of this rank's range (k_d = n: all), not
+  // yet rounded; what of it goes out is decided together. Mass takes in the sums.
+  void choose(StepId id) {
+    State& state = *state_;
+    const SparseView sums = sum_.view();
+    const bool all = k_ == sums.dim && !state.cut;
+    for (std::size_t e = 0; e < sums.nnz(); ++e) {
+      const std::size_t at = sums.index[e] - first_;
+      set(state, at, state.mass[at] + sums.value[e]);
+    }
+    if (all) {  // and of what is held elsewhere nothing but rounding errors
+      chosen_.assign(sums);
+      for (std::size_t e = 0; e < sums.nnz(); ++e) {
+        chosen_.values()[e] = state.mass[sums.index[e] - first_];
+      }
+      return;
+    }
+    selector_->select({.id = id,
+                       .grad = std::span(state.mass),
+                       .residual = {},
+                       .layout = {},
+                       .keep = {.k = std::min(k_, state.mass.size())}},
+                      chosen_);
+    chosen_.set_dim(sums.dim);
+    for (Index& i : chosen_.indices()) i += static_cast<Index>(first_);
+    state.cut = k_ < sums.dim;
+  }
+
+  // Of `s`, as it goes out, nothing is held any longer; what rounding took off, is. NaN and
+  // infinity go out first (Selector), and none is held: what is not finite can be in sums alone.
+  void deliver(StepId id, const Communicator& comm, SparseBuffer& s) {
+    codec_.quantize(s, id, comm.rank() + comm.size() * comm.size());
+    State& state = *state_;
+    const SparseView sent = s.view();
+    for (std::size_t e = 0; e < sent.nnz(); ++e) {
+      const std::size_t at = sent.index[e] - first_;
+      set(state, at, state.mass[at] - sent.value[e]);
+    }
+    for (const Index i : sum_.view().index) {
+      if (!std::isfinite(state.mass[i - first_])) set(state, i - first_, 0.0F);
+    }
+  }
+
+  // ---- downlink
+
+  void broadcast(StepId id, GroupStats& stats, Communicator& comm) {
+    if (owns_) {
+      deliver(id, comm, chosen_);
+      message_.clear();
+      codec_.encode(chosen_.view(), &stats, message_);
+    }
+    comm.set_phase({"param-server: downlink"});
+    comm.broadcast(message_, 0);
+    decode_message(codec_, message_, sum_.view().dim, result_, stats, comm, 0);
+  }
+
+  void gather(StepId id, Communicator& comm) {
+    const SparseView chosen = chosen_.view();
+    const std::size_t dim = chosen.dim;
+    share_.reset(dim);
+    if (k_ == dim) {
+      share_.assign(chosen);
+    } else {
+      keys_.clear();
+      for (std::size_t e = 0; e < chosen.nnz(); ++e) {
+        keys_.push_back(key_of(chosen.index[e], chosen.value[e]));
+      }
+      const Key cut = kth_.find(keys_, k_, "param-server: cut", comm);
+      for (std::size_t e = 0; e < chosen.nnz(); ++e) {
+        if (key_of(chosen.index[e], chosen.value[e]) < cut) continue;
+        share_.append(chosen.index[e], chosen.value[e]);
+      }
+    }
+    deliver(id, comm, share_);
+    message_.clear();
+    codec_.encode(share_.view(), nullptr, message_);
+    comm.set_phase({"param-server: downlink"});
+    comm.allgather(message_, all_, most_share_bytes_);
+    result_.reset(dim);
+    for (std::size_t r = 0; r < ranks_; ++r) {
+      GroupStats none;
+      decode_message(codec_, all_[r], dim, scratch_, none, comm, static_cast<int>(r));
+      const SparseView piece = scratch_.view(), so_far = result_.view();
+      if (piece.nnz() == 0) continue;
+      if (so_far.nnz() > 0 && piece.index.front() <= so_far.index.back()) {
+        refuse_message(r, "not the share of its own range", comm);
+      }
+      for (std::size_t e = 0; e < piece.nnz(); ++e) result_.append(piece.index[e], piece.value[e]);
+    }
+  }
+
+  Codec codec_;
+  ServerOptions options_;
+  std::unique_ptr<Selector> selector_;  // of the server
+  std::map<Slot, State> slots_;
+  std::map<Slot, State> misplaced_;  // what the open step gave back, as it was
+
+  // Of the run that goes on.
+  std::size_t ranks_ = 0, me_ = 0, first_ = 0;
+  std::size_t k_ = 0;  // k_d
+  bool owns_ = false;  // this rank is the server, or a part of it
+  State* state_ = nullptr;
+  std::size_t most_share_bytes_ = 0;
+  std::vector<std::vector<std::byte>> outgoing_, incoming_;  // [P]
+  std::vector<Ticket> tickets_;                              // [P]
+  std::vector<std::byte> message_;
+  MessageList all_;
+  std::vector<SparseBuffer> parts_;  // [P]
+  std::vector<SparseView> views_;    // [P]
+  std::vector<GroupStats> stats_;    // [P]
+  std::vector<Key> keys_;
+  KthKey kth_;
+  SparseBuffer sum_, chosen_, share_, result_, returned_, scratch_, piece_, error_;
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_param_server(const ExchangeOptions& options) {
+  SKIM_EXPECTS(static_cast<std::size_t>(options.server.placement) < server_placement_names().size(),
+               "param-server: unknown placement");
+  return std::make_unique<ParamServer>(options);
+}
+
+}  // namespace skim
