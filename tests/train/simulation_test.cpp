@@ -170,6 +170,24 @@ TEST(Simulation, SkipsAStepThatIsNotFiniteAsAGroupDoes) {
   EXPECT_THROW(by_simulation(o, {.ranks = 2}), NonFiniteError);
 }
 
+// One rank adds up all that came, or every rank a part: together they see the same union.
+TEST(Simulation, CountsTheUnionOfWhatServersAddUp) {
+  TrainOptions o = options("param-server");
+  o.down_density = 1.0;
+  for (const char* server : {"rank0", "sharded"}) {
+    o.server = server;
+    double all = 0.0;
+    const SimulationSummary s =
+        simulate(o, data(), {.ranks = 3}, kNoStop, {.on_step = [&](const SimulatedStep& step) {
+                   // Everything comes back, so the sum has the union.
+                   EXPECT_EQ(step.union_entries, step.record.received_entries) << server;
+                   EXPECT_GE(step.union_entries, step.record.sent_entries);
+                   all += static_cast<double>(step.union_entries);
+                 }});
+    EXPECT_DOUBLE_EQ(s.union_entries_per_step, all / 8.0);
+  }
+}
+
 TEST(Simulation, DealsShardsAsAGroupDoes) {
   TrainOptions o = options("allgather");
   o.epochs = 1.25;  // beyond an epoch, each rank's examples come in another order
