@@ -73,10 +73,13 @@ struct SimulateOptions {
   std::uint64_t steps = 5;
 };
 
-// No hierarchical: all ranks would be one host's. No auto: it is one of the others.
-std::vector<std::string> exchanges() {
+// No hierarchical: all ranks would be one host's. No auto unless it is asked for: it is one of the
+// others.
+std::vector<std::string> exchanges(bool with_auto) {
   std::vector<std::string> names(exchange_kind_names().begin(), exchange_kind_names().end());
-  std::erase_if(names, [](const std::string& n) { return n == "hierarchical" || n == "auto"; });
+  std::erase_if(names, [&](const std::string& n) {
+    return n == "hierarchical" || (n == "auto" && !with_auto);
+  });
   return names;
 }
 
@@ -123,46 +126,60 @@ Selections select(const SimulateOptions& o, int ranks, std::size_t k) {
   return all;
 }
 
+bool may_be_dense(ExchangeKind kind) {
+  return kind == ExchangeKind::dense || kind == ExchangeKind::automatic;
+}
+
 struct Outcome {
   double exchange_s = 0.0;  // the median step, of the rank that is done last
   Traffic most;             // in one step, by the busiest rank
+  std::string decision;     // of auto
 };
 
 // One rank's steps. Its traffic and the time in ns after every step.
 struct Course {
   std::vector<std::int64_t> end_ns;
   Traffic before, after;  // the last step
+  std::string decision;
 };
 
 Course steps(const SimulateOptions& o, ExchangeKind kind, const SparseView& mine, std::size_t k,
-             Communicator& comm) {
+             const VirtualTime& time, double select_s, Communicator& comm) {
   Course course;
   std::unique_ptr<Exchange> exchange;
   std::vector<float> gradient;
-  if (kind == ExchangeKind::dense) {
-    gradient.resize(o.params);
-  } else {
-    exchange = make_exchange({.kind = kind});
+  if (may_be_dense(kind)) gradient.resize(o.params);
+  if (kind != ExchangeKind::dense) {
+    exchange = make_exchange(
+        {.kind = kind,
+         .automatic = {.link = time.link,
+                       .local = time.processor_time ? AutoOptions().local : LocalSpeeds()}});
   }
+  const Keep keep{.k = k};
   const std::vector<std::byte> note(kFrameStatsBytes);
   MessageList notes;
   for (std::uint64_t step = 0; step < kWarm + o.steps; ++step) {
+    const StepId id{step, 0};
     course.before = comm.traffic();
-    if (exchange) {
-      GroupStats stats;
-      exchange->run({step, 0}, mine, {.k = k}, stats, comm);
-      exchange->end_step();
-    } else {
+    const std::int64_t begin_ns = comm.now_ns();
+    if (!exchange || exchange->wants_dense(id, o.params, keep, comm)) {
       comm.allreduce_sum(gradient, DenseSum::ring, note, notes);
+    } else {
+      GroupStats stats;
+      exchange->run(id, mine, keep, stats, comm);
     }
     course.after = comm.traffic();
     course.end_ns.push_back(comm.now_ns());
+    if (!exchange) continue;
+    exchange->took(id, std::llround(1e9 * select_s), course.end_ns.back() - begin_ns);
+    exchange->end_step();
   }
+  if (exchange) course.decision = exchange->decision(0);
   return course;
 }
 
 Outcome simulate(const SimulateOptions& o, ExchangeKind kind, const Selections& selections,
-                 std::size_t k, const VirtualTime& time) {
+                 std::size_t k, const VirtualTime& time, double select_s) {
   const std::size_t ranks = selections.of_rank.size();
   // Waits are of real time, and all ranks share the cores of this machine.
   auto group = make_simulated_group(static_cast<int>(ranks), time, {std::chrono::hours(1)});
@@ -173,7 +190,7 @@ Outcome simulate(const SimulateOptions& o, ExchangeKind kind, const Selections& 
     for (std::size_t r = 0; r < ranks; ++r) {
       threads.emplace_back([&, r] {
         try {
-          courses[r] = steps(o, kind, selections.of_rank[r].view(), k, *group[r]);
+          courses[r] = steps(o, kind, selections.of_rank[r].view(), k, time, select_s, *group[r]);
         } catch (...) {
           failed[r] = std::current_exception();
           group[r]->abort(static_cast<int>(r));
@@ -185,6 +202,7 @@ Outcome simulate(const SimulateOptions& o, ExchangeKind kind, const Selections& 
     if (e) std::rethrow_exception(e);
   }
   Outcome outcome;
+  outcome.decision = courses[0].decision;
   std::vector<double> seconds;
   std::int64_t begin = 0;
   for (std::size_t step = 0; step < kWarm + o.steps; ++step) {
@@ -211,13 +229,13 @@ int run(const SimulateOptions& o) {
   const std::size_t k = bench::kept(o.density, o.params);
   const auto names = exchange_kind_names();
   std::vector<ExchangeKind> kinds;
-  for (const std::string& name : o.exchanges.empty() ? exchanges() : o.exchanges) {
+  for (const std::string& name : o.exchanges.empty() ? exchanges(false) : o.exchanges) {
     kinds.push_back(static_cast<ExchangeKind>(std::ranges::find(names, name) - names.begin()));
   }
   for (const int ranks : o.ranks) {
     for (const ExchangeKind kind : kinds) {
       const double gradients =
-          kind == ExchangeKind::dense ? 4.0 * ranks * static_cast<double>(o.params) : 0.0;
+          may_be_dense(kind) ? 4.0 * ranks * static_cast<double>(o.params) : 0.0;
       train::expect_memory(
           gradients + train::exchange_memory(kind, ranks, o.params, k),
           fmt::format("{} on {} ranks", names[static_cast<std::size_t>(kind)], ranks),
@@ -232,13 +250,14 @@ int run(const SimulateOptions& o) {
   for (const int ranks : o.ranks) {
     const Selections selections = select(o, ranks, k);
     for (const ExchangeKind kind : kinds) {
-      const Outcome got = simulate(o, kind, selections, k, time);
       const double select_s =
           kind == ExchangeKind::dense || !time.processor_time ? 0.0 : selections.seconds;
+      const Outcome got = simulate(o, kind, selections, k, time, select_s);
       const std::string_view name = names[static_cast<std::size_t>(kind)];
       fmt::print(people, "{:>6} {:<14} {:>12} {:>8} {:>12.4g} {:>12.4g} {:>12.4g}\n", ranks, name,
                  got.most.sent_bytes, got.most.rounds, 1e3 * got.exchange_s, 1e3 * select_s,
                  1e3 * (got.exchange_s + select_s));
+      if (!got.decision.empty()) fmt::print(people, "       auto: {}\n", got.decision);
       std::fflush(people);
       rows.push_back({{"ranks", ranks},
                       {"exchange", name},
@@ -249,6 +268,7 @@ int run(const SimulateOptions& o) {
                       {"select_s", select_s},
                       {"bytes", got.most.sent_bytes},
                       {"rounds", got.most.rounds}});
+      if (!got.decision.empty()) rows.back()["decision"] = got.decision;
     }
   }
   json.write(rows);
@@ -274,9 +294,9 @@ void declare(CLI::App& app, SimulateOptions& o, bool& training, bool& toy) {
       ->delimiter(',')
       ->check(CLI::Range(1, 4096));
   line.plain("--exchange", o.exchanges, "NAME,...",
-             "of: " + fmt::format("{} [all]", fmt::join(exchanges(), ", ")))
+             fmt::format("of: {} [all but auto]", fmt::join(exchanges(true), ", ")))
       ->delimiter(',')
-      ->check(CLI::IsMember(exchanges()));
+      ->check(CLI::IsMember(exchanges(true)));
   line.option("--density", o.density, "D", "k/n");
   line.option("--common", o.common, "X", "part of the gradients' energy that all ranks share")
       ->check(CLI::Range(0.0, 1.0));
@@ -326,6 +346,7 @@ nlohmann::json step_json(const std::string& run, const train::SimulatedStep& s) 
   nlohmann::json j = to_json(run, s.record);
   j["mean_loss"] = std::isfinite(s.mean_loss) ? nlohmann::json(s.mean_loss) : nlohmann::json();
   j["max_sent_bytes"] = s.max_sent_bytes;
+  j["union_entries"] = s.union_entries;
   j["total_s"] = s.total_s;
   j["wall_ms"] = s.wall_ms;
   if (s.delta) j["delta"] = *s.delta;

@@ -2,6 +2,7 @@
 // in a thread of its own; then one optimizer step.
 #include "train/simulation.hpp"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -55,6 +56,10 @@ class RankThreads {
 
  private:
   void serve(const std::stop_token& stop, std::size_t r) {
+    // A rank that is woken need not run at once: what woke it has more to send. Where the system
+    // refuses, threads take turns more often.
+    const sched_param no_priority{};
+    sched_setscheduler(0, SCHED_BATCH, &no_priority);
     std::unique_lock lock(mutex_);
     std::uint64_t done = 0;
     while (start_.wait(lock, stop, [&] { return round_ != done; })) {
@@ -150,9 +155,10 @@ class Simulator {
       const bool due = done_ % length_.evaluation == 0 || done_ == length_.total;
       if (due && !stopped_) evaluate();
     }
-    SimulationSummary s{.run = summary(), .total_s = total_s_, .wall_s = 0.0, .model = model_};
-    s.wall_s = 1e-3 * milliseconds(Clock::now() - t0);
-    return s;
+    return {.run = summary(),
+            .total_s = total_s_,
+            .wall_s = 1e-3 * milliseconds(Clock::now() - t0),
+            .model = model_};
   }
 
  private:
@@ -254,8 +260,8 @@ class Simulator {
       std::uint64_t sent = 0;
       for (const StepReport& b : rank.reports) {
         sent += b.sent_bytes;
+        s.union_entries += b.union_nnz;
         rank.received_bytes += b.received_bytes;
-        union_entries_ += b.union_nnz;
       }
       rank.sent_bytes += sent;
       s.max_sent_bytes = std::max(s.max_sent_bytes, sent);
@@ -266,6 +272,7 @@ class Simulator {
     r.exposed_ms = 1e-6 * static_cast<double>(end_ns - begin_ns);
     r.step_ms = r.compute_ms + r.exposed_ms;
     total_s_ += 1e-3 * r.step_ms;
+    union_entries_ += s.union_entries;
     s.total_s = total_s_;
     s.wall_ms = milliseconds(Clock::now() - t0);
     const std::array now{r.compute_ms, r.select_ms,  r.exchange_ms,
@@ -302,9 +309,9 @@ class Simulator {
         rank.begin_ns = rank.comm->now_ns();
         rank.reports.clear();
         for (const torch::Tensor& b : rank.gradients.buffers) {
-          const auto slot = static_cast<Slot>(rank.reports.size());
           GradView gradient = entries(b);
           gradient.scale = scale;
+          const auto slot = static_cast<Slot>(rank.reports.size());
           rank.reports.push_back(rank.reducer->reduce(slot, gradient));
         }
         rank.applied = rank.reducer->end_step(epoch_at(done_ + 1));
@@ -470,9 +477,10 @@ class Simulator {
 
   std::int64_t done_ = 0;  // steps
   bool stopped_ = false;
-  std::uint64_t skipped_ = 0, union_entries_ = 0;
+  std::uint64_t skipped_ = 0;
   std::int64_t loss_count_ = 0;  // of each rank, since the last evaluation
   double total_s_ = 0.0;
+  std::uint64_t union_entries_ = 0;  // in all steps
   Evaluation evaluation_;
   Decisions decisions_;
   std::array<std::vector<double>, 6> times_;

@@ -34,8 +34,9 @@ struct SimulatedStep {
   StepRecord record;
   double mean_loss = 0.0;  // over the ranks
   std::uint64_t max_sent_bytes = 0;
-  double total_s = 0.0;  // simulated, since the beginning
-  double wall_ms = 0.0;  // of this machine
+  std::size_t union_entries = 0;  // StepReport::union_nnz, over all ranks and buckets
+  double total_s = 0.0;           // simulated, since the beginning
+  double wall_ms = 0.0;           // of this machine
   // With x the sum over the ranks of what each selected from, s the exchange's sum, and buckets b:
   //   sum_b |x_b - s_b|^2  /  sum_b (1 - k_b/n_b) |x_b|^2,
   // the second being the mean of |x - RandK(x)|^2. The convergence proof of gTop-k assumes that it

@@ -164,6 +164,17 @@ class Simulate(Case):
         (row,) = self.rows("--params", 20000, "--ranks", 100, "--exchange", "gtopk", "--link-only", "--steps", 1)
         self.assertEqual(row["rounds"], 8)
 
+    def test_auto_takes_the_cheapest(self):
+        for density in (0.001, 0.9):
+            case = ["--params", 20000, "--ranks", 8, "--link-only", "--density", density, "--latency", "1us"]
+            rows = {r["exchange"]: r for r in self.rows(*case, "--exchange", "auto,dense,gtopk")}
+            auto = rows["auto"]
+            self.assertRegex(auto["decision"], r"^(dense|gtopk|allgather|oktopk|sparcml)\S* [\d.]+ \ws, ")
+            self.assertLessEqual(auto["exchange_s"], 1.05 * min(r["exchange_s"] for r in rows.values()), auto)
+            self.assertEqual(auto["decision"].startswith("dense "), density == 0.9, auto)
+            self.assertNotIn("decision", rows["gtopk"])
+        self.assertNotIn("auto", {r["exchange"] for r in self.rows("--params", 20000, "--link-only")})
+
     def test_one_rank_sends_nothing(self):
         for row in self.rows("--params", 20000, "--ranks", 1, "--link-only"):
             self.assertEqual((row["bytes"], row["rounds"], row["exchange_s"]), (0, 0, 0))

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "group.hpp"
+#include "skim/analysis.hpp"
 #include "skim/error.hpp"
 #include "train/checkpoint.hpp"
 
@@ -170,6 +171,24 @@ TEST(Simulation, SkipsAStepThatIsNotFiniteAsAGroupDoes) {
   EXPECT_THROW(by_simulation(o, {.ranks = 2}), NonFiniteError);
 }
 
+// One rank adds up all that came, or every rank a part: together they see the same union.
+TEST(Simulation, CountsTheUnionOfWhatServersAddUp) {
+  TrainOptions o = options("param-server");
+  o.down_density = 1.0;
+  for (const char* server : {"rank0", "sharded"}) {
+    o.server = server;
+    double all = 0.0;
+    const SimulationSummary s =
+        simulate(o, data(), {.ranks = 3}, kNoStop, {.on_step = [&](const SimulatedStep& step) {
+                   // Everything comes back, so the sum has the union.
+                   EXPECT_EQ(step.union_entries, step.record.received_entries) << server;
+                   EXPECT_GE(step.union_entries, step.record.sent_entries);
+                   all += static_cast<double>(step.union_entries);
+                 }});
+    EXPECT_DOUBLE_EQ(s.run.union_entries_per_step, all / 8.0);
+  }
+}
+
 TEST(Simulation, DealsShardsAsAGroupDoes) {
   TrainOptions o = options("allgather");
   o.epochs = 1.25;  // beyond an epoch, each rank's examples come in another order
@@ -273,6 +292,59 @@ TEST(Delta, IsNotThereWhereNothingIsLeftOut) {
   const auto got = deltas(o, {.ranks = 4, .measure_delta = 1});
   EXPECT_FALSE(got.front().has_value());
   EXPECT_TRUE(got.back().has_value());
+}
+
+// ---- constants of both links --------------------------------------------------------------------
+
+// [rank] of the initial model, flat.
+std::vector<std::vector<float>> first_gradients(const TrainOptions& o, int ranks) {
+  const auto model = make_model(model_options(o.model, data().info(), o.seed));
+  Sampler sampler(data().info().train_size, ranks, o.batch, o.seed);
+  std::vector<std::vector<float>> all;
+  for (int r = 0; r < ranks; ++r) {
+    model->zero_grad();
+    const Batch batch = data().train_batch(sampler.examples(0, 0, r), 0);
+    cross_entropy(model->forward(batch.input), batch.target).backward();
+    std::vector<float>& flat = all.emplace_back();
+    for (const Tensor& p : model->parameters()) {
+      const Tensor g = p.grad().contiguous();
+      flat.insert(flat.end(), g.data_ptr<float>(), g.data_ptr<float>() + g.numel());
+    }
+  }
+  return all;
+}
+
+// In the first step nothing is held, and what ranks select from are their gradients: as in a loop
+// written out. Memories of updates have the rate in them, above and below the fraction.
+TEST(Constants, OfTheFirstStepAreThoseOfTheGradients) {
+  TrainOptions o = options("param-server");
+  o.bucket_mb = 0.0;
+  o.steps = 2;
+  for (const std::string memory : {"gradients", "updates"}) {
+    o.memory = memory;
+    for (const double down : {0.0, 0.002, 1.0}) {
+      o.down_density = down;
+      std::vector<SimulatedStep> steps;
+      simulate(o, data(), {.ranks = 3, .measure_constants = 1}, kNoStop,
+               {.on_step = [&](const SimulatedStep& s) { steps.push_back(s); }});
+      ASSERT_EQ(steps.size(), 2U);
+      const std::vector<std::vector<float>> gradients = first_gradients(o, 3);
+      std::vector<float> mean(gradients[0].size(), 0.0F);
+      for (const auto& g : gradients) {
+        for (std::size_t i = 0; i < g.size(); ++i) mean[i] += g[i] / 3.0F;
+      }
+      const std::vector<std::span<const float>> u(gradients.begin(), gradients.end());
+      const std::vector<float> nothing(mean.size(), 0.0F);
+      const std::size_t k = skim::entries(o.density, mean.size());
+      ASSERT_TRUE(steps[0].one_way.has_value());
+      EXPECT_NEAR(*steps[0].one_way, analysis::one_way_constant(u, mean, k), 1e-4);
+      EXPECT_EQ(steps[0].two_way.has_value(), down < 1.0);
+      if (down >= 1.0) continue;
+      const std::size_t k_down = down > 0.0 ? skim::entries(down, mean.size()) : k;
+      EXPECT_NEAR(*steps[0].two_way, analysis::two_way_constant(u, mean, nothing, k, k_down), 1e-4);
+      EXPECT_NE(*steps[1].two_way, *steps[0].two_way);
+    }
+  }
 }
 
 // ---- time ---------------------------------------------------------------------------------------

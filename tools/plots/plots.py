@@ -723,7 +723,7 @@ def mean_spread(values):
 
 def accuracy_of(rows):
     """Per cent: mean and standard deviation over seeds."""
-    return mean_spread([math.nan if r["test_accuracy"] is None else 100 * r["test_accuracy"] for r in rows])
+    return mean_spread([100 * r["test_accuracy"] for r in rows])
 
 
 def saving_of(rows):
@@ -785,7 +785,7 @@ def downlink(arguments):
             axis.set_xlabel("ranks")
         by_ranks_axis.set(title=task, ylabel="test accuracy (%)")
         by_down.set(xscale="log", xlabel=r"$k_d/n$", title=f"{most} ranks")
-        by_saving.set(yscale="log", ylabel="union / $k_d$")
+        by_saving.set(ylabel="union / $k_d$")
     axes[0][0].plot([], [], color="black", linestyle="--", marker="o", fillstyle="none", label="published")
     legend_below(figure, axes[0][0])
     save(figure, arguments.out)
