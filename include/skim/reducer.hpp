@@ -118,10 +118,11 @@ class Reducer {
   ErrorFeedback& feedback() noexcept;
   Exchange* exchange() noexcept;  // null if every bucket goes dense
 
-  // Residuals, step, selector and exchange state of this rank. load: what every rank of the saving
-  // run wrote, in rank order; with another number of ranks residuals become (1/P) times their sum,
-  // and mass that exchanges held joins them.
-  // Between steps only. Throws: StateError.
+  // Residuals, step, selector, exchange and schedule state of this rank. load: what every rank of
+  // the saving run wrote, in rank order; with another number of ranks residuals become (1/P) times
+  // their sum, mass that exchanges held joins them, and selector, exchange and schedule begin anew.
+  // Between steps only.
+  // Throws: StateError; InvalidArgument: a schedule's, whose budget is too small for what is left.
   void save(std::ostream& out) const;
   void load(std::span<std::istream* const> of_old_ranks);
 

@@ -31,7 +31,7 @@ void expect_range(double least, double most, const char* who) {
 // Whether the step gave norms to learn from: a skipped one may not.
 bool has_norms(const GroupStats& s) {
   return s.non_finite == 0 && std::isfinite(s.accumulated_norm2) && s.accumulated_norm2 > 0.0 &&
-         std::isfinite(s.gradient_norm2) && std::isfinite(s.sent_norm2);
+         std::isfinite(s.gradient_norm2) && s.gradient_norm2 > 0.0 && std::isfinite(s.sent_norm2);
 }
 
 // ---- the tail ---------------------------------------------------------------------------------
@@ -89,10 +89,14 @@ class Tail {
 
 // ---- the trend --------------------------------------------------------------------------------
 
-// Where ln |u|^2 is heading. Norms of training follow powers of the step more than exponentials,
+// Where ln |g|^2 is heading. Norms of training follow powers of the step more than exponentials,
 // and what was seen in n steps says little about more than some n to come: so the slope against
 // ln(step) is carried on. Two running means, of weights 9/(i + 9) and 2/(i + 2), lag a straight
 // line by i/10 and i/3 of i steps; their difference has the slope, without a window to choose.
+//
+// Only downwards: norms also grow because little is sent (the residual by what is not sent, the
+// gradient where nothing is learned), and who saves because they grow makes them grow. For that
+// reason it is not |u|^2, either.
 class Trend {
  public:
   void observe(double norm2) {
@@ -103,15 +107,14 @@ class Trend {
     far_ += kFar / (count_ + kFar) * (x - far_);
     count_ += 1.0;
   }
-  bool known() const noexcept { return count_ > 0.0; }
-  // ln |u|^2 of the step to come, where it scatters about its trend; the last one, where that is
-  // less.
-  double low_level() const noexcept { return std::min(last_, near_ + power() / (kNear + 1.0)); }
-  // What it grows by in `steps` from there.
+  // By how much the last one was above its trend; at least 0.
+  double excess() const noexcept { return std::max(0.0, last_ - near_ - power() / (kNear + 1.0)); }
+  // What it changes by in `steps` from there; <= 0. The first steps of a run say little.
   double growth(double steps) const noexcept {
-    constexpr double kMost = 4.0;
+    constexpr double kMost = 4.0, kFew = 20.0;
     if (count_ < 2.0) return 0.0;
-    return std::clamp(power() * std::log1p(steps / count_), -kMost, kMost);
+    const double sure = count_ / (count_ + kFew);
+    return std::clamp(sure * power() * std::log1p(steps / count_), -kMost, 0.0);
   }
 
   void save(SectionWriter& out) const {
@@ -193,7 +196,7 @@ class Adaptive final : public DensitySchedule {
   void save(std::ostream& out) const override {
     SectionWriter w(out, kMagic, kVersion);
     w.put(seen_);
-    for (const double x : {sent_, spent_, ratio_, planned_, planned_last_}) w.put(x);
+    for (const double x : {sent_, spent_, ratio_, planned_, planned_last_, mean_square_}) w.put(x);
     tail_.save(w);
     trend_.save(w);
     w.end();
@@ -202,8 +205,8 @@ class Adaptive final : public DensitySchedule {
     SectionReader r(in, "adaptive density: the saved state", kMagic, kVersion);
     Adaptive loaded(o_);
     loaded.seen_ = r.get<std::uint64_t>();
-    for (double* x :
-         {&loaded.sent_, &loaded.spent_, &loaded.ratio_, &loaded.planned_, &loaded.planned_last_}) {
+    for (double* x : {&loaded.sent_, &loaded.spent_, &loaded.ratio_, &loaded.planned_,
+                      &loaded.planned_last_, &loaded.mean_square_}) {
       *x = r.get<double>();
     }
     loaded.tail_.load(r);
@@ -263,7 +266,8 @@ class Adaptive final : public DensitySchedule {
     }
     planned_last_ = planned_;
     if (!has_norms(p.last)) return;
-    trend_.observe(p.last.accumulated_norm2);
+    trend_.observe(p.last.gradient_norm2);
+    mean_square_ = p.last.accumulated_norm2 / (static_cast<double>(o_.n) * o_.ranks);
     if (o_.form == AdaptiveForm::measured && p.used.threshold > 0.0F) {
       observe_threshold(p);
     } else {
@@ -278,10 +282,9 @@ class Adaptive final : public DensitySchedule {
     const std::optional<double> tau = Tail::tau(p.last);
     if (!tau || !(*tau > 0.0)) return;
     const double scale = double{p.used.threshold} / *tau;
-    const double width = p.last.accumulated_norm2 / entries_of_group() / (2.0 * scale * scale);
+    const double width = mean_square_ / (2.0 * scale * scale);
     if (width > 0.0) tail_.observe(std::min(std::log(width), std::log(p.used.up) + *tau));
   }
-  double entries_of_group() const { return static_cast<double>(o_.n) * o_.ranks; }
 
   Density choose(const Progress& p) {
     const double steps = left(p);
@@ -308,10 +311,12 @@ class Adaptive final : public DensitySchedule {
     const bool open =
         planned_steps > kClosing &&
         expected < kMostShare * ratio_ * steps * table_->at_point(CostTable::kPoints - 1);
-    if (o_.form == AdaptiveForm::measured && trend_.known() && open) {
-      const double mean_square = std::exp(trend_.low_level()) / entries_of_group();
-      const double scale = std::sqrt(0.5 * mean_square / std::exp(tail_.log_width()));
-      d.threshold = static_cast<float>(std::max(0.0, x * scale));
+    if (o_.form == AdaptiveForm::measured && open) {
+      // A norm that scatters upwards keeps the threshold of its trend, so k grows with it; one that
+      // fell may stay there.
+      const double mean_square = mean_square_ * std::exp(-trend_.excess());
+      d.threshold =
+          static_cast<float>(x * std::sqrt(0.5 * mean_square / std::exp(tail_.log_width())));
       // Room for a norm that jumps: what it may cost is kept free until the step is known.
       constexpr double kRoom = 2.0;
       if (d.threshold > 0.0F) d.up = std::min(kRoom * wanted, o_.density_max);
@@ -332,7 +337,7 @@ class Adaptive final : public DensitySchedule {
     return std::max(o_.density_min, std::exp(low));
   }
 
-  // ln kappa of a step whose weight w_s = |u_s|^2 / a^s is to that of this one as factor() says,
+  // ln kappa of a step whose weight w_s = |g_s|^2 / a^s is to that of this one as factor() says,
   // for a multiplier x >= 0: it falls as x grows. It minimises sum_s w_s phi(kappa_s) + lambda
   // kappa_s:
   //   water_filling  2 w (1 - kappa) = lambda        x = lambda / (2 w_0)
@@ -396,6 +401,7 @@ class Adaptive final : public DensitySchedule {
   double spent_ = 0.0;                         // predicted, where not in bytes
   double ratio_ = 1.0;                         // of the bytes of a step over its cost
   double planned_ = 0.0, planned_last_ = 0.0;  // densities expected, of this step and the last
+  double mean_square_ = 0.0;                   // of the entries of u, over the group
   Tail tail_;
   Trend trend_;
 };

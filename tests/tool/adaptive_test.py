@@ -1,15 +1,18 @@
 """--density adaptive and the other rules, --budget and --target-time, on the command line.
 
-Needs SKIM_TOOL (the binary) and SKIM_VERSION; SKIM_HAS_MPI=1 where the build has MPI.
+Needs SKIM_TOOL (the binary), SKIM_VERSION and SKIM_PYTHON (with matplotlib); SKIM_HAS_MPI=1 where the build has MPI.
 """
 
 import json
 import os
+import pathlib
 import signal
+import subprocess
 import unittest
 
 from tool_test import HAS_MPI, LIMIT, SMALL, Case, lines, pids_of, skim
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 MODEL = ["--model", "mlp-64", "--steps", 24]
 LINK = ["--link", "1gbit", "--latency", "0.1ms", "--link-only", "--compute", "20ms"]
 
@@ -128,6 +131,28 @@ class Rules(Case):
         rows = json.loads(summary.read_text())
         self.assertEqual([r["density"] for r in rows], [0.01, "adaptive", "accordion=0.001/0.01"])
         self.assertLessEqual(rows[1]["max_sent_bytes_per_step"] * 24, 300e3)
+
+
+class Plots(Case):
+    def draw(self, records):
+        data, out = self.dir / "paper3.json", self.dir / "p.svg"
+        data.write_text(json.dumps(records))
+        done = subprocess.run([os.environ["SKIM_PYTHON"], ROOT / "tools/plots/plots.py", "budgets", data, "--out", out],
+                              capture_output=True, text=True, timeout=LIMIT)
+        return done, out
+
+    def test_quality_against_bytes(self):
+        records = [{"feedback": feedback, "rule": rule, "at": f"{budget:g}", "budget": budget, "seed": seed,
+                    "sent": 0.99 * budget, "test_loss": 1 / budget + 0.01 * seed, "test_accuracy": 0.5,
+                    "densities": [0.1, 0.01]}
+                   for feedback in ("residual", "none") for rule in ("even", "laplace")
+                   for budget in (1e6, 4e6) for seed in (1, 2)]
+        records[0]["test_loss"] = None  # it diverged
+        done, out = self.draw(records)
+        self.assert_ok(done)
+        picture = out.read_text()
+        for word in ["laplace", "even", "no error feedback", "sent by the busiest rank (MB)", "budget of 4e+06"]:
+            self.assertIn(word, picture)
 
 
 if __name__ == "__main__":
