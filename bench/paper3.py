@@ -83,7 +83,7 @@ def outcome(row, lines):
             curve.append([so_far, entry["epoch"], entry["test_loss"], entry["test_accuracy"]])
         else:
             so_far += entry["max_sent_bytes"]
-            steps.append(entry["density"])
+            steps.append(entry["sent_entries"] / entry["n"])
     scale = sent / so_far if so_far else 0.0
     found = {"sent": sent, "train_loss": row["train_loss"], "test_loss": row["test_loss"],
              "test_accuracy": row["test_accuracy"],

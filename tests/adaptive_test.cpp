@@ -282,7 +282,8 @@ TEST(adaptive, a_run_that_goes_on_with_another_number_of_ranks_keeps_to_its_budg
   for (const int later : {2, 6}) {
     constexpr std::uint64_t kSteps = 40, kStop = 15;
     constexpr int kEarlier = 4;
-    const double budget = kSteps * most_bytes({}, 6, {1500})(0.02);
+    const ReducerOptions options{.dense_below = 0};
+    const double budget = kSteps * most_bytes(options, 6, {1500})(0.02);
     std::vector<std::string> states(kEarlier);
     const auto steps = [&](int ranks, std::uint64_t from, std::uint64_t to,
                            std::uint64_t& busiest) {
@@ -290,7 +291,6 @@ TEST(adaptive, a_run_that_goes_on_with_another_number_of_ranks_keeps_to_its_budg
       std::vector<std::string> left(sent.size());
       test::run_threads(ranks, [&](Communicator& comm) {
         const auto me = static_cast<std::size_t>(comm.rank());
-        const ReducerOptions options{.dense_below = 0};
         ReducerParts parts;
         parts.schedule = adaptive_density(
             {.budget = budget, .cost = most_bytes(options, ranks, {1500}), .density_min = 0.002});
