@@ -9,7 +9,6 @@
 #include <cstring>
 #include <exception>
 #include <limits>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -18,14 +17,16 @@
 
 #include "exchange/frames.hpp"
 #include "half.hpp"
+#include "reducer/held_mass.hpp"
+#include "reducer/step_cost.hpp"
 #include "skim/error.hpp"
 #include "state.hpp"
 
 namespace skim {
 namespace {
 
-constexpr std::string_view kMagic = "SKIMREDU", kHeldMagic = "SKIMHELD";
-constexpr std::uint32_t kVersion = 2, kHeldVersion = 1;
+constexpr std::string_view kMagic = "SKIMREDU";
+constexpr std::uint32_t kVersion = 2;
 
 bool all_finite(std::span<const float> values) {
   bool finite = true;
@@ -42,21 +43,6 @@ struct Operation {
   std::exception_ptr error;
   bool done = false, collected = false;
 };
-
-}  // namespace
-
-namespace {
-
-// Whether a bucket of n entries is summed whole, whatever the exchange may choose.
-bool goes_dense(const ReducerOptions& options, const Density& density, std::size_t n) {
-  const bool cuts_the_result = density.down > 0.0 && density.down < 1.0;
-  return (density.up >= 1.0 && !cuts_the_result) || n < options.dense_below;
-}
-Keep keep_of(const Density& density, std::size_t n) {
-  return {.k = entries(density.up, n),
-          .threshold = density.threshold,
-          .k_down = density.down > 0.0 ? entries(density.down, n) : 0};
-}
 
 }  // namespace
 
@@ -314,104 +300,6 @@ struct Reducer::Impl {
     }
   }
 
-  // ---- held mass, as saved: by name, like residuals
-
-  // A section (state.hpp): number of pieces; for each: name of the parameter, its entries [first,
-  // first + length), values.
-  void save_held(std::ostream& out) const {
-    struct Piece {
-      const Segment* parameter;
-      std::size_t first;
-      std::span<const float> values;
-    };
-    std::vector<Piece> pieces;
-    for (const Slot slot : feedback.slots()) {
-      const HeldMass held = exchange ? exchange->held(slot) : HeldMass{};
-      const std::size_t end = held.first + held.mass.n;
-      for (const Segment& p : feedback.layout(slot)) {
-        const std::size_t first = std::max(p.offset, held.first);
-        const std::size_t last = std::min(p.offset + p.length, end);
-        if (first >= last) continue;
-        pieces.push_back(
-            {&p, first - p.offset, held.mass.span().subspan(first - held.first, last - first)});
-      }
-    }
-    SectionWriter w(out, kHeldMagic, kHeldVersion);
-    w.put(static_cast<std::uint64_t>(pieces.size()));
-    for (const Piece& p : pieces) {
-      w.put(p.parameter->name);
-      w.put(static_cast<std::uint64_t>(p.first));
-      w.put(static_cast<std::uint64_t>(p.values.size()));
-      w.put(p.values);
-    }
-    w.end();
-  }
-
-  // In a group of the same size each rank goes on to hold its own. Otherwise what was held joins
-  // the residuals, 1/P of all of it on every rank, as theirs do.
-  void load_held(std::span<std::istream* const> of_old_ranks) {
-    struct Place {
-      Slot slot;
-      std::size_t offset, length;
-    };
-    std::map<std::string, Place, std::less<>> places;
-    for (const Slot slot : feedback.slots()) {
-      for (const Segment& p : feedback.layout(slot)) {
-        places.emplace(p.name, Place{slot, p.offset, p.length});
-      }
-    }
-    struct Loaded {
-      std::vector<float> mass;  // [n]
-      std::size_t first = std::numeric_limits<std::size_t>::max(), last = 0;
-    };
-    std::map<Slot, Loaded> loaded;
-    const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(comm.size());
-    const float share = same_group ? 1.0F : 1.0F / static_cast<float>(of_old_ranks.size());
-    std::vector<float> values;
-    for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
-      SectionReader in(*of_old_ranks[old], "held mass of rank " + std::to_string(old), kHeldMagic,
-                       kHeldVersion);
-      const auto pieces = in.get<std::uint64_t>();
-      for (std::uint64_t i = 0; i < pieces; ++i) {
-        const std::string name = in.get_string();
-        const auto first = in.get<std::uint64_t>(), length = in.get<std::uint64_t>();
-        const auto found = places.find(name);
-        if (found == places.end()) in.fail("the model has no parameter '" + name + "'");
-        const Place& at = found->second;
-        if (first > at.length || length > at.length - first) {
-          in.fail("'" + name + "' has not the entries from " + std::to_string(first) + " on, " +
-                  std::to_string(length) + " of them");
-        }
-        values.resize(length);
-        in.get(std::span<float>(values));
-        if (same_group && old != static_cast<std::size_t>(comm.rank())) continue;
-        Loaded& to = loaded[at.slot];
-        to.mass.resize(feedback.size(at.slot));
-        to.first = std::min(to.first, at.offset + first);
-        to.last = std::max(to.last, at.offset + first + length);
-        for (std::size_t j = 0; j < length; ++j) {
-          to.mass[at.offset + first + j] += share * values[j];
-        }
-      }
-      in.end();
-    }
-    SparseBuffer nothing;
-    for (const auto& [slot, from] : loaded) {
-      if (same_group && exchange) {
-        exchange->hold(slot, from.first,
-                       std::span(from.mass).subspan(from.first, from.last - from.first));
-        continue;
-      }
-      nothing.reset(from.mass.size());
-      local.reset(from.mass.size());
-      for (std::size_t i = 0; i < from.mass.size(); ++i) {
-        if (from.mass[i] != 0.0F) local.append(static_cast<Index>(i), from.mass[i]);
-      }
-      feedback.commit(slot, nothing.view(), local.view());
-    }
-    feedback.end_step();
-  }
-
   // ---- the communication thread -----------------------------------------------------------------
 
   Ticket start(Slot slot, GradView grad) {
@@ -626,7 +514,7 @@ void Reducer::save(std::ostream& out) const {
   w.put(p.used.threshold);
   w.end();
   impl_->feedback.save(out);
-  impl_->save_held(out);
+  save_held(impl_->feedback, impl_->exchange.get(), out);
   impl_->selector->save(out);
   if (impl_->exchange) impl_->exchange->save(out);
   impl_->schedule->save(out);
@@ -668,7 +556,7 @@ void Reducer::load(std::span<std::istream* const> of_old_ranks) {
     p.used = {.up = 0.0};
   }
   impl_->feedback.load(of_old_ranks, rank, size);
-  impl_->load_held(of_old_ranks);
+  load_held(of_old_ranks, impl_->feedback, impl_->exchange.get(), rank, size);
   if (same_group) {
     std::istream& mine = *of_old_ranks[static_cast<std::size_t>(rank)];
     impl_->selector->load(mine);
@@ -678,61 +566,6 @@ void Reducer::load(std::span<std::istream* const> of_old_ranks) {
   impl_->progress = p;
   impl_->sent_bytes = impl_->sent_before = sent_bytes;
   impl_->density = impl_->schedule->density(p);
-}
-
-// ---- what a step costs --------------------------------------------------------------------------
-
-StepCost most_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
-                    double down) {
-  SKIM_EXPECTS(ranks >= 1, "most_bytes: ranks must be >= 1 (got " + std::to_string(ranks) + ")");
-  const std::shared_ptr<const Exchange> exchange =
-      options.exchange.kind == ExchangeKind::dense ? nullptr : make_exchange(options.exchange);
-  return [=, lengths = std::move(lengths)](double up) {
-    const Density density{.up = up, .down = down};
-    double bytes = 0.0;
-    for (const std::size_t n : lengths) {
-      bytes += !exchange || goes_dense(options, density, n)
-                   ? most_dense_bytes(n, ranks)
-                   : exchange->most_bytes(n, keep_of(density, n), ranks);
-    }
-    return bytes;
-  };
-}
-
-StepCost predicted_seconds(const ReducerOptions& options, int ranks,
-                           std::vector<std::size_t> lengths, double compute_s, const Link& link,
-                           const LocalSpeeds& local) {
-  SKIM_EXPECTS(options.exchange.kind != ExchangeKind::hierarchical,
-               "predicted_seconds: there is no model of hierarchical exchanges");
-  SKIM_EXPECTS(compute_s >= 0.0 && std::isfinite(compute_s),
-               "predicted_seconds: compute_s must be finite and >= 0");
-  std::vector<ExchangeOptions> ways{options.exchange};
-  if (options.exchange.kind == ExchangeKind::automatic) {
-    ways.clear();
-    for (const ExchangeKind kind : choices(options.exchange.automatic)) {
-      ways.push_back(options.exchange);
-      ways.back().kind = kind;
-    }
-  }
-  const auto of_bucket = [=](double up, std::size_t n) {
-    const std::size_t k = entries(up, n);
-    const Load load{.ranks = ranks,
-                    .n = static_cast<double>(n),
-                    .k = static_cast<double>(k),
-                    .frame = frame_size(options.exchange.codec)};
-    const auto seconds = [&](Scheme s) { return predict(s, load, link, local).total_s(); };
-    if (goes_dense(options, {.up = up}, n)) return seconds(Scheme::dense);
-    double least = std::numeric_limits<double>::infinity();
-    for (const ExchangeOptions& way : ways) {
-      least = std::min(least, seconds(*scheme_of(way, ranks, n, k)));
-    }
-    return least;
-  };
-  return [=, lengths = std::move(lengths)](double up) {
-    double seconds = compute_s;
-    for (const std::size_t n : lengths) seconds += n > 0 ? of_bucket(up, n) : 0.0;
-    return seconds;
-  };
 }
 
 }  // namespace skim

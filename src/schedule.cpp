@@ -35,13 +35,12 @@ class Constant final : public DensitySchedule {
 
 class Listed final : public DensitySchedule {
  public:
-  Listed(std::vector<double> per_epoch, double last, double down)
-      : per_epoch_(std::move(per_epoch)), last_(last), down_(down) {}
+  Listed(std::vector<double> per_epoch, double last)
+      : per_epoch_(std::move(per_epoch)), last_(last) {}
   Density density(const Progress& p) override {
     const double epoch = std::floor(from_zero(p.epoch));
     const auto size = static_cast<double>(per_epoch_.size());
-    return {.up = epoch < size ? per_epoch_[static_cast<std::size_t>(epoch)] : last_,
-            .down = down_};
+    return {.up = epoch < size ? per_epoch_[static_cast<std::size_t>(epoch)] : last_};
   }
   std::string describe() const override {
     std::string text;
@@ -51,25 +50,43 @@ class Listed final : public DensitySchedule {
 
  private:
   std::vector<double> per_epoch_;
-  double last_, down_;
+  double last_;
 };
 
 class Geometric final : public DensitySchedule {
  public:
-  Geometric(double from, double to, double epochs, double down)
-      : from_(from), to_(to), epochs_(epochs), down_(down) {}
+  Geometric(double from, double to, double epochs) : from_(from), to_(to), epochs_(epochs) {}
   Density density(const Progress& p) override {
     const double epoch = from_zero(p.epoch);
-    if (epoch >= epochs_) return {.up = to_, .down = down_};
+    if (epoch >= epochs_) return {.up = to_};
     // Rounding must not lead out of (0, 1].
-    return {.up = std::min(1.0, from_ * std::pow(to_ / from_, epoch / epochs_)), .down = down_};
+    return {.up = std::min(1.0, from_ * std::pow(to_ / from_, epoch / epochs_))};
   }
   std::string describe() const override {
     return shortest(from_) + " to " + shortest(to_) + " over " + shortest(epochs_) + " epochs";
   }
 
  private:
-  double from_, to_, epochs_, down_;
+  double from_, to_, epochs_;
+};
+
+class WithDown final : public DensitySchedule {
+ public:
+  WithDown(std::unique_ptr<DensitySchedule> up, double down) : up_(std::move(up)), down_(down) {}
+  Density density(const Progress& p) override {
+    Density d = up_->density(p);
+    d.down = down_;
+    return d;
+  }
+  std::string describe() const override {
+    return up_->describe() + ", " + shortest(down_) + " of the result";
+  }
+  void save(std::ostream& out) const override { up_->save(out); }
+  void load(std::istream& in) override { up_->load(in); }
+
+ private:
+  std::unique_ptr<DensitySchedule> up_;
+  double down_;
 };
 
 }  // namespace
@@ -80,22 +97,24 @@ std::unique_ptr<DensitySchedule> constant_density(double up, double down) {
   return std::make_unique<Constant>(up, down);
 }
 
-std::unique_ptr<DensitySchedule> listed_density(std::vector<double> per_epoch, double last,
-                                                double down) {
+std::unique_ptr<DensitySchedule> listed_density(std::vector<double> per_epoch, double last) {
   for (const double d : per_epoch) expect_density(d, "listed_density");
   expect_density(last, "listed_density");
-  if (down != 0.0) expect_density(down, "listed_density");
-  return std::make_unique<Listed>(std::move(per_epoch), last, down);
+  return std::make_unique<Listed>(std::move(per_epoch), last);
 }
 
-std::unique_ptr<DensitySchedule> geometric_density(double from, double to, double epochs,
-                                                   double down) {
+std::unique_ptr<DensitySchedule> geometric_density(double from, double to, double epochs) {
   expect_density(from, "geometric_density");
   expect_density(to, "geometric_density");
   SKIM_EXPECTS(epochs >= 0.0 && std::isfinite(epochs),
                "geometric_density: epochs must be >= 0 (got " + shortest(epochs) + ")");
-  if (down != 0.0) expect_density(down, "geometric_density");
-  return std::make_unique<Geometric>(from, to, epochs, down);
+  return std::make_unique<Geometric>(from, to, epochs);
+}
+
+std::unique_ptr<DensitySchedule> with_down(std::unique_ptr<DensitySchedule> up, double down) {
+  SKIM_EXPECTS(up != nullptr, "with_down: needs a schedule");
+  expect_density(down, "with_down");
+  return std::make_unique<WithDown>(std::move(up), down);
 }
 
 std::vector<double> dgc_warm_up() { return {0.25, 0.0625, 0.015625, 0.004}; }

@@ -48,6 +48,7 @@ struct Case {
   std::uint64_t bad_step = std::numeric_limits<std::uint64_t>::max();    // a NaN on one rank
   std::uint64_t stop_after = std::numeric_limits<std::uint64_t>::max();  // then saved and loaded
   double contraction = 1.0;
+  double down = 0.0;
   std::vector<std::size_t> lengths = kLengths;
 };
 
@@ -68,7 +69,7 @@ struct Outcome {
 };
 
 Outcome run(const Case& c) {
-  const StepCost cost = most_bytes(options_of(c), c.ranks, c.lengths);
+  const StepCost cost = most_bytes(options_of(c), c.ranks, c.lengths, c.down);
   Outcome out;
   out.budget = static_cast<double>(c.steps) * cost(c.mean_density);
   const auto p = static_cast<std::size_t>(c.ranks);
@@ -86,6 +87,7 @@ Outcome run(const Case& c) {
                           .contraction = c.contraction,
                           .n = std::accumulate(c.lengths.begin(), c.lengths.end(), std::size_t{0}),
                           .ranks = c.ranks});
+    if (c.down > 0.0) made.schedule = with_down(std::move(made.schedule), c.down);
     return made;
   };
   const auto steps = [&](std::uint64_t from, std::uint64_t to) {
@@ -182,6 +184,25 @@ TEST(adaptive, bytes_of_the_busiest_rank_end_within_a_frame_below_the_budget) {
                        (coded ? ", coded" : ", raw"));
           expect_law(c, run(c));
         }
+      }
+    }
+  }
+}
+
+TEST(adaptive, the_law_holds_for_a_sharded_server_and_a_downlink_of_its_own) {
+  for (const int ranks : {2, 3, 5, 8}) {
+    for (const ServerPlacement server : {ServerPlacement::rank0, ServerPlacement::sharded}) {
+      for (const double down : {0.0, 0.003, 1.0}) {
+        Case c;
+        c.exchange = exchange_of_kind(ExchangeKind::param_server, false);
+        c.exchange.server.placement = server;
+        c.ranks = ranks;
+        c.form = AdaptiveForm::laplace;
+        c.down = down;
+        c.lengths = {10000, 40, 4000};
+        c.steps = 50;
+        SCOPED_TRACE(std::to_string(ranks) + " ranks, down " + std::to_string(down));
+        expect_law(c, run(c));
       }
     }
   }
@@ -571,7 +592,7 @@ TEST(adaptive, refuses_what_cannot_be) {
     ADD_FAILURE() << "nothing was thrown";
   } catch (const InvalidArgument& e) {
     EXPECT_NE(std::string(e.what()).find(
-                  "a budget of 10 is too small: 11 steps at density_min 0.001 take 11"),
+                  "a budget of 10 is too small: 11 steps at the least density, 0.001, take 11"),
               std::string::npos)
         << e.what();
   }

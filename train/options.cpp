@@ -113,8 +113,8 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
     return accordion_density(low, high);
   }
   if (rule == kDescentPerBit) {
-    return descent_per_bit_density(most_bytes(r, ranks, std::move(lengths)), o.density_min,
-                                   o.density_max);
+    return descent_per_bit_density(most_bytes(r, ranks, std::move(lengths), o.down_density),
+                                   o.density_min, o.density_max);
   }
   const bool in_bytes = o.budget_bytes > 0.0;
   const std::size_t n = std::accumulate(lengths.begin(), lengths.end(), std::size_t{0});
@@ -128,10 +128,35 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                     .contraction = o.contraction,
                     .n = std::max<std::size_t>(1, n),
                     .ranks = ranks};
-  a.cost = in_bytes ? most_bytes(r, ranks, std::move(lengths))
+  a.cost = in_bytes ? most_bytes(r, ranks, std::move(lengths), o.down_density)
                     : predicted_seconds(r, ranks, std::move(lengths), o.compute_s, *o.auto_link,
-                                        o.auto_local);
+                                        o.auto_local, o.down_density);
   return adaptive_density(std::move(a));
+}
+
+std::unique_ptr<DensitySchedule> up_schedule(const TrainOptions& o, int ranks,
+                                             std::vector<std::size_t> lengths) {
+  const std::string& spec = o.density_warmup;
+  if (o.exchange == "dense") return constant_density(1.0);
+  if (!o.density_rule.empty()) return rule_schedule(o, ranks, std::move(lengths));
+  if (spec == "none") return constant_density(o.density);
+  if (spec == "dgc") return listed_density(dgc_warm_up(), o.density);
+  if (spec == "gaussiank") return listed_density(gaussiank_warm_up(), o.density);
+  if (spec == "gtopk") return listed_density(gtopk_warm_up(), o.density);
+  constexpr std::string_view kGeometric = "geometric:";
+  if (spec.starts_with(kGeometric)) {
+    const double epochs = number_of_warmup(std::string_view(spec).substr(kGeometric.size()), spec);
+    return geometric_density(std::max(0.25, o.density), o.density, epochs);
+  }
+  std::vector<double> list;
+  std::string_view rest = spec;
+  while (true) {
+    const std::size_t comma = rest.find(',');
+    list.push_back(number_of_warmup(rest.substr(0, comma), spec));
+    if (comma == std::string_view::npos) break;
+    rest.remove_prefix(comma + 1);
+  }
+  return listed_density(std::move(list), o.density);
 }
 
 }  // namespace
@@ -353,27 +378,8 @@ double largest_density(const TrainOptions& o) {
 
 std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& o, int ranks,
                                                   std::vector<std::size_t> lengths) {
-  const std::string& spec = o.density_warmup;
-  if (o.exchange == "dense") return constant_density(1.0);
-  if (!o.density_rule.empty()) return rule_schedule(o, ranks, std::move(lengths));
-  if (spec == "none") return constant_density(o.density, o.down_density);
-  if (spec == "dgc") return listed_density(dgc_warm_up(), o.density, o.down_density);
-  if (spec == "gaussiank") return listed_density(gaussiank_warm_up(), o.density, o.down_density);
-  if (spec == "gtopk") return listed_density(gtopk_warm_up(), o.density, o.down_density);
-  constexpr std::string_view kGeometric = "geometric:";
-  if (spec.starts_with(kGeometric)) {
-    const double epochs = number_of_warmup(std::string_view(spec).substr(kGeometric.size()), spec);
-    return geometric_density(std::max(0.25, o.density), o.density, epochs, o.down_density);
-  }
-  std::vector<double> list;
-  std::string_view rest = spec;
-  while (true) {
-    const std::size_t comma = rest.find(',');
-    list.push_back(number_of_warmup(rest.substr(0, comma), spec));
-    if (comma == std::string_view::npos) break;
-    rest.remove_prefix(comma + 1);
-  }
-  return listed_density(std::move(list), o.density, o.down_density);
+  auto up = up_schedule(o, ranks, std::move(lengths));
+  return o.down_density > 0.0 ? with_down(std::move(up), o.down_density) : std::move(up);
 }
 
 }  // namespace skim::train

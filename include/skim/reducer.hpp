@@ -143,6 +143,6 @@ StepCost most_bytes(const ReducerOptions& options, int ranks, std::vector<std::s
 // may choose. Throws: InvalidArgument, also for hierarchical, of which there is no model.
 StepCost predicted_seconds(const ReducerOptions& options, int ranks,
                            std::vector<std::size_t> lengths, double compute_s, const Link& link,
-                           const LocalSpeeds& local);
+                           const LocalSpeeds& local, double down = 0.0);
 
 }  // namespace skim

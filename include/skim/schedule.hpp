@@ -50,15 +50,15 @@ class DensitySchedule {
   virtual void load(std::istream&) {}
 };
 
-// Throw InvalidArgument for a density outside (0, 1]. down: Density::down, constant.
+// Throw InvalidArgument for a density outside (0, 1].
 std::unique_ptr<DensitySchedule> constant_density(double up, double down = 0.0);
 // One density an epoch, then `last`. The lists of the papers are below.
-std::unique_ptr<DensitySchedule> listed_density(std::vector<double> per_epoch, double last,
-                                                double down = 0.0);
+std::unique_ptr<DensitySchedule> listed_density(std::vector<double> per_epoch, double last);
 // Falls geometrically from `from` to `to` over the first `epochs` (>= 0), then stays:
 // from * (to / from)^(epoch / epochs).
-std::unique_ptr<DensitySchedule> geometric_density(double from, double to, double epochs,
-                                                   double down = 0.0);
+std::unique_ptr<DensitySchedule> geometric_density(double from, double to, double epochs);
+// What `up` gives, with this Density::down in every step.
+std::unique_ptr<DensitySchedule> with_down(std::unique_ptr<DensitySchedule> up, double down);
 
 // Deep gradient compression (Lin et al., ICLR 2018): 0.25, 0.0625, 0.015625, 0.004; then 0.001.
 std::vector<double> dgc_warm_up();
@@ -96,7 +96,6 @@ struct AdaptiveOptions {
   double contraction = 1.0;
   std::size_t n = 0;  // measured: entries of a gradient, over all buckets; > 0
   int ranks = 0;      // measured: P; > 0
-  double down = 0.0;  // Density::down of every step
 };
 // Chooses the density of every step so that the bound on the final error (analysis::error_bound) is
 // least for the budget: docs/adaptive.md has the derivation. From the group's norms and bytes of

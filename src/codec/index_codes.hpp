@@ -36,7 +36,8 @@ IndexPlan plan_indices(IndexCode code, std::span<const Index> index, std::size_t
 // The plan with the fewest bytes; of equals, the code with the lowest number.
 IndexPlan smallest_plan(std::span<const Index> index, std::size_t dim) noexcept;
 
-// At least the bytes of any such plan; no code: of any smallest_plan. It does not fall as nnz grows.
+// At least the bytes of any such plan; no code: of any smallest_plan. It does not fall as nnz
+// grows.
 std::size_t max_index_bytes(std::optional<IndexCode> code, std::size_t nnz,
                             std::size_t dim) noexcept;
 

@@ -179,7 +179,7 @@ class Adaptive final : public DensitySchedule {
   }
 
   Density density(const Progress& p) override {
-    if (p.total_steps == 0) return {.up = o_.density_min, .down = o_.down, .cut = true};
+    if (p.total_steps == 0) return {.up = o_.density_min, .cut = true};
     if (!table_) table_.emplace(o_.cost, o_.density_min, o_.density_max);
     observe(p);
     start(p);
@@ -223,11 +223,12 @@ class Adaptive final : public DensitySchedule {
     const double least = table_->at_point(0);
     const double steps = left(p), need = steps * least;
     const double has = o_.budget - known(p) - unknown(p);
-    SKIM_EXPECTS(need <= has * (1.0 + 1e-12),
-                 "adaptive_density: a budget of " + shortest(o_.budget) +
-                     " is too small: " + shortest(steps) + " steps at density_min " +
-                     shortest(o_.density_min) + " take " + shortest(need) +
-                     (has < o_.budget ? ", and " + shortest(has) + " is left" : std::string()));
+    if (need > has * (1.0 + 1e-12)) {
+      throw InvalidArgument("adaptive density: a budget of " + shortest(o_.budget) +
+                            " is too small: " + shortest(steps) + " steps at the least density, " +
+                            shortest(o_.density_min) + ", take " + shortest(need) +
+                            (has < o_.budget ? ", and " + shortest(has) + " is left" : ""));
+    }
     total_ = p.total_steps;
   }
   static double left(const Progress& p) {
@@ -304,7 +305,7 @@ class Adaptive final : public DensitySchedule {
                                                            o_.density_min, o_.density_max)
                                               : o_.density_max;
 
-    Density d{.up = wanted, .down = o_.down, .cut = true};
+    Density d{.up = wanted, .cut = true};
     // A threshold leaves counts open. Not in the last steps, which close the budget, and not where
     // the steps to come could not make up for it.
     constexpr double kClosing = 4.0, kMostShare = 0.5;

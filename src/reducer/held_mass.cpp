@@ -1,0 +1,115 @@
+// Held mass, saved and restored.
+#include "reducer/held_mass.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "state.hpp"
+
+namespace skim {
+namespace {
+
+constexpr std::string_view kMagic = "SKIMHELD";
+constexpr std::uint32_t kVersion = 1;
+
+}  // namespace
+
+// A section (state.hpp): number of pieces; for each: name of the parameter, its entries [first,
+// first + length), values.
+void save_held(const ErrorFeedback& feedback, Exchange* exchange, std::ostream& out) {
+  struct Piece {
+    const Segment* parameter;
+    std::size_t first;
+    std::span<const float> values;
+  };
+  std::vector<Piece> pieces;
+  for (const Slot slot : feedback.slots()) {
+    const HeldMass held = exchange ? exchange->held(slot) : HeldMass{};
+    const std::size_t end = held.first + held.mass.n;
+    for (const Segment& p : feedback.layout(slot)) {
+      const std::size_t first = std::max(p.offset, held.first);
+      const std::size_t last = std::min(p.offset + p.length, end);
+      if (first >= last) continue;
+      pieces.push_back(
+          {&p, first - p.offset, held.mass.span().subspan(first - held.first, last - first)});
+    }
+  }
+  SectionWriter w(out, kMagic, kVersion);
+  w.put(static_cast<std::uint64_t>(pieces.size()));
+  for (const Piece& p : pieces) {
+    w.put(p.parameter->name);
+    w.put(static_cast<std::uint64_t>(p.first));
+    w.put(static_cast<std::uint64_t>(p.values.size()));
+    w.put(p.values);
+  }
+  w.end();
+}
+
+void load_held(std::span<std::istream* const> of_old_ranks, ErrorFeedback& feedback,
+               Exchange* exchange, int rank, int size) {
+  struct Place {
+    Slot slot;
+    std::size_t offset, length;
+  };
+  std::map<std::string, Place, std::less<>> places;
+  for (const Slot slot : feedback.slots()) {
+    for (const Segment& p : feedback.layout(slot)) {
+      places.emplace(p.name, Place{slot, p.offset, p.length});
+    }
+  }
+  struct Loaded {
+    std::vector<float> mass;  // [n]
+    std::size_t first = std::numeric_limits<std::size_t>::max(), last = 0;
+  };
+  std::map<Slot, Loaded> loaded;
+  const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
+  const float share = same_group ? 1.0F : 1.0F / static_cast<float>(of_old_ranks.size());
+  std::vector<float> values;
+  for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
+    SectionReader in(*of_old_ranks[old], "held mass of rank " + std::to_string(old), kMagic,
+                     kVersion);
+    const auto pieces = in.get<std::uint64_t>();
+    for (std::uint64_t i = 0; i < pieces; ++i) {
+      const std::string name = in.get_string();
+      const auto first = in.get<std::uint64_t>(), length = in.get<std::uint64_t>();
+      const auto found = places.find(name);
+      if (found == places.end()) in.fail("the model has no parameter '" + name + "'");
+      const Place& at = found->second;
+      if (first > at.length || length > at.length - first) {
+        in.fail("'" + name + "' has not the entries from " + std::to_string(first) + " on, " +
+                std::to_string(length) + " of them");
+      }
+      values.resize(length);
+      in.get(std::span<float>(values));
+      if (same_group && old != static_cast<std::size_t>(rank)) continue;
+      Loaded& to = loaded[at.slot];
+      to.mass.resize(feedback.size(at.slot));
+      to.first = std::min(to.first, at.offset + first);
+      to.last = std::max(to.last, at.offset + first + length);
+      for (std::size_t j = 0; j < length; ++j) {
+        to.mass[at.offset + first + j] += share * values[j];
+      }
+    }
+    in.end();
+  }
+  SparseBuffer nothing, mass;
+  for (const auto& [slot, from] : loaded) {
+    if (same_group && exchange) {
+      exchange->hold(slot, from.first,
+                     std::span(from.mass).subspan(from.first, from.last - from.first));
+      continue;
+    }
+    nothing.reset(from.mass.size());
+    mass.reset(from.mass.size());
+    for (std::size_t i = 0; i < from.mass.size(); ++i) {
+      if (from.mass[i] != 0.0F) mass.append(static_cast<Index>(i), from.mass[i]);
+    }
+    feedback.commit(slot, nothing.view(), mass.view());
+  }
+  feedback.end_step();
+}
+
+}  // namespace skim
