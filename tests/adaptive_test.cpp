@@ -561,6 +561,12 @@ TEST(adaptive, refuses_what_cannot_be) {
   EXPECT_NE(why([](AdaptiveOptions& o) { o.cost = nullptr; }).find("cost"), std::string::npos);
   EXPECT_NE(why([](AdaptiveOptions& o) { o.form = AdaptiveForm::measured; }).find("needs n"),
             std::string::npos);
+  // As of an exchange that does not say.
+  EXPECT_THROW(
+      adaptive_density(
+          {.budget = 10.0, .cost = [](double) { return std::numeric_limits<double>::infinity(); }})
+          ->density({.total_steps = 1}),
+      InvalidArgument);
   // 11 steps at density_min take 11.
   const auto s = adaptive_density(good);
   EXPECT_EQ(s->density({}).up, 0.001) << "steps not known";

@@ -216,6 +216,7 @@ class Adaptive final : public DensitySchedule {
   void start(const Progress& p) {
     if (p.total_steps == total_) return;
     const double least = table_->at_point(0);
+    SKIM_EXPECTS(std::isfinite(least), "adaptive_density: the cost has no bound");
     const double steps = left(p), need = steps * least;
     const double has = o_.budget - known(p) - unknown(p);
     SKIM_EXPECTS(need <= has * (1.0 + 1e-12),
