@@ -3,18 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
+#include "schedule/shortest.hpp"
 #include "skim/error.hpp"
 
 namespace skim {
 namespace {
-
-std::string shortest(double x) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.6g", x);
-  return text;
-}
 
 void expect_density(double d, const char* who) {
   SKIM_EXPECTS(d > 0.0 && d <= 1.0,

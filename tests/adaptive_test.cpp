@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "allocations.hpp"
 #include "group.hpp"
 #include "oracle.hpp"
 #include "parts.hpp"
@@ -583,6 +584,12 @@ TEST(adaptive, refuses_what_cannot_be) {
   EXPECT_NE(why([](AdaptiveOptions& o) { o.cost = nullptr; }).find("cost"), std::string::npos);
   EXPECT_NE(why([](AdaptiveOptions& o) { o.form = AdaptiveForm::measured; }).find("needs n"),
             std::string::npos);
+  // As of an exchange that does not say.
+  EXPECT_THROW(
+      adaptive_density(
+          {.budget = 10.0, .cost = [](double) { return std::numeric_limits<double>::infinity(); }})
+          ->density({.total_steps = 1}),
+      InvalidArgument);
   // 11 steps at density_min take 11.
   const auto s = adaptive_density(good);
   EXPECT_EQ(s->density({}).up, 0.001) << "steps not known";
@@ -635,6 +642,31 @@ TEST(adaptive, seconds_are_those_predicted) {
   });
   EXPECT_LE(spent, budget * (1.0 + 1e-12));
   EXPECT_GE(spent, budget - largest);
+}
+
+TEST(adaptive, no_allocation_after_the_first_step) {
+  const StepCost bytes = most_bytes({.dense_below = 0}, 4, {10000, 500});
+  const StepCost seconds =
+      predicted_seconds({}, 4, {10000, 500}, 0.01, {.alpha_s = 1e-4, .beta_s_per_byte = 1e-8}, {});
+  for (const AdaptiveForm form : kForms) {
+    for (const bool in_bytes : {true, false}) {
+      const StepCost& cost = in_bytes ? bytes : seconds;
+      const auto s = adaptive_density({.form = form,
+                                       .budget = 100 * cost(0.01),
+                                       .cost = cost,
+                                       .in_bytes = in_bytes,
+                                       .n = 10500,
+                                       .ranks = 4});
+      std::uint64_t before = 0;
+      Driver{*s, 100}.drive([&](std::uint64_t t, const Density& d) {
+        if (t == 0) before = test::allocations();
+        const double norm2 = 1.0 / static_cast<double>(t + 1);
+        return Driver::Step{bytes(d.up), norm2, 0.3 * norm2};
+      });
+      EXPECT_EQ(test::allocations(), before)
+          << name_of(form) << (in_bytes ? ", bytes" : ", seconds");
+    }
+  }
 }
 
 // ---- rules to compare with ----------------------------------------------------------------------

@@ -45,8 +45,6 @@ StepCost most_bytes(const ReducerOptions& options, int ranks, std::vector<std::s
 StepCost predicted_seconds(const ReducerOptions& options, int ranks,
                            std::vector<std::size_t> lengths, double compute_s, const Link& link,
                            const LocalSpeeds& local, double down) {
-  SKIM_EXPECTS(options.exchange.kind != ExchangeKind::hierarchical,
-               "predicted_seconds: there is no model of hierarchical exchanges");
   SKIM_EXPECTS(compute_s >= 0.0 && std::isfinite(compute_s),
                "predicted_seconds: compute_s must be finite and >= 0");
   std::vector<ExchangeOptions> ways{options.exchange};
@@ -56,6 +54,11 @@ StepCost predicted_seconds(const ReducerOptions& options, int ranks,
       ways.push_back(options.exchange);
       ways.back().kind = kind;
     }
+  }
+  for (const ExchangeOptions& way : ways) {
+    SKIM_EXPECTS(scheme_of(way, ranks, 1, 1).has_value(),
+                 "predicted_seconds: there is no model of " +
+                     std::string(exchange_kind_names()[static_cast<std::size_t>(way.kind)]));
   }
   const auto of_bucket = [=](double up, std::size_t n) {
     const std::size_t k = entries(up, n);

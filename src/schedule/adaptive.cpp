@@ -5,6 +5,7 @@
 #include <limits>
 #include <optional>
 
+#include "schedule/shortest.hpp"
 #include "skim/analysis.hpp"
 #include "skim/error.hpp"
 #include "skim/schedule.hpp"
@@ -15,12 +16,6 @@ namespace {
 
 constexpr std::string_view kMagic = "SKIMSCHE";
 constexpr std::uint32_t kVersion = 1;
-
-std::string shortest(double x) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.6g", x);
-  return text.data();
-}
 
 void expect_range(double least, double most, const char* who) {
   SKIM_EXPECTS(least > 0.0 && least <= most && most <= 1.0,
@@ -89,10 +84,10 @@ class Tail {
 
 // ---- the trend --------------------------------------------------------------------------------
 
-// Where ln |g|^2 is heading. Norms of training follow powers of the step more than exponentials,
-// and what was seen in n steps says little about more than some n to come: so the slope against
-// ln(step) is carried on. Two running means, of weights 9/(i + 9) and 2/(i + 2), lag a straight
-// line by i/10 and i/3 of i steps; their difference has the slope, without a window to choose.
+// Where ln |g|^2 is heading. What was seen in n steps says little about more than some n to come:
+// so the slope against ln(step) is carried on, not that against the step. Two running means, of
+// weights 9/(i + 9) and 2/(i + 2), lag a straight line by i/10 and i/3 of i steps; their difference
+// has the slope, without a window to choose.
 //
 // Only downwards: norms also grow because little is sent (the residual by what is not sent, the
 // gradient where nothing is learned), and who saves because they grow makes them grow. For that
@@ -221,6 +216,7 @@ class Adaptive final : public DensitySchedule {
   void start(const Progress& p) {
     if (p.total_steps == total_) return;
     const double least = table_->at_point(0);
+    SKIM_EXPECTS(std::isfinite(least), "adaptive_density: the cost has no bound");
     const double steps = left(p), need = steps * least;
     const double has = o_.budget - known(p) - unknown(p);
     if (need > has * (1.0 + 1e-12)) {
