@@ -22,6 +22,7 @@ import json
 import os
 import pathlib
 import queue
+import signal
 import statistics
 import subprocess
 import sys
@@ -120,6 +121,7 @@ class Study:
         self.cores = queue.Queue()
         for core in sorted(os.sched_getaffinity(0), reverse=True)[:options.jobs]:
             self.cores.put(core)
+        self.running = set()  # processes
         self.failed = 0
 
     def command(self, run):
@@ -149,12 +151,15 @@ class Study:
             say(f"on core {core}: {run.name}")
             words = ["taskset", "-c", str(core), str(self.options.tool), "simulate", "--train",
                      *run.arguments(self.options.arguments), "--json", "-"]
-            done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            simulation = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self.running.add(simulation)
+            out, err = simulation.communicate()
+            self.running.remove(simulation)
         finally:
             self.cores.put(core)
-        if done.returncode != 0:
-            raise RuntimeError(f"{run.name}: status {done.returncode}: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-        [row] = json.loads(done.stdout)
+        if simulation.returncode != 0:
+            raise RuntimeError(f"{run.name}: status {simulation.returncode}: {(err.strip().splitlines() or ['?'])[-1]}")
+        [row] = json.loads(out)
         return {"task": run.task.name, "method": run.method, "lr": run.rate, "down": run.down if run.method == "bi" else 1.0,
                 **row, "command": self.command(run)}
 
@@ -172,10 +177,11 @@ class Study:
                     out.write(json.dumps(row) + "\n")
                     out.flush()
                     self.done[row["command"]] = row
-                    accuracy = row["test_accuracy"]
-                    say(f"{100 * accuracy:.2f} % in {row['wall_s']:.0f} s; {self.left(runs)}")
-            except KeyboardInterrupt:  # the simulations have got it too
-                pool.shutdown(cancel_futures=True)
+                    say(f"{100 * row['test_accuracy']:.2f} % in {row['wall_s']:.0f} s; {self.left(runs)}")
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for simulation in set(self.running):
+                    simulation.terminate()
                 raise
 
 
@@ -203,6 +209,7 @@ def main():
             if any(text in run.name for text in options.only.split(","))]
     if not runs:
         parser.error(f"no run has '{options.only}' in its name")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     study = Study(options)
     if options.list:
         for run in runs:

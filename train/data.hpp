@@ -114,9 +114,10 @@ class Sampler {
   // index, the examples are cut into ranks * per_rank equal shards (fewer than that many are left
   // over, at the end, and never taken), and each rank gets per_rank of them, by a permutation of
   // the seed. In an epoch it goes through its own in an order by (seed, epoch, rank), and leaves
-  // out what is less than a batch. Source: McMahan et al., Communication-Efficient Learning of Deep
-  // Networks from Decentralized Data, arXiv 1602.05629, section 3. Throws: InvalidArgument if a
-  // number is not positive or a rank's shards are less than a batch.
+  // out what is less than a batch.
+  // Throws: InvalidArgument if a number is not positive or a rank's shards are less than a batch.
+  // Source: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized
+  // Data, arXiv 1602.05629, section 3.
   Sampler(std::span<const std::uint8_t> labels, std::int64_t ranks, std::int64_t batch,
           std::uint64_t seed, std::int64_t per_rank);
 

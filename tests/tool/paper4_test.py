@@ -5,6 +5,7 @@ Needs SKIM_TOOL (the binary); SKIM_PYTHON, the Python that draws.
 
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 import unittest
@@ -67,6 +68,20 @@ class Runs(Case):
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertIn("mnist-mlp sgd P 20 iid seed 1: status 2: skim simulate: data: ranks x batch must be", done.stderr)
         self.assertEqual([row["ranks"] for row in lines(self.out)], [10])
+
+    def test_sigterm_ends_the_simulation_too(self):
+        run = subprocess.Popen([sys.executable, str(SCRIPT), str(self.out), "--tool", TOOL, "--only", "mnist-mlp sgd P 10",
+                                *map(str, SHORT[:-2]), "--metrics", str(self.dir / "m.jsonl"), "--epochs", "100000"],
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.addCleanup(run.kill)
+        self.wait_for_step(run, self.dir / "m.jsonl", 3)
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=30)  # the pipes are closed: nobody writes to them any more
+        self.assertEqual(run.returncode, 130)
+        self.assertEqual(self.out.read_text(), "")
+        steps = len(lines(self.dir / "m.jsonl"))
+        self.assertEqual(self.start("--only", "mnist-mlp sgd P 10", "--list").returncode, 0)
+        self.assertEqual(len(lines(self.dir / "m.jsonl")), steps, "it goes on")
 
     def test_refusals(self):
         for arguments, words in [(["--only", "alexnet"], "no run has 'alexnet'"), (["--jobs", 0], "--jobs"),
