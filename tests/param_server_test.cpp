@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <numeric>
 #include <set>
@@ -48,8 +49,8 @@ struct Trace {
 
 // Whole numbers, so that sums are exact. A dedicated server has no gradient; the others have those
 // of the ranks of a smaller group.
-std::vector<Trace> train(int ranks, ServerPlacement placement, std::size_t n, double up, double down,
-                       std::uint64_t steps) {
+std::vector<Trace> train(int ranks, ServerPlacement placement, std::size_t n, double up,
+                         double down, std::uint64_t steps) {
   std::vector<Trace> runs(static_cast<std::size_t>(ranks));
   const bool dedicated = placement == ServerPlacement::dedicated;
   run_threads(ranks, [&](Communicator& comm) {
@@ -148,6 +149,26 @@ TEST(param_server, union_and_result_are_counted) {
       }
     }
   }
+}
+
+// A rank that selects far more than k must not lead the others to another form of all-gather.
+TEST(param_server, ranks_agree_on_the_course_whatever_they_selected) {
+  const std::size_t n = 300'000;
+  run_threads(4,
+              [&](Communicator& comm) {
+                ReducerParts parts = with_densities(1e-5, 1.0);
+                parts.selector = std::make_unique<test::CountBy>(
+                    [&](const SelectTask& t) { return comm.rank() == 0 ? n - 7 : t.keep.k; });
+                Reducer reducer(with_server(ServerPlacement::sharded), std::move(parts), comm);
+                reducer.set_layout(buckets({n}));
+                Floats g(n, static_cast<float>(1 + comm.rank()));
+                const StepReport report = reducer.reduce(0, std::span(g));
+                reducer.end_step(0.0);
+                EXPECT_EQ(report.sum_nnz, n - 7);
+                // The first entries are everybody's.
+                for (std::size_t i = 0; i < 5; ++i) EXPECT_EQ(g[i], i < 3 ? 2.5F : 0.25F) << i;
+              },
+              {.timeout = std::chrono::seconds(5)});
 }
 
 // A state that was saved with the server in one place goes on with it in another: nothing is lost.

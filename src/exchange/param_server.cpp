@@ -195,7 +195,9 @@ class ParamServer final : public Exchange {
     for (auto& message : outgoing_) message.reserve(sharded() ? up : 0);
     for (auto& message : incoming_) message.reserve(owns_ ? up : 0);
     message_.reserve(std::max(up, down));
-    most_share_bytes_ = down;
+    // Of k alone: what this rank selected, others do not know.
+    most_share_bytes_ = codec_.max_encoded_bytes(
+        k_ < mine.dim ? k_ : std::min(mine.dim, ranks_ * keep.k), mine.dim);
     if (sharded()) {
       keys_.reserve(most_result);
       kth_.reserve(most_result, ranks_);
