@@ -171,11 +171,16 @@ TEST(param_server, ranks_agree_on_the_course_whatever_they_selected) {
               {.timeout = std::chrono::seconds(5)});
 }
 
-// A state that was saved with the server in one place goes on with it in another: nothing is lost.
+// A state that was saved with the server in one place goes on with it in another, or with an
+// exchange that has no server: nothing is lost.
 TEST(param_server, held_mass_moves_to_another_place) {
   const std::size_t n = 90;
-  for (const auto& [from, to] : {std::pair{ServerPlacement::rank0, ServerPlacement::sharded},
-                                 std::pair{ServerPlacement::sharded, ServerPlacement::rank0}}) {
+  ReducerOptions no_server;
+  no_server.dense_below = 0;
+  for (const auto& [from, to] :
+       {std::pair{ServerPlacement::rank0, with_server(ServerPlacement::sharded)},
+        std::pair{ServerPlacement::sharded, with_server(ServerPlacement::rank0)},
+        std::pair{ServerPlacement::rank0, no_server}}) {
     for (const bool rolls_back : {false, true}) {
       run_threads(4, [&](Communicator& comm) {
         const auto me = static_cast<std::size_t>(comm.rank());
@@ -196,7 +201,7 @@ TEST(param_server, held_mass_moves_to_another_place) {
         std::vector<std::istringstream> streams(states.begin(), states.end());
         std::vector<std::istream*> in;
         for (auto& s : streams) in.push_back(&s);
-        Reducer after(with_server(to), with_densities(0.1, 0.05), comm);
+        Reducer after(to, with_densities(0.1, 0.05), comm);
         after.set_layout(buckets({n}));
         after.load(in);
         EXPECT_EQ(test::kept_by(after, 0), kept);

@@ -98,8 +98,9 @@ class Exchange {
   // Mass this rank keeps inside the exchange (a server's residual). Empty unless stateful.
   virtual HeldMass held(Slot) noexcept { return {}; }
   // Keeps that mass, instead of what it has: a saved run's. Between steps only. What is not this
-  // rank's to keep, the next run() returns.
-  virtual void hold(Slot, std::size_t /*first*/, std::span<const float> /*mass*/) {}
+  // rank's to keep, the next run() returns. False: it holds none, and the mass is still the
+  // caller's.
+  virtual bool hold(Slot, std::size_t /*first*/, std::span<const float> /*mass*/) { return false; }
   // Gives held mass back, to be added to this rank's residual: before a dense sum, or a change of
   // layout or group size. `returned`: in, its dim; out, the mass, canonical.
   virtual void flush(Slot, SparseBuffer& returned) { returned.reset(returned.view().dim); }

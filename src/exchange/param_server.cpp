@@ -92,8 +92,9 @@ class ParamServer final : public Exchange {
     if (found == slots_.end()) return {};
     return {found->second.first, std::span(found->second.mass)};
   }
-  void hold(Slot slot, std::size_t first, std::span<const float> mass) override {
+  bool hold(Slot slot, std::size_t first, std::span<const float> mass) override {
     slots_[slot] = {.first = first, .mass = {mass.begin(), mass.end()}, .cut = true, .journal = {}};
+    return true;
   }
   void flush(Slot slot, SparseBuffer& returned) override {
     returned.reset(returned.view().dim);

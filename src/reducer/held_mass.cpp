@@ -97,11 +97,8 @@ void load_held(std::span<std::istream* const> of_old_ranks, ErrorFeedback& feedb
   }
   SparseBuffer nothing, mass;
   for (const auto& [slot, from] : loaded) {
-    if (same_group && exchange) {
-      exchange->hold(slot, from.first,
-                     std::span(from.mass).subspan(from.first, from.last - from.first));
-      continue;
-    }
+    const auto held = std::span(from.mass).subspan(from.first, from.last - from.first);
+    if (same_group && exchange && exchange->hold(slot, from.first, held)) continue;
     nothing.reset(from.mass.size());
     mass.reset(from.mass.size());
     for (std::size_t i = 0; i < from.mass.size(); ++i) {

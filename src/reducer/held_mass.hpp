@@ -13,8 +13,9 @@ namespace skim {
 void save_held(const ErrorFeedback& feedback, Exchange* exchange, std::ostream& out);
 
 // Reads what all ranks of the run that saved wrote, in rank order. In a group of the same size each
-// rank goes on to hold its own. Otherwise, or without an exchange, what was held joins the
-// residuals: 1/P of all of it on every rank, as theirs do. Between steps only.
+// rank goes on to hold its own; where the exchange holds none, or there is none, it joins the
+// residual. In another group it joins the residuals: 1/P of all of it on every rank, as theirs do.
+// Between steps only.
 // Throws: StateError (nothing changed).
 void load_held(std::span<std::istream* const> of_old_ranks, ErrorFeedback& feedback,
                Exchange* exchange, int rank, int size);

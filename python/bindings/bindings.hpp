@@ -1,0 +1,45 @@
+// Shared by the files of the Python module.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "skim/error.hpp"
+#include "skim/types.hpp"
+
+namespace skim::python {
+
+namespace nb = nanobind;
+
+void bind_errors(nb::module_& m);
+void bind_options(nb::module_& m);
+void bind_communicator(nb::module_& m);
+void bind_transport(nb::module_& m);
+void bind_reducer(nb::module_& m);
+
+// One dimension, contiguous, in host memory; of whoever speaks DLPack or the buffer protocol.
+using FloatArray = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using AnyArray = nb::ndarray<nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Throws: InvalidArgument: entries that are not float32, float16 or bfloat16.
+GradView grad_view(const AnyArray& array, float scale);
+
+// The enumerator of that name. Throws: InvalidArgument, with the names there are.
+template <class E>
+E enum_of(const char* what, std::string_view name, std::span<const std::string_view> names) {
+  std::string all;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (names[i] == name) return static_cast<E>(i);
+    all.append(i == 0 ? "" : ", ").append(names[i]);
+  }
+  throw InvalidArgument(std::string(what) + ": no '" + std::string(name) + "'; there are: " + all);
+}
+
+}  // namespace skim::python

@@ -1,0 +1,66 @@
+// The library's errors as Python exceptions.
+#include "bindings.hpp"
+
+namespace skim::python {
+namespace {
+
+// Owned by the module, which is never unloaded.
+struct Types {
+  PyObject *error, *invalid_argument, *comm, *non_finite, *state;
+} types;
+
+PyObject* new_type(nb::module_& m, const char* name, const char* doc, nb::object bases) {
+  const std::string full = std::string("skim.") + name;
+  PyObject* const type =
+      PyErr_NewExceptionWithDoc(full.c_str(), doc, bases.ptr(), nb::dict().release().ptr());
+  if (type == nullptr) throw nb::python_error();
+  m.attr(name) = nb::handle(type);
+  return type;
+}
+
+void raise_comm(const CommError& e) {
+  nb::object error = nb::handle(types.comm)(e.what());
+  error.attr("peer") = e.peer();
+  error.attr("phase") = e.phase();
+  PyErr_SetObject(types.comm, error.ptr());
+}
+
+}  // namespace
+
+void bind_errors(nb::module_& m) {
+  types.error = new_type(m, "Error", "What everything that Skim raises is.",
+                         nb::borrow(PyExc_RuntimeError));
+  const nb::object error = nb::borrow(types.error);
+  types.invalid_argument =
+      new_type(m, "InvalidArgument", "The caller's mistake. Nothing has changed, nothing was sent.",
+               nb::make_tuple(error, nb::borrow(PyExc_ValueError)));
+  types.comm =
+      new_type(m, "CommError",
+               "A peer or a link failed, or a wait took too long. `peer` is the rank that failed (-1: "
+               "not known), `phase` what was being done. The group cannot be used any more: restart "
+               "from a checkpoint.",
+               error);
+  types.non_finite = new_type(m, "NonFiniteError",
+                              "A gradient of the group held NaN or infinity; the step was rolled back, "
+                              "on every rank.",
+                              error);
+  types.state =
+      new_type(m, "StateError", "A saved state is damaged, foreign or of another version.", error);
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const InvalidArgument& e) {
+      PyErr_SetString(types.invalid_argument, e.what());
+    } catch (const CommError& e) {
+      raise_comm(e);
+    } catch (const NonFiniteError& e) {
+      PyErr_SetString(types.non_finite, e.what());
+    } catch (const StateError& e) {
+      PyErr_SetString(types.state, e.what());
+    } catch (const Error& e) {
+      PyErr_SetString(types.error, e.what());
+    }
+  });
+}
+
+}  // namespace skim::python

@@ -1,0 +1,12 @@
+// The module skim._core.
+#include "bindings.hpp"
+
+NB_MODULE(_core, m) {
+  using namespace skim::python;
+  m.attr("__version__") = SKIM_VERSION;
+  bind_errors(m);
+  bind_options(m);
+  bind_communicator(m);
+  bind_transport(m);
+  bind_reducer(m);
+}

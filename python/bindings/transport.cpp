@@ -1,0 +1,251 @@
+// A group over a transport that Python brings: torch.distributed's gloo, above all.
+//
+// Such transports take a receive of a length that the receiver names, and may give it less. So a
+// message of L bytes travels as L and its first kFirst bytes, and what is left as a second one, for
+// which the receiver makes room when it waits. Both kinds have a tag of their own, so that what is
+// left of one message never meets a receive of the next.
+//
+// The receiver of a long message must be in wait() for its sender's wait() to end. All of Skim's
+// algorithms wait for what they receive first, so that they cannot wait for one another in a ring.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <numeric>
+
+#include "bindings.hpp"
+#include "communicator/backends.hpp"
+
+namespace skim::python {
+namespace {
+
+constexpr std::size_t kLength = 8;  // bytes of L, little-endian
+constexpr std::size_t kFirst = std::size_t{1} << 16;
+
+nb::object memory(std::byte* data, std::size_t bytes) {
+  return nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(data),
+                                           static_cast<Py_ssize_t>(bytes), PyBUF_WRITE));
+}
+
+// What a communicator and all that were split from it share. Touched with the GIL only.
+struct Family {
+  nb::object transport;
+  int contexts = 1;  // used so far; of every rank that is in the newest group
+  bool aborted = false;
+};
+
+struct Transfer {
+  bool receiving = false;
+  int peer = 0;
+  std::vector<std::byte> first;  // L and what goes with it
+  std::vector<std::byte>* message = nullptr;  // of a receiver
+  nb::object first_work, rest_work;
+};
+
+class TransportCommunicator final : public Communicator {
+ public:
+  TransportCommunicator(std::shared_ptr<Family> family, int context, int rank,
+                        std::vector<int> root_ranks, int host)
+      : Communicator(rank, static_cast<int>(root_ranks.size())),
+        family_(std::move(family)),
+        context_(context),
+        root_ranks_(std::move(root_ranks)),
+        host_(host) {}
+
+  ~TransportCommunicator() override {
+    const nb::gil_scoped_acquire gil;
+    if (!transfers_.empty()) abort(-1);  // memory of open transfers must not be written to any more
+    transfers_.for_each([](Transfer& t) { t.first_work = t.rest_work = {}; });
+    family_.reset();
+  }
+
+  std::unique_ptr<Communicator> split(int color) override;
+  int host() const noexcept override { return host_; }
+
+  void abort(int culprit) noexcept override {
+    const nb::gil_scoped_acquire gil;
+    if (family_->aborted) return;
+    family_->aborted = true;
+    const bool known = 0 <= culprit && culprit < size();
+    try {
+      family_->transport.attr("abort")(
+          known ? root_ranks_[static_cast<std::size_t>(culprit)] : -1, phase().text());
+    } catch (...) {  // a peer that cannot be told will run into its timeout
+    }
+  }
+
+ private:
+  Ticket do_isend(Bytes message, int to) override {
+    const nb::gil_scoped_acquire gil;
+    check_alive();
+    const auto [ticket, t] = open(false, to);
+    const std::uint64_t length = message.size();
+    const std::size_t head = std::min(message.size(), kFirst);
+    t.first.resize(kLength + head);
+    std::memcpy(t.first.data(), &length, kLength);
+    if (head > 0) std::memcpy(t.first.data() + kLength, message.data(), head);
+    guarded(t, [&, &t = t] {
+      t.first_work = start("send", t.first.data(), t.first.size(), to, first_tag());
+      if (message.size() > head) {
+        // A transport reads only, but Python's memory is of one kind.
+        auto* const rest = const_cast<std::byte*>(message.data()) + head;
+        t.rest_work = start("send", rest, message.size() - head, to, rest_tag());
+      }
+    });
+    return ticket;
+  }
+
+  Ticket do_ireceive(std::vector<std::byte>& message, int from) override {
+    const nb::gil_scoped_acquire gil;
+    check_alive();
+    const auto [ticket, t] = open(true, from);
+    t.message = &message;
+    t.first.resize(kLength + kFirst);
+    guarded(t, [&, &t = t] {
+      t.first_work = start("receive", t.first.data(), t.first.size(), from, first_tag());
+    });
+    return ticket;
+  }
+
+  std::size_t do_wait(Ticket ticket) override {
+    Transfer* const t = transfers_.find(ticket);
+    SKIM_EXPECTS(t != nullptr,
+                 "communicator: wait needs an open ticket (ticket=" + std::to_string(ticket) + ")");
+    const nb::gil_scoped_acquire gil;
+    check_alive();
+    std::size_t received = 0;
+    guarded(*t, [&] {
+      finish(t->first_work);
+      if (t->receiving) {
+        std::uint64_t length = 0;
+        std::memcpy(&length, t->first.data(), kLength);
+        received = static_cast<std::size_t>(length);
+        t->message->resize(received);
+        const std::size_t head = std::min(received, kFirst);
+        std::copy_n(t->first.begin() + kLength, head, t->message->begin());
+        if (received > head) {
+          t->rest_work = start("receive", t->message->data() + head, received - head, t->peer,
+                               rest_tag());
+        }
+      }
+      finish(t->rest_work);
+    });
+    transfers_.close(ticket);
+    return received;
+  }
+
+  TicketTable<Transfer>::Opened open(bool receiving, int peer) {
+    const auto opened = transfers_.open();
+    opened.value.receiving = receiving;
+    opened.value.peer = peer;
+    return opened;
+  }
+
+  nb::object start(const char* what, std::byte* data, std::size_t bytes, int peer, int tag) {
+    return family_->transport.attr(what)(memory(data, bytes),
+                                         root_ranks_[static_cast<std::size_t>(peer)], tag);
+  }
+  void finish(nb::object& work) {
+    if (!work.is_valid()) return;
+    family_->transport.attr("wait")(work);
+    work = {};
+  }
+
+  // Runs f, which talks to the transport about t.
+  template <class F>
+  void guarded(const Transfer& t, const F& f) {
+    try {
+      f();
+    } catch (nb::python_error& e) {
+      check_told();
+      const std::string peer = "rank " + std::to_string(t.peer);
+      const std::string text = phase().text();
+      throw CommError("rank " + std::to_string(rank()) + ": " +
+                          (t.receiving ? "no message from " + peer : peer + " took no message") +
+                          in_phase(text) + ": " + nb::cast<std::string>(nb::str(e.value())),
+                      t.peer, text);
+    }
+  }
+
+  void check_alive() const {
+    if (!family_->aborted) return;
+    check_told();
+    throw CommError("rank " + std::to_string(rank()) + ": the group has failed before", -1,
+                    phase().text());
+  }
+  // Throws if a rank has said that it, or another one, has failed.
+  void check_told() const {
+    const nb::object told = family_->transport.attr("told")();
+    if (told.is_none()) return;
+    const auto [culprit, where] = nb::cast<std::pair<int, std::string>>(told);
+    AbortWord word;
+    word.culprit = culprit;
+    where.copy(word.phase.data(), word.phase.size() - 1);
+    throw aborted_error(rank(), root_ranks_, word, phase());
+  }
+
+  int first_tag() const noexcept { return 2 * context_; }
+  int rest_tag() const noexcept { return 2 * context_ + 1; }
+
+  std::shared_ptr<Family> family_;
+  int context_;  // of this group, among those that have a rank in common
+  std::vector<int> root_ranks_;
+  int host_;
+  TicketTable<Transfer> transfers_;
+};
+
+std::unique_ptr<Communicator> TransportCommunicator::split(int color) {
+  SKIM_EXPECTS(color >= 0,
+               "communicator: color of split must be >= 0 (color=" + std::to_string(color) + ")");
+  SKIM_EXPECTS(transfers_.empty(), "communicator: split needs every transfer of this rank ended");
+  const std::array<std::int32_t, 3> mine{color, family_->contexts, host_};
+  MessageList all;
+  allgather(std::as_bytes(std::span(mine)), all, sizeof mine);
+  std::vector<int> root_ranks;
+  int context = 0, new_rank = 0;
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    std::array<std::int32_t, 3> theirs{};
+    SKIM_EXPECTS(all[r].size() == sizeof theirs, "communicator: split met another collective");
+    std::memcpy(theirs.data(), all[r].data(), sizeof theirs);
+    context = std::max(context, theirs[1]);
+    if (theirs[0] != color) continue;
+    if (r == static_cast<std::size_t>(rank())) new_rank = static_cast<int>(root_ranks.size());
+    root_ranks.push_back(root_ranks_[r]);
+  }
+  family_->contexts = context + 1;
+  return std::make_unique<TransportCommunicator>(family_, context, new_rank, std::move(root_ranks),
+                                                 host_);
+}
+
+}  // namespace
+
+void bind_transport(nb::module_& m) {
+  m.def(
+      "communicator_over",
+      [](nb::object transport) -> std::unique_ptr<Communicator> {
+        const int rank = nb::cast<int>(transport.attr("rank"));
+        const int size = nb::cast<int>(transport.attr("size"));
+        const int host = nb::cast<int>(transport.attr("host"));
+        SKIM_EXPECTS(size >= 1 && 0 <= rank && rank < size,
+                     "communicator_over: needs 0 <= rank < size (rank=" + std::to_string(rank) +
+                         ", size=" + std::to_string(size) + ")");
+        auto family = std::make_shared<Family>();
+        family->transport = std::move(transport);
+        std::vector<int> root_ranks(static_cast<std::size_t>(size));
+        std::iota(root_ranks.begin(), root_ranks.end(), 0);
+        return std::make_unique<TransportCommunicator>(std::move(family), 0, rank,
+                                                       std::move(root_ranks), host);
+      },
+      nb::arg("transport"),
+      "A group over a transport of the caller's: an object with\n"
+      "  rank, size, host: int    (host: equal for ranks of one machine)\n"
+      "  send(memory, to, tag), receive(memory, source, tag) -> work\n"
+      "                           start to move a memoryview of bytes; in the order of the calls\n"
+      "                           for each peer and tag; what is sent may be shorter than the\n"
+      "                           memory that receives it\n"
+      "  wait(work)               until it is done; raises if it cannot be\n"
+      "  abort(culprit, phase)    tells all ranks, and ends what is open, here and there\n"
+      "  told() -> None or (culprit, phase), if a rank has called abort\n"
+      "All of them are called from the thread that uses the communicator.");
+}
+
+}  // namespace skim::python

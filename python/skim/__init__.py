@@ -1,0 +1,2 @@
+from skim._core import *  # noqa
+from skim._core import __version__
