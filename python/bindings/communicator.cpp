@@ -1,8 +1,6 @@
 // Groups: ranks as threads of this process, and what every communicator can do.
 #include "skim/communicator.hpp"
 
-#include <nanobind/stl/unique_ptr.h>
-
 #include "bindings.hpp"
 
 namespace skim::python {
@@ -25,9 +23,7 @@ nb::list listed(std::vector<std::unique_ptr<Communicator>> group) {
   return list;
 }
 
-Bytes bytes_of(const nb::bytes& b) {
-  return std::as_bytes(std::span(b.c_str(), b.size()));
-}
+Bytes bytes_of(const nb::bytes& b) { return std::as_bytes(std::span(b.c_str(), b.size())); }
 nb::bytes to_python(Bytes b) { return nb::bytes(b.data(), b.size()); }
 
 }  // namespace
@@ -88,7 +84,9 @@ void bind_communicator(nb::module_& m) {
 
   m.def(
       "in_process_group",
-      [](int size, double timeout) { return listed(make_in_process_group(size, with_timeout(timeout))); },
+      [](int size, double timeout) {
+        return listed(make_in_process_group(size, with_timeout(timeout)));
+      },
       "size"_a, nb::kw_only(), "timeout"_a = 60.0,
       nb::sig("def in_process_group(size: int, *, timeout: float = 60.0) -> list[Communicator]"),
       "A whole group in this process: element r is for a thread of its own.");

@@ -28,22 +28,23 @@ void raise_comm(const CommError& e) {
 }  // namespace
 
 void bind_errors(nb::module_& m) {
-  types.error = new_type(m, "Error", "What everything that Skim raises is.",
-                         nb::borrow(PyExc_RuntimeError));
+  types.error =
+      new_type(m, "Error", "What everything that Skim raises is.", nb::borrow(PyExc_RuntimeError));
   const nb::object error = nb::borrow(types.error);
   types.invalid_argument =
       new_type(m, "InvalidArgument", "The caller's mistake. Nothing has changed, nothing was sent.",
                nb::make_tuple(error, nb::borrow(PyExc_ValueError)));
-  types.comm =
-      new_type(m, "CommError",
-               "A peer or a link failed, or a wait took too long. `peer` is the rank that failed (-1: "
-               "not known), `phase` what was being done. The group cannot be used any more: restart "
-               "from a checkpoint.",
+  types.comm = new_type(
+      m, "CommError",
+      "A peer or a link failed, or a wait took too long. `peer` is the rank that failed (-1: "
+      "not known), `phase` what was being done. The group cannot be used any more: restart "
+      "from a checkpoint.",
+      error);
+  types.non_finite =
+      new_type(m, "NonFiniteError",
+               "A gradient of the group held NaN or infinity; the step was rolled back, "
+               "on every rank.",
                error);
-  types.non_finite = new_type(m, "NonFiniteError",
-                              "A gradient of the group held NaN or infinity; the step was rolled back, "
-                              "on every rank.",
-                              error);
   types.state =
       new_type(m, "StateError", "A saved state is damaged, foreign or of another version.", error);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {

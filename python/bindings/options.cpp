@@ -33,7 +33,11 @@ void bind_options(nb::module_& m) {
           [](SelectOptions* self, const std::string& algo, std::uint64_t seed, float threshold,
              std::size_t block, int stages, bool per_parameter) {
             new (self) SelectOptions{enum_of<SelectAlgo>("select", algo, select_algo_names()),
-                                     seed, threshold, block, stages, per_parameter};
+                                     seed,
+                                     threshold,
+                                     block,
+                                     stages,
+                                     per_parameter};
           },
           "algo"_a = "exact", nb::kw_only(), "seed"_a = 0, "threshold"_a = 0.0F, "block"_a = 4096,
           "stages"_a = 0, "per_parameter"_a = false);
@@ -44,7 +48,8 @@ void bind_options(nb::module_& m) {
           "__init__",
           [](FeedbackOptions* self, bool enabled, float momentum, bool nesterov,
              bool factor_masking, float clip_norm, float decay) {
-            new (self) FeedbackOptions{enabled, momentum, nesterov, factor_masking, clip_norm, decay};
+            new (self)
+                FeedbackOptions{enabled, momentum, nesterov, factor_masking, clip_norm, decay};
           },
           nb::kw_only(), "enabled"_a = true, "momentum"_a = 0.0F, "nesterov"_a = false,
           "factor_masking"_a = true, "clip_norm"_a = 0.0F, "decay"_a = 1.0F);
@@ -59,9 +64,10 @@ void bind_options(nb::module_& m) {
           "seed"_a = 0);
 
   nb::class_<Link>(m, "Link", "Seconds that a message takes: alpha_s + bytes * beta_s_per_byte.")
-      .def("__init__",
-           [](Link* self, double alpha_s, double beta) { new (self) Link(link(alpha_s, beta)); },
-           "alpha_s"_a, "beta_s_per_byte"_a)
+      .def(
+          "__init__",
+          [](Link* self, double alpha_s, double beta) { new (self) Link(link(alpha_s, beta)); },
+          "alpha_s"_a, "beta_s_per_byte"_a)
       .def_rw("alpha_s", &Link::alpha_s)
       .def_rw("beta_s_per_byte", &Link::beta_s_per_byte);
 
@@ -83,15 +89,16 @@ void bind_options(nb::module_& m) {
             o.gtopk_form = enum_of<GTopKForm>("gtopk_form", gtopk_form, gtopk_form_names());
             o.server.placement =
                 enum_of<ServerPlacement>("server", server, server_placement_names());
-            for (const std::string& name : among) o.automatic.among.push_back(kind_of("among", name));
+            for (const std::string& name : among)
+              o.automatic.among.push_back(kind_of("among", name));
             o.automatic.link = link_of_auto;
             o.automatic.review_every = review_every;
             o.oktopk.exact = oktopk_exact;
             o.hierarchy = {kind_of("inside", inside), kind_of("between", between)};
             new (self) ExchangeOptions(std::move(o));
           },
-          "kind"_a = "allgather", nb::kw_only(), "codec"_a = CodecOptions{},
-          "drop"_a = "survivors", "gtopk_form"_a = "butterfly", "server"_a = "rank0",
+          "kind"_a = "allgather", nb::kw_only(), "codec"_a = CodecOptions{}, "drop"_a = "survivors",
+          "gtopk_form"_a = "butterfly", "server"_a = "rank0",
           "among"_a = std::vector<std::string>{}, "link"_a = nb::none(), "review_every"_a = 32,
           "oktopk_exact"_a = false, "inside"_a = "allgather", "between"_a = "gtopk");
 

@@ -1,9 +1,6 @@
 // The Reducer: gradient in, mean gradient out.
 #include "skim/reducer.hpp"
 
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
-
 #include <array>
 #include <sstream>
 
@@ -110,7 +107,8 @@ void bind_reducer(nb::module_& m) {
       .def_ro("non_finite", &StepReport::non_finite)
       .def_ro("dense", &StepReport::dense)
       .def_prop_ro("group_non_finite", [](const StepReport& r) { return r.group.non_finite; })
-      .def_prop_ro("group_gradient_norm2", [](const StepReport& r) { return r.group.gradient_norm2; });
+      .def_prop_ro("group_gradient_norm2",
+                   [](const StepReport& r) { return r.group.gradient_norm2; });
 
   nb::class_<Reducer>(m, "Reducer",
                       "Replaces this rank's gradient by the group's mean gradient. Ranks call with "

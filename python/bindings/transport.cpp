@@ -36,7 +36,7 @@ struct Family {
 struct Transfer {
   bool receiving = false;
   int peer = 0;
-  std::vector<std::byte> first;  // L and what goes with it
+  std::vector<std::byte> first;               // L and what goes with it
   std::vector<std::byte>* message = nullptr;  // of a receiver
   nb::object first_work, rest_work;
 };
@@ -67,8 +67,8 @@ class TransportCommunicator final : public Communicator {
     family_->aborted = true;
     const bool known = 0 <= culprit && culprit < size();
     try {
-      family_->transport.attr("abort")(
-          known ? root_ranks_[static_cast<std::size_t>(culprit)] : -1, phase().text());
+      family_->transport.attr("abort")(known ? root_ranks_[static_cast<std::size_t>(culprit)] : -1,
+                                       phase().text());
     } catch (...) {  // a peer that cannot be told will run into its timeout
     }
   }
@@ -123,8 +123,8 @@ class TransportCommunicator final : public Communicator {
         const std::size_t head = std::min(received, kFirst);
         std::copy_n(t->first.begin() + kLength, head, t->message->begin());
         if (received > head) {
-          t->rest_work = start("receive", t->message->data() + head, received - head, t->peer,
-                               rest_tag());
+          t->rest_work =
+              start("receive", t->message->data() + head, received - head, t->peer, rest_tag());
         }
       }
       finish(t->rest_work);

@@ -1,0 +1,96 @@
+"""A group of Skim's own beside a process group of torch.distributed, over gloo."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import re
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from skim import _core
+
+# Groups that this process has made beside each process group. Ranks make them in the same order, so
+# that the names of their stores agree.
+_made: dict[str, itertools.count[int]] = {}
+
+
+class GlooTransport:
+    """What _core.communicator_over asks for. Used by one thread at a time."""
+
+    def __init__(self, ranks: list[int], rank: int, name: str, timeout: float) -> None:
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self.rank = rank
+        self.size = len(ranks)
+        self._store = store
+        self._timeout = timeout
+        # Ours alone: to let go of it closes its connections, and so wakes whoever waits for us.
+        self._gloo: Any = None
+        self.host = rank
+        if self.size == 1:
+            return
+        self._gloo = dist.ProcessGroupGloo(store, rank, self.size, datetime.timedelta(seconds=timeout))
+        store.set(f"host{rank}", socket.gethostname())
+        hosts = [store.get(f"host{r}") for r in range(self.size)]
+        self.host = hosts.index(hosts[rank])
+
+    def send(self, memory: memoryview, to: int, tag: int) -> Any:
+        return self._open().send([torch.frombuffer(memory, dtype=torch.uint8)], to, tag)
+
+    def receive(self, memory: memoryview, source: int, tag: int) -> Any:
+        return self._open().recv([torch.frombuffer(memory, dtype=torch.uint8)], source, tag)
+
+    def wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as e:
+            text = str(e)
+            if "imed out" in text:
+                raise TimeoutError(f"timed out after {self._timeout:g} s") from None
+            if re.search("onnection (closed|reset)|Broken pipe|not connected", text):
+                raise ConnectionError("its connection is closed: it has ended or failed") from None
+            raise
+
+    def abort(self, culprit: int, phase: str) -> None:
+        try:
+            if self.size > 1 and self.told() is None:
+                self._store.set("abort", f"{culprit} {phase}")
+        finally:
+            self._gloo = None
+
+    def told(self) -> tuple[int, str] | None:
+        try:
+            if self.size == 1 or not self._store.check(["abort"]):
+                return None
+            culprit, _, phase = self._store.get("abort").decode().partition(" ")
+            return int(culprit), phase
+        except RuntimeError:  # the store ended with the process that kept it
+            return None
+
+    def _open(self) -> Any:
+        if self._gloo is None:
+            raise ConnectionError("this rank has left the group")
+        return self._gloo
+
+
+def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Communicator:
+    """A communicator for the ranks of a process group, over connections of its own.
+
+    Collective: every rank of the process group calls it, and for several in the same order.
+    process_group: None: the default one, of any backend; what travels is in host memory.
+    timeout: seconds that a rank waits for another one. One that ends is noticed at once.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise _core.InvalidArgument(
+            "skim: torch.distributed has no process group yet; call torch.distributed."
+            "init_process_group first (torchrun sets what it needs)"
+        )
+    group = process_group if process_group is not None else dist.group.WORLD
+    ranks = dist.get_process_group_ranks(group)
+    name = ",".join(map(str, ranks))
+    number = next(_made.setdefault(name, itertools.count()))
+    transport = GlooTransport(ranks, dist.get_rank(group), f"skim/{name}/{number}", timeout)
+    return _core.communicator_over(transport)
