@@ -65,6 +65,23 @@ void load(Reducer& reducer, const std::vector<Bytes8>& of_old_ranks) {
   reducer.load(pointers);
 }
 
+void add_residual(ErrorFeedback& feedback, Slot slot, std::size_t offset,
+                  std::span<const float> values, float scale) {
+  const std::size_t n = feedback.size(slot);
+  SKIM_EXPECTS(offset <= n && values.size() <= n - offset,
+               "add_residual: entries " + std::to_string(offset) + " to " +
+                   std::to_string(offset + values.size()) + " are not all in a slot of " +
+                   std::to_string(n));
+  SparseBuffer nothing, mass;
+  nothing.reset(n);
+  mass.reset(n);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (values[i] != 0.0F) mass.append(static_cast<Index>(offset + i), values[i] / scale);
+  }
+  feedback.commit(slot, nothing.view(), mass.view());
+  feedback.end_step();
+}
+
 }  // namespace
 
 GradView grad_view(const AnyArray& array, float scale) {
@@ -161,6 +178,14 @@ void bind_reducer(nb::module_& m) {
                                               : std::string(self.exchange()->decision(slot));
           },
           "slot"_a, "Of the exchange auto: what the slot's next bucket goes by, and why.")
+      .def(
+          "add_residual",
+          [](Reducer& self, Slot slot, std::size_t offset, FloatArray values, float scale) {
+            const nb::gil_scoped_release no_gil;
+            add_residual(self.feedback(), slot, offset, {values.data(), values.size()}, scale);
+          },
+          "slot"_a, "offset"_a, "values"_a, "scale"_a = 1.0F,
+          "Adds values / scale to the slot's residual from entry offset on. Between steps only.")
       .def("save", &saved, "Residuals and all other state of this rank.")
       .def("load", &load, "of_old_ranks"_a,
            "What every rank of the saving run saved, in rank order: arrays of bytes.");
