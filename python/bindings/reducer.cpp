@@ -65,6 +65,44 @@ void load(Reducer& reducer, const std::vector<Bytes8>& of_old_ranks) {
   reducer.load(pointers);
 }
 
+// Tells Python of phases while somebody listens: taking the GIL for each costs time.
+class AnnotatedReducer final : public Reducer {
+ public:
+  AnnotatedReducer(ReducerOptions options, ReducerParts parts, Communicator& comm)
+      : Reducer(with_phases(std::move(options)), std::move(parts), comm) {}
+
+  StepReport reduce_telling(Slot slot, GradView grad, nb::object listener) {
+    listener_ = std::move(listener);
+    const bool listening = !listener_.is_none();
+    const nb::gil_scoped_release no_gil;
+    listening_ = listening;
+    return reduce(slot, grad);
+  }
+
+ private:
+  ReducerOptions with_phases(ReducerOptions o) {
+    o.on_phase = [this](const char* phase) {
+      if (!listening_) return;
+      const nb::gil_scoped_acquire gil;
+      try {
+        listener_(phase);
+      } catch (nb::python_error& e) {
+        e.discard_as_unraisable("skim: on_phase");
+      }
+    };
+    return o;
+  }
+
+  nb::object listener_ = nb::none();
+  bool listening_ = false;
+};
+
+// nanobind looks for the class of a member.
+template <class R, class... A>
+auto member(R (Reducer::*f)(A...)) {
+  return static_cast<R (AnnotatedReducer::*)(A...)>(f);
+}
+
 void add_residual(ErrorFeedback& feedback, Slot slot, std::size_t offset,
                   std::span<const float> values, float scale) {
   const std::size_t n = feedback.size(slot);
@@ -127,14 +165,16 @@ void bind_reducer(nb::module_& m) {
       .def_prop_ro("group_gradient_norm2",
                    [](const StepReport& r) { return r.group.gradient_norm2; });
 
-  nb::class_<Reducer>(m, "Reducer",
-                      "Replaces this rank's gradient by the group's mean gradient. Ranks call with "
-                      "the same slots in the same order.")
+  nb::class_<AnnotatedReducer>(
+      m, "Reducer",
+      "Replaces this rank's gradient by the group's mean gradient. Ranks call with "
+      "the same slots in the same order.")
       .def(
           "__init__",
-          [](Reducer* self, Communicator& comm, double density, const SelectOptions& select,
-             const FeedbackOptions& feedback, const ExchangeOptions& exchange,
-             std::size_t dense_below, const std::string& non_finite) {
+          [](AnnotatedReducer* self, Communicator& comm, double density,
+             const SelectOptions& select, const FeedbackOptions& feedback,
+             const ExchangeOptions& exchange, std::size_t dense_below,
+             const std::string& non_finite) {
             ReducerOptions o;
             o.select = select;
             o.feedback = feedback;
@@ -143,7 +183,7 @@ void bind_reducer(nb::module_& m) {
             o.non_finite = enum_of<NonFinite>("non_finite", non_finite, kNonFinite);
             ReducerParts parts;
             parts.schedule = constant_density(density);
-            new (self) Reducer(std::move(o), std::move(parts), comm);
+            new (self) AnnotatedReducer(std::move(o), std::move(parts), comm);
           },
           "comm"_a, nb::kw_only(), "density"_a = 0.001, "select"_a = SelectOptions{},
           "feedback"_a = FeedbackOptions{}, "exchange"_a = ExchangeOptions{},
@@ -151,44 +191,67 @@ void bind_reducer(nb::module_& m) {
           nb::keep_alive<1, 2>())
       .def(
           "set_layout",
-          [](Reducer& self, const Layout& layout) { self.set_layout(buckets(layout)); }, "layout"_a,
+          [](AnnotatedReducer& self, const Layout& layout) { self.set_layout(buckets(layout)); },
+          "layout"_a,
           "[(slot, [(parameter, entries), ...]), ...]. Residuals move with the names of their "
           "parameters.")
       .def(
           "reduce",
-          [](Reducer& self, Slot slot, AnyArray grad, float scale) {
-            const GradView view = grad_view(grad, scale);
-            const nb::gil_scoped_release no_gil;
-            return self.reduce(slot, view);
+          [](AnnotatedReducer& self, Slot slot, AnyArray grad, float scale, nb::object on_phase) {
+            return self.reduce_telling(slot, grad_view(grad, scale), std::move(on_phase));
           },
-          "slot"_a, "grad"_a, "scale"_a = 1.0F,
+          "slot"_a, "grad"_a, "scale"_a = 1.0F, nb::kw_only(), "on_phase"_a = nb::none(),
           "In: this rank's gradient, times scale. Out, in its place: the mean over the ranks of "
-          "what was sent, times scale. Collective.")
-      .def("end_step", &Reducer::end_step, NoGil(), "epoch"_a = 0.0,
+          "what was sent, times scale. Collective. on_phase(name): called as select, exchange and "
+          "apply begin, and with None at the end.")
+      .def("end_step", member(&Reducer::end_step), NoGil(), "epoch"_a = 0.0,
            "Whether the step is to be applied.")
-      .def("rollback_step", &Reducer::rollback_step, NoGil(), "epoch"_a = 0.0,
+      .def("rollback_step", member(&Reducer::rollback_step), NoGil(), "epoch"_a = 0.0,
            "Instead of end_step: what this step sent goes back into the residuals.")
-      .def("set_total_steps", &Reducer::set_total_steps, "steps"_a)
-      .def_prop_ro("step", &Reducer::step)
-      .def_prop_ro("density", [](const Reducer& self) { return self.density().up; })
+      .def("set_total_steps", member(&Reducer::set_total_steps), "steps"_a)
+      .def_prop_ro("step", [](const AnnotatedReducer& self) { return self.step(); })
+      .def_prop_ro("density", [](const AnnotatedReducer& self) { return self.density().up; })
       .def(
           "decision",
-          [](Reducer& self, Slot slot) {
+          [](AnnotatedReducer& self, Slot slot) {
             return self.exchange() == nullptr ? std::string()
                                               : std::string(self.exchange()->decision(slot));
           },
           "slot"_a, "Of the exchange auto: what the slot's next bucket goes by, and why.")
       .def(
           "add_residual",
-          [](Reducer& self, Slot slot, std::size_t offset, FloatArray values, float scale) {
+          [](AnnotatedReducer& self, Slot slot, std::size_t offset, FloatArray values,
+             float scale) {
             const nb::gil_scoped_release no_gil;
             add_residual(self.feedback(), slot, offset, {values.data(), values.size()}, scale);
           },
           "slot"_a, "offset"_a, "values"_a, "scale"_a = 1.0F,
           "Adds values / scale to the slot's residual from entry offset on. Between steps only.")
-      .def("save", &saved, "Residuals and all other state of this rank.")
-      .def("load", &load, "of_old_ranks"_a,
-           "What every rank of the saving run saved, in rank order: arrays of bytes.");
+      .def(
+          "residual",
+          [](AnnotatedReducer& self, Slot slot) {
+            const DenseView r = self.feedback().residual(slot);
+            auto* const kept = new std::vector<float>(r.data, r.data + r.n);
+            const nb::capsule owner(
+                kept, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
+            if (self.exchange() != nullptr) {
+              const HeldMass held = self.exchange()->held(slot);
+              if (!held.mass.empty()) kept->resize(self.feedback().size(slot));
+              for (std::size_t i = 0; i < held.mass.n; ++i) {
+                (*kept)[held.first + i] += held.mass.data[i];
+              }
+            }
+            return nb::ndarray<nb::numpy, float, nb::ndim<1>>(kept->data(), {kept->size()}, owner);
+          },
+          "slot"_a, "A copy of what this rank keeps: its residual, and what it holds as a server.")
+      .def(
+          "save", [](const AnnotatedReducer& self) { return saved(self); },
+          "Residuals and all other state of this rank.")
+      .def(
+          "load",
+          [](AnnotatedReducer& self, const std::vector<Bytes8>& states) { load(self, states); },
+          "of_old_ranks"_a,
+          "What every rank of the saving run saved, in rank order: arrays of bytes.");
 }
 
 }  // namespace skim::python

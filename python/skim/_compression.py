@@ -20,7 +20,7 @@ from skim._transport import connect
 from skim._report import Report
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
+STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
 _open: weakref.WeakSet[Compression] = weakref.WeakSet()
 
 
@@ -178,15 +178,38 @@ class Compression:
                 self._set_layout(None)
             self._step_open = True
 
-    def reduce(self, slot: int, flat: torch.Tensor, scale: float) -> _core.StepReport:
+    def reduce_part(self, slot: int, flat: torch.Tensor, scale: float) -> None:
         """flat [n], of any device: in, the gradient; out, the mean."""
         host = flat if flat.device.type == "cpu" else flat.to("cpu")
-        report = self.reducer.reduce(slot, host, scale)
+        listener = _Phases() if _is_profiling() else None
+        report = self.reducer.reduce(slot, host, scale, on_phase=listener)
         if host is not flat:
             flat.copy_(host)
         if report.n > 0 and bool(torch.isnan(host[0])):
             self._finite = False  # NonFinite::pass_on says so
-        return report
+        first = 0 if self.buckets is None else len(self.names)
+        self.statistics.add(slot - first, report, self.reducer.decision(slot))
+
+    def end_of_step(self) -> None:
+        """After its last bucket."""
+        self.statistics.steps += 1
+        if self.writer is not None:
+            for tag, value in self.statistics.scalars().items():
+                self.writer.add_scalar(f"skim/{tag}", value, self.reducer.step)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What this rank keeps of each parameter, flat, float32: a copy. Over all ranks: the gradients
+        so far less P times the means."""
+        self.finish_step()
+        with self.lock:
+            found = {}
+            groups = self.buckets if self.buckets is not None else [(i,) for i in range(len(self.names))]
+            for index, members in enumerate(groups):
+                parts = self.slots_of(members, index) if self.buckets is not None else [(members[0], 0, 0)]
+                kept = torch.from_numpy(self.reducer.residual(parts[0][0]))
+                for i, part in zip(members, kept.split([self.lengths[i] for i in members])):
+                    found[self.names[i]] = part
+            return {name: found[name] for name in self.names}
 
     def give_back(self, slot: int, offset: int, mean: torch.Tensor, scale: float) -> None:
         """What nobody will apply returns to the residuals at the end of the step: each rank's share."""
@@ -225,7 +248,7 @@ class Compression:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         found: dict[int, dict[int, torch.Tensor]] = {}
         for key, value in state.items():
-            if match := _STATE.search(key):
+            if match := STATE.search(key):
                 found.setdefault(int(match[2]), {})[int(match[1])] = value
         if not found:
             raise _core.StateError(
@@ -259,6 +282,26 @@ class Compression:
         self._jobs.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+
+class _Phases:
+    """What a profiler sees of one bucket. It sees other threads than the one that started it only if
+    it was told to: torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))."""
+
+    def __init__(self) -> None:
+        self._open: Any = None
+
+    def __call__(self, phase: str | None) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+        if phase is not None:
+            self._open = torch.profiler.record_function(f"skim::{phase}")
+            self._open.__enter__()
+
+
+def _is_profiling() -> bool:
+    return bool(torch.autograd.profiler._is_profiler_enabled)  # type: ignore[attr-defined]
 
 
 def _text(value: Any) -> str:

@@ -66,6 +66,20 @@ class Report:
         """dense_bytes over sent_bytes; 1 where nothing was sent."""
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
+    def scalars(self) -> dict[str, float]:
+        """For a writer: of all steps so far."""
+        each = max(1, self.steps)
+        weights = sum(b.n * b.steps for b in self.buckets.values()) or 1
+        return {
+            "sent_bytes": float(self.sent_bytes),
+            "compression": self.compression,
+            "exposed_ms": 1e3 * self.exposed_s / each,
+            "select_ms": 1e3 * sum(b.select_s for b in self.buckets.values()) / each,
+            "exchange_ms": 1e3 * sum(b.exchange_s for b in self.buckets.values()) / each,
+            "captured": sum(b.capture * b.n for b in self.buckets.values()) / weights,
+            "steps_taken_back": float(self.skipped),
+        }
+
     def __str__(self) -> str:
         if not self.steps:
             return f"skim: rank {self.rank} of {self.size}: no step yet"

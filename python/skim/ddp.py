@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import Compression, Options, now_ns
+from skim._compression import STATE, Compression, Options, now_ns
 from skim._report import Report
 
 _attached: weakref.WeakKeyDictionary[DistributedDataParallel, DdpCompression] = weakref.WeakKeyDictionary()
@@ -106,6 +106,28 @@ def load_state_dict(model: Any, state: Mapping[str, torch.Tensor]) -> None:
     compression_of(model).load_state_dict(state)
 
 
+def state_template(checkpoint_id: Any, prefix: str = "skim") -> dict[str, torch.Tensor]:
+    """Empty tensors for the states of all ranks in a torch.distributed.checkpoint, to load into:
+
+        state = {"skim": skim.state_template(folder)}
+        torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+        skim.load_state_dict(model, state["skim"])
+
+    prefix: what state_dict was saved as.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    known = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    found = {}
+    for key, value in known.items():
+        head, _, name = key.rpartition(".")
+        if head == prefix and STATE.match(name):
+            found[name] = torch.empty(value.size, dtype=torch.uint8)  # type: ignore[union-attr]
+    if not found:
+        raise _core.StateError(f"skim: no state of Skim is called '{prefix}' in '{checkpoint_id}'")
+    return found
+
+
 class DdpCompression(Compression):
     """What skim.attach returns."""
 
@@ -164,14 +186,12 @@ class DdpCompression(Compression):
             scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
             unused = self._unused_by_all(members, flat) if self._finds_unused else []
             for slot, offset, length in self.slots_of(members, index):
-                part = flat[offset : offset + length]
-                r = self.reduce(slot, part, scale)
-                self.statistics.add(slot, r, self.reducer.decision(slot))
+                self.reduce_part(slot, flat[offset : offset + length], scale)
                 for begin, end in unused:
                     if offset <= begin and end <= offset + length:
                         self.give_back(slot, begin - offset, flat[begin:end].clone(), scale)
             if last:
-                self.statistics.steps += 1
+                self.end_of_step()
                 if not self._finite and self.options.non_finite == "raise":
                     self.finish_step()
                     raise _core.NonFiniteError("skim: a gradient entry of the group is NaN or infinite")
@@ -226,7 +246,9 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
 
 def _unwrapped(model: Any) -> DistributedDataParallel:
     """The DDP model itself. Raises InvalidArgument for what is none, with what to use instead."""
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    inner = model
+    if isinstance(model, torch.nn.Module):
+        inner = model._modules.get("_orig_mod", model)  # of torch.compile
     if isinstance(inner, DistributedDataParallel):
         return inner
     kind = type(inner).__name__
