@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from skim import _core
 from skim._compression import STATE, Compression, Options, now_ns
 from skim._report import Report
+from skim.dry_run import DryRun
 
 _attached: weakref.WeakKeyDictionary[DistributedDataParallel, DdpCompression] = weakref.WeakKeyDictionary()
 
@@ -33,7 +34,8 @@ def attach(
     total_steps: int = 0,
     timeout: float = 1800.0,
     writer: Any = None,
-) -> DdpCompression:
+    dry_run: bool | int = False,
+) -> Any:
     """Compresses the gradients of a DistributedDataParallel model from now on.
 
     Call it once, on every rank, with the same arguments, before or between training steps. The
@@ -54,7 +56,11 @@ def attach(
     total_steps: for schedules that plan ahead.
     timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
     writer: a TensorBoard SummaryWriter, or whatever has add_scalar(tag, value, step).
+    dry_run: True, or a number of steps (True: 20): trains as before, without compression, measures
+        those steps and the link, and prints on rank 0 whether compression would pay, how, and how
+        much. The other options do not count then.
 
+    Returns the DdpCompression (or DryRun), which state_dict and the others find by the model.
     Raises InvalidArgument where the model or an option cannot work, with what to do instead.
     """
     ddp = _unwrapped(model)
@@ -62,6 +68,8 @@ def attach(
         raise _core.InvalidArgument("skim.attach: this model has been attached already")
     if non_finite not in ("pass_on", "raise"):
         raise _core.InvalidArgument(f"non_finite: no '{non_finite}'; there are: pass_on, raise")
+    if dry_run:
+        return DryRun(ddp, 20 if dry_run is True else dry_run, timeout)
     options = Options(
         density=density,
         exchange=exchange,

@@ -445,6 +445,24 @@ def case_report_writer_and_profiler():
     assert sent == skim.report(model).sent_bytes
 
 
+def case_dry_run_trains_as_before():
+    plain = DDP(Linear())
+    dry = DDP(Linear())
+    watcher = skim.attach(dry, dry_run=3)
+    for step in range(11):
+        c = gradients(step)
+        plain(c).backward()
+        dry(c).backward()
+        assert torch.equal(means(plain), means(dry))
+    assert watcher.verdict.startswith("verdict: it would"), watcher.verdict
+    assert [p.density for p in watcher.predictions] == [1.0, 0.001, 0.01, 0.1]
+    captured = [p.captured for p in watcher.predictions]
+    assert 0 < captured[1] < captured[2] < captured[3] < captured[0] == 1.0, captured
+    assert len(set(gathered(watcher.verdict))) == 1
+    assert "speed-up" in str(watcher) and len(str(watcher).splitlines()) == 9
+    expect(skim.InvalidArgument, "dry_run must be True or", skim.attach, DDP(Linear()), dry_run=-3)
+
+
 # ---- without DDP
 
 

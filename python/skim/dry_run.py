@@ -1,0 +1,180 @@
+"""Would compression pay for this script? Measures while it trains as before."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from skim import _core
+from skim._transport import connect
+
+DENSITIES = (0.001, 0.01, 0.1)
+WARM_UP = 5  # steps that are not measured: DDP forms its buckets, memory is touched for the first time
+WORTH = 1.1  # the speed-up from which on it pays
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    density: float  # 1: dense
+    scheme: str
+    step_s: float
+    captured: float  # share of the gradient's |g|^2 in its k largest entries
+
+
+class DryRun:
+    """What skim.attach(..., dry_run=True) returns. `verdict` is empty until the steps are measured."""
+
+    def __init__(self, ddp: DistributedDataParallel, steps: int, timeout: float) -> None:
+        if steps < 1:
+            raise _core.InvalidArgument(f"skim.attach: dry_run must be True or a number of steps >= 1, not {steps}")
+        self.comm = connect(ddp.process_group, timeout=timeout)
+        self.steps = steps
+        self.step_s = self.compute_s = self.exposed_s = 0.0  # medians; of the group's slowest, slowest, quickest rank
+        self.link: _core.Link | None = None
+        self.predictions: list[Prediction] = []  # the dense one first
+        self.verdict = ""
+        self._group = ddp.process_group
+        self._seen = 0
+        self._backward_ended = 0.0
+        self._pending: list[Any] = []
+        self._times: list[tuple[float, float]] = []  # (step, exposed) of each step measured
+        self._gradients: list[torch.Tensor] = []
+        try:
+            ddp.register_comm_hook(self, _hook)
+        except RuntimeError as e:
+            raise _core.InvalidArgument(f"skim.attach: DDP refused the hook: {e}") from None
+
+    def __str__(self) -> str:
+        if not self.verdict:
+            return f"skim dry run: {self._seen} of {WARM_UP + self.steps + 1} steps"
+        assert self.link is not None
+        n = sum(g.numel() for g in self._gradients)
+        rate = f", {8e-6 / self.link.beta_s_per_byte:.0f} Mbit/s" if self.link.beta_s_per_byte > 0 else ""
+        lines = [
+            f"skim dry run: {self.comm.size} ranks, {n} gradient entries, median of {len(self._times)} steps: "
+            f"{_ms(self.step_s)} a step, of which {_ms(self.exposed_s)} waiting for the sum of gradients",
+            f"link: {_ms(self.link.alpha_s)} a message{rate}",
+            f"{'density':>8}  {'exchange':<20}  {'step':>10}  {'speed-up':>8}  {'captured':>8}",
+        ]
+        for p in self.predictions:
+            density = "dense" if p.density == 1.0 else f"{p.density:g}"
+            lines.append(
+                f"{density:>8}  {p.scheme:<20}  {_ms(p.step_s):>10}  {self.step_s / p.step_s:8.2f}  {p.captured:8.3f}"
+            )
+        lines.append(
+            "dense: as measured; others: computing as measured, selection as timed on this gradient, the exchange by "
+            "the cost model, nothing hidden by backward. captured: share of |g|^2 that is sent at once."
+        )
+        return "\n".join([*lines, self.verdict])
+
+    # ---- measuring ------------------------------------------------------------------------------
+
+    def _step_begins(self) -> None:
+        """Called as the first bucket of a step is ready: the step before has ended."""
+        self._seen += 1
+
+    def _backward_ends(self, works: list[Any], flats: list[torch.Tensor]) -> None:
+        now = time.perf_counter()
+        last = self._backward_ended
+        self._backward_ended = now
+        if self._seen <= WARM_UP or self.verdict:
+            return
+        for w in works:
+            w.wait()
+        exposed = time.perf_counter() - now
+        if self._seen > WARM_UP + 1:
+            self._times.append((now - last, exposed))
+        if len(self._times) >= self.steps:
+            self._gradients = [f.detach().float().cpu() for f in flats]
+            self._conclude()
+
+    def _conclude(self) -> None:
+        step = statistics.median(t[0] for t in self._times)
+        exposed = statistics.median(t[1] for t in self._times)
+        mine = {"step": step, "exposed": exposed}
+        of_all = [json.loads(m) for m in self.comm.allgather(json.dumps(mine).encode())]
+        self.step_s = max(m["step"] for m in of_all)
+        # Ranks that are early wait for the others, which no exchange will change.
+        self.exposed_s = min(m["exposed"] for m in of_all)
+        self.compute_s = max(0.0, self.step_s - self.exposed_s)
+        self.link = self.comm.measure_link() if self.comm.size > 1 else _core.Link(0.0, 0.0)
+        predictions = [Prediction(1.0, "dense", self.step_s, 1.0)]
+        for density in DENSITIES:
+            predictions.append(self._predict(density))
+        # Rank 0's are everybody's.
+        told = self.comm.broadcast(json.dumps([dataclasses.astuple(p) for p in predictions]).encode(), 0)
+        self.predictions = [Prediction(*p) for p in json.loads(told)]
+        self.verdict = self._judge()
+        if self.comm.rank == 0:
+            print(self, flush=True)
+
+    def _predict(self, density: float) -> Prediction:
+        assert self.link is not None
+        select_s, kept, total = 0.0, 0.0, 0.0
+        totals = dict.fromkeys(_core.schemes, 0.0)
+        for g in self._gradients:
+            k = _core.entries(density, g.numel())
+            selector, residual = _core.Selector("exact"), torch.zeros(g.numel())
+            chosen = selector.select(g, k, residual=residual)  # the first finds its threshold
+            residual.zero_()
+            start = time.perf_counter()
+            chosen = selector.select(g, k, residual=residual)
+            select_s += time.perf_counter() - start
+            kept += chosen.kept_norm2
+            total += chosen.gradient_norm2
+            for scheme in list(totals):
+                if scheme.startswith("param-server") or not _core.is_possible(scheme, self.comm.size):
+                    del totals[scheme]
+                    continue
+                cost = _core.predict(scheme, ranks=self.comm.size, n=g.numel(), k=k, link=self.link, local=LOCAL)
+                totals[scheme] += cost.exchange_s
+        totals.pop("dense", None)
+        scheme = min(totals, key=totals.__getitem__)
+        return Prediction(
+            density, scheme, self.compute_s + select_s + totals[scheme], kept / total if total > 0 else 1.0
+        )
+
+    def _judge(self) -> str:
+        best = min(self.predictions[1:], key=lambda p: p.step_s)
+        pays = self.step_s / best.step_s
+        if pays < WORTH:
+            return (
+                f"verdict: it would not pay: at best {pays:.2f} times as fast (density {best.density:g}, {best.scheme}); "
+                f"of {_ms(self.step_s)} a step only {_ms(self.exposed_s)} are left to gain"
+            )
+        # Of densities that are about as quick the largest loses least.
+        density, chosen = max((p.density, p) for p in self.predictions[1:] if p.step_s <= 1.05 * best.step_s)
+        return (
+            f'verdict: it would pay: skim.attach(model, density={density:g}, exchange="auto") ({chosen.scheme}), predicted '
+            f"{_ms(chosen.step_s)} a step, {self.step_s / chosen.step_s:.2f} times as fast; residuals take "
+            f"{4e-6 * sum(g.numel() for g in self._gradients):.1f} MB a rank. What it does to accuracy only training tells."
+        )
+
+
+LOCAL = _core.LocalSpeeds(merge_s=10e-9, add_s=0.35e-9)  # as the exchange auto begins with
+
+
+# Without annotations: see ddp.py.
+def _hook(state, bucket):  # type: ignore[no-untyped-def]
+    """What DDP does without a hook, and a clock."""
+    flat = bucket.buffer()
+    if bucket.index() == 0:
+        state._step_begins()
+        state._pending = []
+    flat.div_(dist.get_world_size(state._group))
+    work = dist.all_reduce(flat, group=state._group, async_op=True)
+    state._pending.append((work, flat))
+    if bucket.is_last():
+        state._backward_ends([w for w, _ in state._pending], [f for _, f in state._pending])
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _ms(seconds: float) -> str:
+    return _core.duration_text(seconds)
