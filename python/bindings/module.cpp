@@ -8,5 +8,12 @@ NB_MODULE(_core, m) {
   bind_options(m);
   bind_communicator(m);
   bind_transport(m);
+  bind_selector(m);
+  bind_codec(m);
+  bind_feedback(m);
+  bind_cost(m);
+  bind_schedule(m);
+  bind_exchange(m);
   bind_reducer(m);
+  bind_analysis(m);
 }

@@ -2,9 +2,9 @@
 #include "skim/reducer.hpp"
 
 #include <array>
-#include <sstream>
 
-#include "bindings.hpp"
+#include "arrays.hpp"
+#include "parts.hpp"
 
 namespace skim::python {
 namespace {
@@ -14,55 +14,10 @@ using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
 constexpr std::array<std::string_view, 3> kNonFinite{"skip_step", "raise", "pass_on"};
 
-// [(slot, [(name, length), ...]), ...]
-using Layout = std::vector<std::pair<Slot, std::vector<std::pair<std::string, std::size_t>>>>;
-
-std::vector<Bucket> buckets(const Layout& layout) {
-  std::vector<Bucket> all;
-  for (const auto& [slot, parameters] : layout) {
-    Bucket b{slot, {}};
-    std::size_t offset = 0;
-    for (const auto& [name, length] : parameters) {
-      b.parameters.push_back({name, offset, length});
-      offset += length;
-    }
-    all.push_back(std::move(b));
-  }
-  return all;
-}
-
-nb::bytes saved(const Reducer& reducer) {
-  std::ostringstream out;
-  {
-    const nb::gil_scoped_release no_gil;
-    reducer.save(out);
-  }
-  const std::string text = std::move(out).str();
-  return nb::bytes(text.data(), text.size());
-}
-
-// A buffer that a stream reads without a copy.
-struct View : std::streambuf {
-  explicit View(std::string_view text) {
-    auto* const begin = const_cast<char*>(text.data());
-    setg(begin, begin, begin + text.size());
-  }
-};
-
-using Bytes8 = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu, nb::ro>;
-
-void load(Reducer& reducer, const std::vector<Bytes8>& of_old_ranks) {
-  std::vector<std::unique_ptr<View>> views;
-  std::vector<std::unique_ptr<std::istream>> streams;
-  std::vector<std::istream*> pointers;
-  for (const Bytes8& state : of_old_ranks) {
-    views.push_back(std::make_unique<View>(
-        std::string_view(reinterpret_cast<const char*>(state.data()), state.size())));
-    streams.push_back(std::make_unique<std::istream>(views.back().get()));
-    pointers.push_back(streams.back().get());
-  }
+void load(Reducer& reducer, const std::vector<State>& of_old_ranks) {
+  const States states(of_old_ranks);
   const nb::gil_scoped_release no_gil;
-  reducer.load(pointers);
+  reducer.load(states.streams());
 }
 
 }  // namespace
@@ -117,7 +72,8 @@ void bind_reducer(nb::module_& m) {
           "__init__",
           [](Reducer* self, Communicator& comm, double density, const SelectOptions& select,
              const FeedbackOptions& feedback, const ExchangeOptions& exchange,
-             std::size_t dense_below, const std::string& non_finite) {
+             std::size_t dense_below, const std::string& non_finite, const nb::object& schedule,
+             const nb::object& selector) {
             ReducerOptions o;
             o.select = select;
             o.feedback = feedback;
@@ -125,13 +81,21 @@ void bind_reducer(nb::module_& m) {
             o.dense_below = dense_below;
             o.non_finite = enum_of<NonFinite>("non_finite", non_finite, kNonFinite);
             ReducerParts parts;
-            parts.schedule = constant_density(density);
+            parts.schedule = schedule.is_none() ? constant_density(density) : schedule_of(schedule);
+            if (!selector.is_none()) parts.selector = selector_of(selector);
             new (self) Reducer(std::move(o), std::move(parts), comm);
           },
           "comm"_a, nb::kw_only(), "density"_a = 0.001, "select"_a = SelectOptions{},
           "feedback"_a = FeedbackOptions{}, "exchange"_a = ExchangeOptions{},
           "dense_below"_a = ReducerOptions{}.dense_below, "non_finite"_a = "skip_step",
-          nb::keep_alive<1, 2>())
+          "schedule"_a = nb::none(), "selector"_a = nb::none(), nb::keep_alive<1, 2>(),
+          nb::sig("def __init__(self, comm: Communicator, *, density: float = 0.001, select: "
+                  "SelectOptions | str = 'exact', feedback: FeedbackOptions = ..., exchange: "
+                  "ExchangeOptions | str = 'allgather', dense_below: int = 4096, non_finite: str = "
+                  "'skip_step', schedule: float | DensitySchedule | OwnSchedule | None "
+                  "= None, selector: Selector | OwnSelector | None = None) -> None"),
+          "schedule: in place of density; selector: in place of select, what a skim.Selector was "
+          "made with. skim.protocols says what objects of one's own need.")
       .def(
           "set_layout",
           [](Reducer& self, const Layout& layout) { self.set_layout(buckets(layout)); }, "layout"_a,
@@ -144,7 +108,10 @@ void bind_reducer(nb::module_& m) {
             const nb::gil_scoped_release no_gil;
             return self.reduce(slot, view);
           },
-          "slot"_a, "grad"_a, "scale"_a = 1.0F,
+          "slot"_a, "grad"_a.noconvert(), "scale"_a = 1.0F,
+          nb::sig(
+              "def reduce(self, slot: int, grad: numpy.typing.NDArray[typing.Any], scale: float "
+              "= 1.0) -> StepReport"),
           "In: this rank's gradient, times scale. Out, in its place: the mean over the ranks of "
           "what was sent, times scale. Collective.")
       .def("end_step", &Reducer::end_step, NoGil(), "epoch"_a = 0.0,
@@ -161,7 +128,10 @@ void bind_reducer(nb::module_& m) {
                                               : std::string(self.exchange()->decision(slot));
           },
           "slot"_a, "Of the exchange auto: what the slot's next bucket goes by, and why.")
-      .def("save", &saved, "Residuals and all other state of this rank.")
+      .def(
+          "save",
+          [](const Reducer& self) { return saved([&](std::ostream& out) { self.save(out); }); },
+          "Residuals and all other state of this rank.")
       .def("load", &load, "of_old_ranks"_a,
            "What every rank of the saving run saved, in rank order: arrays of bytes.");
 }

@@ -1,0 +1,42 @@
+// Parts of a reducer that Python chooses: the library's, or objects of the user's own.
+#pragma once
+
+#include <functional>
+#include <iosfwd>
+#include <memory>
+
+#include "bindings.hpp"
+#include "skim/schedule.hpp"
+#include "skim/select.hpp"
+
+namespace skim::python {
+
+struct BoundSelector {
+  explicit BoundSelector(const SelectOptions& o) : options(o), selector(make_selector(o)) {}
+
+  SelectOptions options;
+  std::unique_ptr<Selector> selector;
+  SparseBuffer selected;
+};
+
+// A schedule remembers what it was told, so that every reducer needs one of its own: `make` makes
+// them, while `own` answers Python.
+struct BoundSchedule {
+  using Make = std::function<std::unique_ptr<DensitySchedule>()>;
+  explicit BoundSchedule(Make m) : make(std::move(m)), own(make()) {}
+
+  Make make;
+  std::unique_ptr<DensitySchedule> own;
+};
+
+// For one reducer, of what its caller gave: skim.Selector, or an object with select(); a float,
+// skim.DensitySchedule, or an object with density(). Throws: InvalidArgument: anything else.
+std::unique_ptr<Selector> selector_of(const nb::object& selector);
+std::unique_ptr<DensitySchedule> schedule_of(const nb::object& schedule);
+
+// The state of a user's object, by its methods save() -> bytes and load(bytes), if it has them.
+void save_own(const nb::object& object, std::ostream& out);
+// Throws: StateError, also where there is a state but no load().
+void load_own(const nb::object& object, std::istream& in);
+
+}  // namespace skim::python
