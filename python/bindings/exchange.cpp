@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "arrays.hpp"
+#include "parts.hpp"
 
 namespace skim::python {
 namespace {
@@ -115,9 +116,11 @@ void bind_exchange(nb::module_& m) {
       "Sums sparse gradients over a group. All ranks call run() with equal steps, slots, n, k and "
       "k_down, in one order; from one thread at a time.")
       .def(
-          nb::init<const ExchangeOptions&, Communicator&>(), "options"_a, "comm"_a,
-          nb::keep_alive<1, 3>(),
-          nb::sig("def __init__(self, options: ExchangeOptions | str, comm: Communicator) -> None"),
+          "__init__",
+          [](BoundExchange* self, const ExchangeChoice& options, Communicator& comm) {
+            new (self) BoundExchange(options_of(options), comm);
+          },
+          "options"_a, "comm"_a, nb::keep_alive<1, 3>(),
           "Raises InvalidArgument: 'dense', which is no exchange (Communicator.allreduce_sum).")
       .def("run", &run, "indices"_a, "values"_a, "n"_a, nb::kw_only(), "k"_a, "k_down"_a = 0,
            "step"_a = 0, "slot"_a = 0, "stats"_a = GroupStats{},

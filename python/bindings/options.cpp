@@ -102,9 +102,6 @@ void bind_options(nb::module_& m) {
           "among"_a = std::vector<std::string>{}, "link"_a = nb::none(), "review_every"_a = 32,
           "oktopk_exact"_a = false, "inside"_a = "allgather", "between"_a = "gtopk");
 
-  nb::implicitly_convertible<std::string, SelectOptions>();
-  nb::implicitly_convertible<std::string, ExchangeOptions>();
-
   m.attr("select_algos") = names_tuple(select_algo_names());
   m.attr("exchange_kinds") = names_tuple(exchange_kind_names());
   m.attr("value_codes") = names_tuple(value_code_names());

@@ -1,15 +1,37 @@
 // Parts of a reducer that Python chooses: the library's, or objects of the user's own.
 #pragma once
 
+#include <nanobind/stl/variant.h>
+
 #include <functional>
 #include <iosfwd>
 #include <memory>
+#include <string>
+#include <variant>
 
 #include "bindings.hpp"
+#include "skim/exchange.hpp"
 #include "skim/schedule.hpp"
 #include "skim/select.hpp"
 
 namespace skim::python {
+
+// Options, or the name of a rule or exchange with the default ones.
+using SelectChoice = std::variant<SelectOptions, std::string>;
+using ExchangeChoice = std::variant<ExchangeOptions, std::string>;
+
+inline SelectOptions options_of(const SelectChoice& choice) {
+  if (const auto* o = std::get_if<SelectOptions>(&choice)) return *o;
+  SelectOptions o;
+  o.algo = enum_of<SelectAlgo>("select", std::get<std::string>(choice), select_algo_names());
+  return o;
+}
+inline ExchangeOptions options_of(const ExchangeChoice& choice) {
+  if (const auto* o = std::get_if<ExchangeOptions>(&choice)) return *o;
+  ExchangeOptions o;
+  o.kind = enum_of<ExchangeKind>("exchange", std::get<std::string>(choice), exchange_kind_names());
+  return o;
+}
 
 struct BoundSelector {
   explicit BoundSelector(const SelectOptions& o) : options(o), selector(make_selector(o)) {}

@@ -70,14 +70,14 @@ void bind_reducer(nb::module_& m) {
                       "the same slots in the same order.")
       .def(
           "__init__",
-          [](Reducer* self, Communicator& comm, double density, const SelectOptions& select,
-             const FeedbackOptions& feedback, const ExchangeOptions& exchange,
+          [](Reducer* self, Communicator& comm, double density, const SelectChoice& select,
+             const FeedbackOptions& feedback, const ExchangeChoice& exchange,
              std::size_t dense_below, const std::string& non_finite, const nb::object& schedule,
              const nb::object& selector) {
             ReducerOptions o;
-            o.select = select;
+            o.select = options_of(select);
             o.feedback = feedback;
-            o.exchange = exchange;
+            o.exchange = options_of(exchange);
             o.dense_below = dense_below;
             o.non_finite = enum_of<NonFinite>("non_finite", non_finite, kNonFinite);
             ReducerParts parts;
@@ -85,8 +85,8 @@ void bind_reducer(nb::module_& m) {
             if (!selector.is_none()) parts.selector = selector_of(selector);
             new (self) Reducer(std::move(o), std::move(parts), comm);
           },
-          "comm"_a, nb::kw_only(), "density"_a = 0.001, "select"_a = SelectOptions{},
-          "feedback"_a = FeedbackOptions{}, "exchange"_a = ExchangeOptions{},
+          "comm"_a, nb::kw_only(), "density"_a = 0.001, "select"_a = "exact",
+          "feedback"_a = FeedbackOptions{}, "exchange"_a = "allgather",
           "dense_below"_a = ReducerOptions{}.dense_below, "non_finite"_a = "skip_step",
           "schedule"_a = nb::none(), "selector"_a = nb::none(), nb::keep_alive<1, 2>(),
           nb::sig("def __init__(self, comm: Communicator, *, density: float = 0.001, select: "

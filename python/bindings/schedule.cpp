@@ -44,9 +44,9 @@ class OwnSchedule final : public DensitySchedule {
 };
 
 // Options of a reducer that decide what a step costs.
-ReducerOptions costing(const ExchangeOptions& exchange, std::size_t dense_below) {
+ReducerOptions costing(const ExchangeChoice& exchange, std::size_t dense_below) {
   ReducerOptions o;
-  o.exchange = exchange;
+  o.exchange = options_of(exchange);
   o.dense_below = dense_below;
   return o;
 }
@@ -224,31 +224,24 @@ void bind_schedule(nb::module_& m) {
 
   m.def(
       "most_bytes",
-      [](const std::vector<std::size_t>& lengths, int ranks, const ExchangeOptions& exchange,
+      [](const std::vector<std::size_t>& lengths, int ranks, const ExchangeChoice& exchange,
          std::size_t dense_below,
          double down) { return most_bytes(costing(exchange, dense_below), ranks, lengths, down); },
-      "lengths"_a, nb::kw_only(), "ranks"_a, "exchange"_a = ExchangeOptions{},
+      "lengths"_a, nb::kw_only(), "ranks"_a, "exchange"_a = "allgather",
       "dense_below"_a = ReducerOptions{}.dense_below, "down"_a = 0.0,
-      nb::sig("def most_bytes(lengths: collections.abc.Sequence[int], *, ranks: int, exchange: "
-              "ExchangeOptions | str = 'allgather', dense_below: int = 4096, down: float = 0.0) -> "
-              "collections.abc.Callable[[float], float]"),
       "The most bytes that the busiest rank sends in a step on slots of these lengths, as a "
       "function of the density.");
   m.def(
       "predicted_seconds",
       [](const std::vector<std::size_t>& lengths, int ranks, const Link& link,
-         const LocalSpeeds& local, double compute_s, const ExchangeOptions& exchange,
+         const LocalSpeeds& local, double compute_s, const ExchangeChoice& exchange,
          std::size_t dense_below, double down) {
         return predicted_seconds(costing(exchange, dense_below), ranks, lengths, compute_s, link,
                                  local, down);
       },
       "lengths"_a, nb::kw_only(), "ranks"_a, "link"_a, "local"_a = LocalSpeeds{},
-      "compute_s"_a = 0.0, "exchange"_a = ExchangeOptions{},
+      "compute_s"_a = 0.0, "exchange"_a = "allgather",
       "dense_below"_a = ReducerOptions{}.dense_below, "down"_a = 0.0,
-      nb::sig("def predicted_seconds(lengths: collections.abc.Sequence[int], *, ranks: int, link: "
-              "Link, local: LocalSpeeds = ..., compute_s: float = 0.0, exchange: ExchangeOptions | "
-              "str = 'allgather', dense_below: int = 4096, down: float = 0.0) -> "
-              "collections.abc.Callable[[float], float]"),
       "The seconds that the cost model predicts for such a step, and compute_s.");
 }
 

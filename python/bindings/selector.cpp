@@ -187,8 +187,12 @@ void bind_selector(nb::module_& m) {
       m, "Selector",
       "Chooses which k of n entries to send; skim.select_algos has the rules. Remembers the last "
       "threshold of every slot. For one thread at a time.")
-      .def(nb::init<const SelectOptions&>(), "options"_a = SelectOptions{},
-           nb::sig("def __init__(self, options: SelectOptions | str = 'exact') -> None"))
+      .def(
+          "__init__",
+          [](BoundSelector* self, const SelectChoice& options) {
+            new (self) BoundSelector(options_of(options));
+          },
+          "options"_a = "exact")
       .def(
           "select", &select, "grad"_a, "k"_a, nb::kw_only(), "residual"_a.noconvert() = nb::none(),
           "step"_a = 0, "slot"_a = 0, "threshold"_a = 0.0F, "decay"_a = 1.0F, "scale"_a = 1.0F,
