@@ -495,6 +495,8 @@ std::uint32_t Reducer::signals() const noexcept { return impl_->ended_signals; }
 std::uint64_t Reducer::step() const noexcept { return impl_->progress.step; }
 Density Reducer::density() const { return impl_->density; }
 const DensitySchedule& Reducer::schedule() const noexcept { return *impl_->schedule; }
+DensitySchedule& Reducer::schedule() noexcept { return *impl_->schedule; }
+Selector& Reducer::selector() noexcept { return *impl_->selector; }
 ErrorFeedback& Reducer::feedback() noexcept { return impl_->feedback; }
 Exchange* Reducer::exchange() noexcept { return impl_->exchange.get(); }
 

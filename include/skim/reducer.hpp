@@ -116,6 +116,8 @@ class Reducer {
   // The density that the next bucket will have, from the schedule.
   Density density() const;
   const DensitySchedule& schedule() const noexcept;
+  DensitySchedule& schedule() noexcept;
+  Selector& selector() noexcept;
   ErrorFeedback& feedback() noexcept;
   Exchange* exchange() noexcept;  // null if every bucket goes dense
 

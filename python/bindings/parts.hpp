@@ -56,9 +56,27 @@ struct BoundSchedule {
 std::unique_ptr<Selector> selector_of(const nb::object& selector);
 std::unique_ptr<DensitySchedule> schedule_of(const nb::object& schedule);
 
-// The state of a user's object, by its methods save() -> bytes and load(bytes), if it has them.
-void save_own(const nb::object& object, std::ostream& out);
-// Throws: StateError, also where there is a state but no load().
-void load_own(const nb::object& object, std::istream& in);
+// What a selector and a schedule of the user's own have in common: the object.
+class OwnPart {
+ public:
+  explicit OwnPart(nb::object object) : object_(std::move(object)) {}
+  ~OwnPart();
+  OwnPart(const OwnPart&) = delete;
+  OwnPart& operator=(const OwnPart&) = delete;
+
+  PyObject* object() const { return object_.ptr(); }
+  void let_go() { object_ = nb::none(); }
+
+ protected:
+  // Its state, by its methods save() -> bytes and load(bytes), if it has them.
+  void save_own(std::ostream& out) const;
+  // Throws: StateError, also where there is a state but no load().
+  void load_own(std::istream& in) const;
+
+  nb::object object_;  // touched with the GIL only
+};
+
+// Let Python find cycles of a reducer and objects of the user's that refer to it.
+extern PyType_Slot reducer_slots[];
 
 }  // namespace skim::python

@@ -67,7 +67,8 @@ void bind_reducer(nb::module_& m) {
 
   nb::class_<Reducer>(m, "Reducer",
                       "Replaces this rank's gradient by the group's mean gradient. Ranks call with "
-                      "the same slots in the same order.")
+                      "the same slots in the same order.",
+                      nb::type_slots(reducer_slots))
       .def(
           "__init__",
           [](Reducer* self, Communicator& comm, double density, const SelectChoice& select,

@@ -13,13 +13,9 @@ namespace {
 
 using namespace nb::literals;
 
-class OwnSchedule final : public DensitySchedule {
+class OwnSchedule final : public DensitySchedule, public OwnPart {
  public:
-  explicit OwnSchedule(nb::object schedule) : object_(std::move(schedule)) {}
-  ~OwnSchedule() override {
-    const nb::gil_scoped_acquire gil;
-    object_.reset();
-  }
+  using OwnPart::OwnPart;
 
   Density density(const Progress& p) override {
     const nb::gil_scoped_acquire gil;
@@ -36,11 +32,8 @@ class OwnSchedule final : public DensitySchedule {
   }
   std::string describe() const override { return "own"; }
 
-  void save(std::ostream& out) const override { save_own(object_, out); }
-  void load(std::istream& in) override { load_own(object_, in); }
-
- private:
-  nb::object object_;  // touched with the GIL only
+  void save(std::ostream& out) const override { save_own(out); }
+  void load(std::istream& in) override { load_own(in); }
 };
 
 // Options of a reducer that decide what a step costs.

@@ -66,13 +66,9 @@ Sparse top_k(const Numbers& x, std::size_t k) {
 
 // A selector that is a Python object: it is shown the accumulator, and says which indices. Adding
 // the gradient to that, and what is reported, is the library's work.
-class OwnSelector final : public Selector {
+class OwnSelector final : public Selector, public OwnPart {
  public:
-  explicit OwnSelector(nb::object select) : object_(std::move(select)) {}
-  ~OwnSelector() override {
-    const nb::gil_scoped_acquire gil;
-    object_.reset();
-  }
+  using OwnPart::OwnPart;
 
   std::string_view name() const noexcept override { return "own"; }
 
@@ -102,8 +98,8 @@ class OwnSelector final : public Selector {
     return report;
   }
 
-  void save(std::ostream& out) const override { save_own(object_, out); }
-  void load(std::istream& in) override { load_own(object_, in); }
+  void save(std::ostream& out) const override { save_own(out); }
+  void load(std::istream& in) override { load_own(in); }
 
  private:
   std::span<const float> accumulated(const SelectTask& task) {
@@ -143,7 +139,6 @@ class OwnSelector final : public Selector {
     }
   }
 
-  nb::object object_;  // touched with the GIL only
   std::unique_ptr<Selector> accumulator_ = make_selector({});
   std::vector<Index> chosen_;
   std::vector<float> widened_;
