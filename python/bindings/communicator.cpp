@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "bindings.hpp"
-#include "exchange/frames.hpp"
 #include "skim/cost.hpp"
 
 namespace skim::python {
@@ -32,19 +31,20 @@ Bytes bytes_of(const nb::bytes& b) { return std::as_bytes(std::span(b.c_str(), b
 nb::bytes to_python(Bytes b) { return nb::bytes(b.data(), b.size()); }
 
 Link measure_link(Communicator& comm, std::size_t largest, double budget_s) {
+  // A fit needs two lengths, and must not fail on rank 0 alone.
+  SKIM_EXPECTS(largest >= 4, "measure_link: largest must be at least 4 bytes (largest=" +
+                                 std::to_string(largest) + ")");
   const std::vector<LinkSample> samples = ping_pong(comm, largest, budget_s);
-  return or_abort(comm, [&] {
-    std::array<double, 2> numbers{};
-    if (comm.rank() == 0) {
-      const Link fitted = fit_link(samples);
-      numbers = {fitted.alpha_s, fitted.beta_s_per_byte};
-    }
-    const Bytes mine = std::as_bytes(std::span(numbers));
-    std::vector<std::byte> message(mine.begin(), mine.end());
-    comm.broadcast(message, 0);
-    std::memcpy(numbers.data(), message.data(), sizeof numbers);
-    return Link{numbers[0], numbers[1]};
-  });
+  std::array<double, 2> numbers{};
+  if (comm.rank() == 0) {
+    const Link fitted = fit_link(samples);
+    numbers = {fitted.alpha_s, fitted.beta_s_per_byte};
+  }
+  const Bytes mine = std::as_bytes(std::span(numbers));
+  std::vector<std::byte> message(mine.begin(), mine.end());
+  comm.broadcast(message, 0);
+  std::memcpy(numbers.data(), message.data(), sizeof numbers);
+  return {numbers[0], numbers[1]};
 }
 
 }  // namespace
@@ -108,7 +108,7 @@ void bind_communicator(nb::module_& m) {
            "budget_s"_a = 0.1,
            "The link between rank 0 and the last one, on every rank: round trips of messages of up "
            "to `largest` bytes, about budget_s seconds for each length. Collective. Raises "
-           "InvalidArgument: fewer than two ranks.")
+           "InvalidArgument: fewer than two ranks, largest < 4.")
       .def("abort", &Communicator::abort, "culprit"_a,
            "Ends what the other ranks wait for: they get a CommError that names culprit.");
 

@@ -64,7 +64,7 @@ class Budgets(unittest.TestCase):
             for step in range(self.steps):
                 g = rng.laplace(size=self.n).astype(np.float32) / (1 + step)
                 ks.append(reducer.reduce(0, g).k)
-                reducer.end_step(epoch=step / 10)
+                reducer.end_step(epoch=step / 3)
             return comm.traffic.sent_bytes, ks
 
         results = on_ranks(skim.in_process_group(self.ranks), run)
