@@ -44,6 +44,17 @@ struct Operation {
   bool done = false, collected = false;
 };
 
+// Tells of the end of a bucket's last phase, however it ends.
+struct LastPhase {
+  explicit LastPhase(const std::function<void(const char*)>& f) : on_phase(f) {}
+  LastPhase(const LastPhase&) = delete;
+  LastPhase& operator=(const LastPhase&) = delete;
+  ~LastPhase() {
+    if (on_phase) on_phase(nullptr);
+  }
+  const std::function<void(const char*)>& on_phase;
+};
+
 }  // namespace
 
 struct Reducer::Impl {
@@ -91,6 +102,7 @@ struct Reducer::Impl {
     const std::uint32_t signals = report.group.signals = raised.exchange(0);
     comm.set_phase({"reduce: selection"});
     bool finite_sum = false;
+    const LastPhase last_phase(options.on_phase);
     try {
       if (asks) {
         report.dense = exchange->wants_dense(report.id, grad.n, keep_of(density, grad.n), comm);
@@ -123,6 +135,10 @@ struct Reducer::Impl {
     return report;
   }
 
+  void enter(const char* phase) const {
+    if (options.on_phase) options.on_phase(phase);
+  }
+
   // This rank's gradient with its local options, and what it was before them where they hide that.
   struct Incoming {
     GradView grad;
@@ -145,6 +161,7 @@ struct Reducer::Impl {
     const Slot slot = report.id.slot;
     const std::size_t n = grad.n;
     const Keep keep = keep_of(density, n);
+    enter("select");
     const std::int64_t t0 = comm.now_ns();
     const Incoming in = begin(report.id, grad);
     // The mean will stand where the gradient does: it may be cleared once the residual has it. A
@@ -157,10 +174,12 @@ struct Reducer::Impl {
     codec.quantize(local, report.id, comm.rank());
     const std::int64_t t1 = comm.now_ns();
 
+    enter("exchange");
     fill(report, in, chosen);
     const ExchangeResult got = exchange->run(report.id, local.view(), keep, report.group, comm);
     const std::int64_t t2 = comm.now_ns();
 
+    enter("apply");
     const double change = feedback.commit(slot, local.view(), got.returned);
     const float factor = grad.scale / static_cast<float>(got.contributors);
     bool finite = false;
@@ -204,6 +223,7 @@ struct Reducer::Impl {
   // delivered, so that it can be rolled back without a copy.
   bool reduce_dense(StepReport& report, GradView grad) {
     const Slot slot = report.id.slot;
+    enter("select");
     const std::int64_t t0 = comm.now_ns();
     if (grad.dtype != DType::f32) staging.resize(std::max(staging.size(), grad.n));
     const std::span<float> data =
@@ -222,6 +242,7 @@ struct Reducer::Impl {
     }
     const std::int64_t t1 = comm.now_ns();
 
+    enter("exchange");
     fill(report, in, accumulated);
     report.group.sent_norm2 = accumulated.total_norm2;
     or_abort(comm, [&] {
@@ -233,6 +254,7 @@ struct Reducer::Impl {
     });
     const std::int64_t t2 = comm.now_ns();
 
+    enter("apply");
     feedback.commit_all(slot);
     const int contributors = exchange ? exchange->contributors(comm.size()) : comm.size();
     const bool finite = apply(data, grad.scale / static_cast<float>(contributors), grad);
@@ -495,8 +517,6 @@ std::uint32_t Reducer::signals() const noexcept { return impl_->ended_signals; }
 std::uint64_t Reducer::step() const noexcept { return impl_->progress.step; }
 Density Reducer::density() const { return impl_->density; }
 const DensitySchedule& Reducer::schedule() const noexcept { return *impl_->schedule; }
-DensitySchedule& Reducer::schedule() noexcept { return *impl_->schedule; }
-Selector& Reducer::selector() noexcept { return *impl_->selector; }
 ErrorFeedback& Reducer::feedback() noexcept { return impl_->feedback; }
 Exchange* Reducer::exchange() noexcept { return impl_->exchange.get(); }
 

@@ -1032,6 +1032,24 @@ TEST(reducer, reports_what_happened) {
 }
 
 // Norms are sums of floats: near its ends, the report stays in its range.
+TEST(reducer, tells_of_its_phases) {
+  run_group(2, [](Communicator& comm) {
+    for (const std::size_t dense_below : {0U, 4096U}) {
+      std::string phases;
+      ReducerOptions o = options_of(ExchangeKind::allgather, dense_below);
+      o.on_phase = [&](const char* phase) { phases.append(phase ? phase : "end").append(" "); };
+      Reducer reducer(o, with_density(0.1), comm);
+      reducer.set_layout(buckets({50}));
+      Floats g(50, 1.0F);
+      reducer.reduce(0, std::span(g));
+      EXPECT_EQ(phases, "select exchange apply end ");
+      phases.clear();
+      EXPECT_THROW(reducer.reduce(0, std::span(g).first(49)), InvalidArgument);
+      EXPECT_EQ(phases, "");
+    }
+  });
+}
+
 TEST(reducer, reports_within_the_range_when_all_is_sent) {
   run_group(2, [&](Communicator& comm) {
     // With the last of these seeds, what is kept seems larger than all.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <iosfwd>
 #include <memory>
 #include <span>
@@ -31,6 +32,10 @@ struct ReducerOptions {
   DenseSum dense_sum = DenseSum::ring;
   std::size_t dense_below = 4096;               // shorter buckets go dense
   NonFinite non_finite = NonFinite::skip_step;  // decided alike on all ranks
+  // For profilers: called by the thread that reduces a bucket, with "select", "exchange" and
+  // "apply" as each of them begins, and with null when the last has ended, or has thrown. Must not
+  // throw.
+  std::function<void(const char* phase)> on_phase = {};
 };
 
 // One bucket of one step, for logs and benchmarks. Times by the communicator's clock.
@@ -116,8 +121,6 @@ class Reducer {
   // The density that the next bucket will have, from the schedule.
   Density density() const;
   const DensitySchedule& schedule() const noexcept;
-  DensitySchedule& schedule() noexcept;
-  Selector& selector() noexcept;
   ErrorFeedback& feedback() noexcept;
   Exchange* exchange() noexcept;  // null if every bucket goes dense
 

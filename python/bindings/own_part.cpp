@@ -1,9 +1,7 @@
-// Objects of the user's inside a reducer: their states and their lifetimes.
+// Objects of the user's inside a reducer: their states.
 #include <algorithm>
-#include <array>
 
 #include "parts.hpp"
-#include "skim/reducer.hpp"
 #include "state.hpp"
 
 namespace skim::python {
@@ -12,33 +10,7 @@ namespace {
 constexpr std::string_view kMagic = "SKIMPYOB";
 constexpr std::uint32_t kVersion = 1;
 
-// Null where they are the library's.
-std::array<OwnPart*, 2> own_parts(PyObject* self) {
-  if (!nb::inst_ready(self)) return {};
-  Reducer& r = *nb::inst_ptr<Reducer>(self);
-  return {dynamic_cast<OwnPart*>(&r.selector()), dynamic_cast<OwnPart*>(&r.schedule())};
-}
-
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  for (const OwnPart* part : own_parts(self)) {
-    if (part != nullptr) Py_VISIT(part->object());
-  }
-  return 0;
-}
-
-int clear(PyObject* self) {
-  for (OwnPart* part : own_parts(self)) {
-    if (part != nullptr) part->let_go();
-  }
-  return 0;
-}
-
 }  // namespace
-
-PyType_Slot reducer_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse)},
-                               {Py_tp_clear, reinterpret_cast<void*>(&clear)},
-                               {0, nullptr}};
 
 OwnPart::~OwnPart() {
   const nb::gil_scoped_acquire gil;

@@ -76,7 +76,4 @@ class OwnPart {
   nb::object object_;  // touched with the GIL only
 };
 
-// Let Python find cycles of a reducer and objects of the user's that refer to it.
-extern PyType_Slot reducer_slots[];
-
 }  // namespace skim::python

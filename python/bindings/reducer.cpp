@@ -20,6 +20,89 @@ void load(Reducer& reducer, const std::vector<State>& of_old_ranks) {
   reducer.load(states.streams());
 }
 
+// Tells Python of phases while somebody listens: taking the GIL for each costs time.
+class AnnotatedReducer final : public Reducer {
+ public:
+  using OwnParts = std::array<OwnPart*, 2>;  // null where they are the library's
+
+  // own: those of parts.
+  AnnotatedReducer(ReducerOptions options, ReducerParts parts, OwnParts own, Communicator& comm)
+      : Reducer(with_phases(std::move(options)), std::move(parts), comm), own_(own) {}
+
+  StepReport reduce_telling(Slot slot, GradView grad, nb::object listener) {
+    listener_ = std::move(listener);
+    const bool listening = !listener_.is_none();
+    const nb::gil_scoped_release no_gil;
+    listening_ = listening;
+    return reduce(slot, grad);
+  }
+
+  // Python's garbage collector finds cycles of a reducer and objects of the user's that refer to
+  // it.
+  static int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    for (const OwnPart* part : own_parts(self)) {
+      if (part != nullptr) Py_VISIT(part->object());
+    }
+    return 0;
+  }
+  static int clear(PyObject* self) {
+    for (OwnPart* part : own_parts(self)) {
+      if (part != nullptr) part->let_go();
+    }
+    return 0;
+  }
+
+ private:
+  static OwnParts own_parts(PyObject* self) {
+    return nb::inst_ready(self) ? nb::inst_ptr<AnnotatedReducer>(self)->own_ : OwnParts{};
+  }
+
+  ReducerOptions with_phases(ReducerOptions o) {
+    o.on_phase = [this](const char* phase) {
+      if (!listening_) return;
+      const nb::gil_scoped_acquire gil;
+      try {
+        listener_(phase);
+      } catch (nb::python_error& e) {
+        e.discard_as_unraisable("skim: on_phase");
+      }
+    };
+    return o;
+  }
+
+  nb::object listener_ = nb::none();
+  bool listening_ = false;
+  OwnParts own_;
+};
+
+PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&AnnotatedReducer::traverse)},
+                       {Py_tp_clear, reinterpret_cast<void*>(&AnnotatedReducer::clear)},
+                       {0, nullptr}};
+
+// nanobind looks for the class of a member.
+template <class R, class... A>
+auto member(R (Reducer::*f)(A...)) {
+  return static_cast<R (AnnotatedReducer::*)(A...)>(f);
+}
+
+void add_residual(ErrorFeedback& feedback, Slot slot, std::size_t offset,
+                  std::span<const float> values, float scale) {
+  const std::size_t n = feedback.size(slot);
+  SKIM_EXPECTS(offset <= n && values.size() <= n - offset,
+               "add_residual: entries " + std::to_string(offset) + " to " +
+                   std::to_string(offset + values.size()) + " are not all in a slot of " +
+                   std::to_string(n));
+  SparseBuffer nothing, mass;
+  nothing.reset(n);
+  mass.reset(n);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (values[i] != 0.0F) mass.append(static_cast<Index>(offset + i), values[i] / scale);
+  }
+  feedback.commit(slot, nothing.view(), mass.view());
+  feedback.end_step();
+}
+
 }  // namespace
 
 GradView grad_view(const AnyArray& array, float scale) {
@@ -65,13 +148,14 @@ void bind_reducer(nb::module_& m) {
       .def_prop_ro("group_gradient_norm2",
                    [](const StepReport& r) { return r.group.gradient_norm2; });
 
-  nb::class_<Reducer>(m, "Reducer",
-                      "Replaces this rank's gradient by the group's mean gradient. Ranks call with "
-                      "the same slots in the same order.",
-                      nb::type_slots(reducer_slots))
+  nb::class_<AnnotatedReducer>(
+      m, "Reducer",
+      "Replaces this rank's gradient by the group's mean gradient. Ranks call with "
+      "the same slots in the same order.",
+      nb::type_slots(slots))
       .def(
           "__init__",
-          [](Reducer* self, Communicator& comm, double density, const SelectChoice& select,
+          [](AnnotatedReducer* self, Communicator& comm, double density, const SelectChoice& select,
              const FeedbackOptions& feedback, const ExchangeChoice& exchange,
              std::size_t dense_below, const std::string& non_finite, const nb::object& schedule,
              const nb::object& selector) {
@@ -84,7 +168,9 @@ void bind_reducer(nb::module_& m) {
             ReducerParts parts;
             parts.schedule = schedule.is_none() ? constant_density(density) : schedule_of(schedule);
             if (!selector.is_none()) parts.selector = selector_of(selector);
-            new (self) Reducer(std::move(o), std::move(parts), comm);
+            const AnnotatedReducer::OwnParts own{dynamic_cast<OwnPart*>(parts.selector.get()),
+                                                 dynamic_cast<OwnPart*>(parts.schedule.get())};
+            new (self) AnnotatedReducer(std::move(o), std::move(parts), own, comm);
           },
           "comm"_a, nb::kw_only(), "density"_a = 0.001, "select"_a = "exact",
           "feedback"_a = FeedbackOptions{}, "exchange"_a = "allgather",
@@ -99,42 +185,73 @@ void bind_reducer(nb::module_& m) {
           "made with. skim.protocols says what objects of one's own need.")
       .def(
           "set_layout",
-          [](Reducer& self, const Layout& layout) { self.set_layout(buckets(layout)); }, "layout"_a,
+          [](AnnotatedReducer& self, const Layout& layout) { self.set_layout(buckets(layout)); },
+          "layout"_a,
           "[(slot, [(parameter, entries), ...]), ...]. Residuals move with the names of their "
           "parameters.")
       .def(
           "reduce",
-          [](Reducer& self, Slot slot, AnyArray grad, float scale) {
-            const GradView view = grad_view(grad, scale);
-            const nb::gil_scoped_release no_gil;
-            return self.reduce(slot, view);
+          [](AnnotatedReducer& self, Slot slot, AnyArray grad, float scale, nb::object on_phase) {
+            return self.reduce_telling(slot, grad_view(grad, scale), std::move(on_phase));
           },
-          "slot"_a, "grad"_a.noconvert(), "scale"_a = 1.0F,
+          "slot"_a, "grad"_a.noconvert(), "scale"_a = 1.0F, nb::kw_only(),
+          "on_phase"_a = nb::none(),
           nb::sig(
-              "def reduce(self, slot: int, grad: numpy.typing.NDArray[typing.Any], scale: float "
-              "= 1.0) -> StepReport"),
+              "def reduce(self, slot: int, grad: numpy.typing.NDArray[typing.Any], scale: float = "
+              "1.0, *, on_phase: collections.abc.Callable[[str | None], object] | None = None) -> "
+              "StepReport"),
           "In: this rank's gradient, times scale. Out, in its place: the mean over the ranks of "
-          "what was sent, times scale. Collective.")
-      .def("end_step", &Reducer::end_step, NoGil(), "epoch"_a = 0.0,
+          "what was sent, times scale. Collective. on_phase(name): called as select, exchange and "
+          "apply begin, and with None at the end.")
+      .def("end_step", member(&Reducer::end_step), NoGil(), "epoch"_a = 0.0,
            "Whether the step is to be applied.")
-      .def("rollback_step", &Reducer::rollback_step, NoGil(), "epoch"_a = 0.0,
+      .def("rollback_step", member(&Reducer::rollback_step), NoGil(), "epoch"_a = 0.0,
            "Instead of end_step: what this step sent goes back into the residuals.")
-      .def("set_total_steps", &Reducer::set_total_steps, "steps"_a)
-      .def_prop_ro("step", &Reducer::step)
-      .def_prop_ro("density", [](const Reducer& self) { return self.density().up; })
+      .def("set_total_steps", member(&Reducer::set_total_steps), "steps"_a)
+      .def_prop_ro("step", [](const AnnotatedReducer& self) { return self.step(); })
+      .def_prop_ro("density", [](const AnnotatedReducer& self) { return self.density().up; })
       .def(
           "decision",
-          [](Reducer& self, Slot slot) {
+          [](AnnotatedReducer& self, Slot slot) {
             return self.exchange() == nullptr ? std::string()
                                               : std::string(self.exchange()->decision(slot));
           },
           "slot"_a, "Of the exchange auto: what the slot's next bucket goes by, and why.")
       .def(
+          "add_residual",
+          [](AnnotatedReducer& self, Slot slot, std::size_t offset, FloatArray values,
+             float scale) {
+            const nb::gil_scoped_release no_gil;
+            add_residual(self.feedback(), slot, offset, {values.data(), values.size()}, scale);
+          },
+          "slot"_a, "offset"_a, "values"_a, "scale"_a = 1.0F,
+          "Adds values / scale to the slot's residual from entry offset on. Between steps only.")
+      .def(
+          "residual",
+          [](AnnotatedReducer& self, Slot slot) {
+            const DenseView r = self.feedback().residual(slot);
+            std::vector<float> kept(r.data, r.data + r.n);
+            if (self.exchange() != nullptr) {
+              const HeldMass held = self.exchange()->held(slot);
+              if (!held.mass.empty()) kept.resize(self.feedback().size(slot));
+              for (std::size_t i = 0; i < held.mass.n; ++i) {
+                kept[held.first + i] += held.mass.data[i];
+              }
+            }
+            return to_array(std::span<const float>(kept));
+          },
+          "slot"_a, "A copy of what this rank keeps: its residual, and what it holds as a server.")
+      .def(
           "save",
-          [](const Reducer& self) { return saved([&](std::ostream& out) { self.save(out); }); },
+          [](const AnnotatedReducer& self) {
+            return saved([&](std::ostream& out) { self.save(out); });
+          },
           "Residuals and all other state of this rank.")
-      .def("load", &load, "of_old_ranks"_a,
-           "What every rank of the saving run saved, in rank order: arrays of bytes.");
+      .def(
+          "load",
+          [](AnnotatedReducer& self, const std::vector<State>& states) { load(self, states); },
+          "of_old_ranks"_a,
+          "What every rank of the saving run saved, in rank order: arrays of bytes.");
 }
 
 }  // namespace skim::python

@@ -141,6 +141,9 @@ _TORCH = {
     "report": "skim.ddp",
     "state_dict": "skim.ddp",
     "load_state_dict": "skim.ddp",
+    "state_template": "skim.ddp",
+    "compression_of": "skim.ddp",
+    "Aggregator": "skim.aggregator",
     "connect": "skim._transport",
 }
 

@@ -1,0 +1,325 @@
+"""What a model's compression and an aggregator share: a reducer on a thread of its own, its layout, its state."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import hashlib
+import queue
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from skim import _core
+from skim._transport import connect
+from skim._report import Report
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
+_open: weakref.WeakSet[Compression] = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How gradients are compressed; equal on all ranks."""
+
+    density: Any = 0.001
+    exchange: Any = "auto"
+    select: Any = "exact"
+    values: str = "f32"
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float = 0.0
+    error_feedback: bool = True
+    dense_below: int = 4096
+    non_finite: str = "pass_on"
+    total_steps: int = 0
+
+    def reducer(self, comm: _core.Communicator) -> _core.Reducer:
+        exchange = self.exchange
+        if isinstance(exchange, str):
+            exchange = _core.ExchangeOptions(exchange, codec=_core.CodecOptions(value=self.values))
+        select = self.select
+        if isinstance(select, str):
+            select = _core.SelectOptions(select)
+        feedback = _core.FeedbackOptions(
+            enabled=self.error_feedback,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            clip_norm=self.clip_norm,
+        )
+        reducer = _core.Reducer(
+            comm,
+            density=self.density,
+            select=select,
+            feedback=feedback,
+            exchange=exchange,
+            dense_below=self.dense_below,
+            non_finite="pass_on",
+        )
+        if self.total_steps:
+            reducer.set_total_steps(self.total_steps)
+        return reducer
+
+
+def same_on_all_ranks(comm: _core.Communicator, what: str, mine: Sequence[str]) -> None:
+    """Throws InvalidArgument, on every rank, where lists differ between ranks."""
+    # Short, whatever the list: one message a rank.
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    if len(set(comm.allgather(digest))) == 1:
+        return
+    theirs = [text.decode().split("\n") for text in comm.allgather("\n".join(mine).encode())]
+    for r, lines in enumerate(theirs):
+        for i in range(max(len(lines), len(theirs[0]))):
+            here = lines[i] if i < len(lines) else "nothing"
+            there = theirs[0][i] if i < len(theirs[0]) else "nothing"
+            if here != there:
+                raise _core.InvalidArgument(
+                    f"skim: {what} differ between ranks: rank 0 has {there}, rank {r} has {here}"
+                )
+
+
+class Compression:
+    """Named parameters whose gradients the ranks exchange. Made by skim.attach and skim.Aggregator.
+
+    Layout: until the buckets are known every parameter is a bucket of its own, in slot i; then the
+    buckets are the slots after those. Residuals are kept by the names of parameters throughout.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        options: Options,
+        process_group: Any,
+        timeout: float,
+        writer: Any = None,
+    ) -> None:
+        if not parameters:
+            raise _core.InvalidArgument("skim: there is no parameter that requires a gradient")
+        for name, p in parameters.items():
+            if p.dtype not in FLOATS:
+                raise _core.InvalidArgument(
+                    f"skim: parameter '{name}' is {p.dtype}; gradients must be float32, float16 or bfloat16"
+                )
+            if p.device.type not in ("cpu", "cuda"):
+                raise _core.InvalidArgument(
+                    f"skim: parameter '{name}' is on '{p.device}'; gradients must be on cpu or cuda"
+                )
+        self.names = list(parameters)
+        self.lengths = [p.numel() for p in parameters.values()]
+        self.comm = connect(process_group, timeout=timeout)
+        self.reducer = options.reducer(self.comm)
+        given = [f"{f.name}={_text(getattr(options, f.name))}" for f in dataclasses.fields(options)]
+        same_on_all_ranks(self.comm, "options", given)
+        same_on_all_ranks(
+            self.comm, "parameters", [f"'{n}' of {k} entries" for n, k in zip(self.names, self.lengths)]
+        )
+        self.options = options
+        self.writer = writer
+        self.epoch = 0.0
+        self.statistics = Report(self.comm.rank, self.comm.size)
+        self.error: BaseException | None = None
+        self.lock = threading.RLock()  # of the reducer and of what follows
+        self.buckets: list[tuple[int, ...]] | None = None  # parameters of each; None: not known
+        self._step_open = False
+        self._finite = True
+        self._give_back: list[tuple[int, int, torch.Tensor, float]] = []
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="skim", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None)
+        self._set_layout(None)
+        _open.add(self)
+
+    # ---- the layout -----------------------------------------------------------------------------
+
+    def _set_layout(self, buckets: list[tuple[int, ...]] | None) -> None:
+        """Between steps. None: every parameter by itself."""
+        self.buckets = buckets
+        count = len(self.names)
+        groups = [(i,) for i in range(count)] if buckets is None else buckets
+        first = 0 if buckets is None else count
+        self.reducer.set_layout(
+            [(first + b, [(self.names[i], self.lengths[i]) for i in g]) for b, g in enumerate(groups)]
+        )
+
+    def slots_of(self, members: tuple[int, ...], index: int) -> list[tuple[int, int, int]]:
+        """(slot, offset, length) of what is to be reduced for the bucket `index` of these parameters."""
+        if self.buckets is not None:
+            if index >= len(self.buckets) or self.buckets[index] != members:
+                raise _core.Error(
+                    f"skim: bucket {index} has other parameters than in the steps before, in the middle of a step"
+                )
+            return [(len(self.names) + index, 0, sum(self.lengths[i] for i in members))]
+        parts, offset = [], 0
+        for i in members:
+            parts.append((i, offset, self.lengths[i]))
+            offset += self.lengths[i]
+        return parts
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Runs job on the communication thread, after those before it."""
+        self._jobs.put(job)
+
+    def begin_bucket(self, index: int, members: tuple[int, ...]) -> None:
+        """On the communication thread, before the parts of a bucket."""
+        if self.error is not None:
+            raise self.error
+        if index == 0:
+            self.finish_step()
+            if self.buckets is not None and (not self.buckets or self.buckets[0] != members):
+                self._set_layout(None)
+            self._step_open = True
+
+    def reduce_part(self, slot: int, flat: torch.Tensor, scale: float) -> None:
+        """flat [n], of any device: in, the gradient; out, the mean."""
+        host = flat if flat.device.type == "cpu" else flat.to("cpu")
+        listener = _Phases() if _is_profiling() else None
+        report = self.reducer.reduce(slot, host, scale, on_phase=listener)
+        if host is not flat:
+            flat.copy_(host)
+        if report.n > 0 and bool(torch.isnan(host[0])):
+            self._finite = False  # NonFinite::pass_on says so
+        first = 0 if self.buckets is None else len(self.names)
+        self.statistics.add(slot - first, report, self.reducer.decision(slot))
+
+    def end_of_step(self) -> None:
+        """After its last bucket."""
+        self.statistics.steps += 1
+        if self.writer is not None:
+            for tag, value in self.statistics.scalars().items():
+                self.writer.add_scalar(f"skim/{tag}", value, self.reducer.step)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What this rank keeps of each parameter, flat, float32: a copy. Over all ranks: the gradients
+        so far less P times the means."""
+        self.finish_step()
+        with self.lock:
+            found = {}
+            groups = self.buckets if self.buckets is not None else [(i,) for i in range(len(self.names))]
+            for index, members in enumerate(groups):
+                parts = self.slots_of(members, index) if self.buckets is not None else [(members[0], 0, 0)]
+                kept = torch.from_numpy(self.reducer.residual(parts[0][0]))
+                for i, part in zip(members, kept.split([self.lengths[i] for i in members])):
+                    found[self.names[i]] = part
+            return {name: found[name] for name in self.names}
+
+    def give_back(self, slot: int, offset: int, mean: torch.Tensor, scale: float) -> None:
+        """What nobody will apply returns to the residuals at the end of the step: each rank's share."""
+        self._give_back.append((slot, offset, mean.float(), scale))
+
+    def finish_step(self, *, skip: bool = False) -> None:
+        """Ends the step that is open, if one is. A step with NaN or infinity in it is taken back."""
+        with self.lock:
+            if not self._step_open:
+                return
+            self._step_open = False
+            if skip or not self._finite:
+                self.reducer.rollback_step(self.epoch)
+                self.statistics.skipped += 1
+            else:
+                self.reducer.end_step(self.epoch)
+                for slot, offset, mean, scale in self._give_back:
+                    self.reducer.add_residual(slot, offset, mean, scale)
+            self._give_back.clear()
+            self._finite = True
+
+    def fail(self, error: BaseException) -> None:
+        """The first failure: all that comes after it fails alike."""
+        if self.error is None:
+            self.error = error
+            self.comm.abort(self.comm.rank)
+
+    # ---- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        self.finish_step()
+        with self.lock:
+            saved = bytearray(self.reducer.save())
+        return {f"rank_{self.comm.rank}_of_{self.comm.size}": torch.frombuffer(saved, dtype=torch.uint8)}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        found: dict[int, dict[int, torch.Tensor]] = {}
+        for key, value in state.items():
+            if match := STATE.search(key):
+                found.setdefault(int(match[2]), {})[int(match[1])] = value
+        if not found:
+            raise _core.StateError(
+                "skim: not a state of Skim: no entry is called rank_R_of_P; there are: "
+                + (", ".join(map(str, list(state)[:5])) or "none")
+            )
+        if len(found) > 1:
+            raise _core.StateError(
+                f"skim: states of different runs: of {' and of '.join(map(str, sorted(found)))} ranks"
+            )
+        [(old_size, by_rank)] = found.items()
+        rank, size = self.comm.rank, self.comm.size
+        if old_size == size and rank in by_rank:
+            # Other ranks' are read in full by load(); of a group of the same size only its own counts.
+            states = [by_rank.get(r, by_rank[rank]) for r in range(size)]
+        else:
+            missing = [f"rank_{r}_of_{old_size}" for r in range(old_size) if r not in by_rank]
+            if missing:
+                raise _core.StateError(
+                    f"skim: the state is of {old_size} ranks, this is rank {rank} of {size}: it needs those of all "
+                    f"of them together, and there is no {missing[0]}"
+                )
+            states = [by_rank[r] for r in range(old_size)]
+        self.finish_step()
+        with self.lock:
+            self.reducer.load([s.detach().cpu().contiguous() for s in states])
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class _Phases:
+    """What a profiler sees of one bucket. It sees other threads than the one that started it only if
+    it was told to: torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))."""
+
+    def __init__(self) -> None:
+        self._open: Any = None
+
+    def __call__(self, phase: str | None) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+        if phase is not None:
+            self._open = torch.profiler.record_function(f"skim::{phase}")
+            self._open.__enter__()
+
+
+def _is_profiling() -> bool:
+    return bool(torch.autograd.profiler._is_profiler_enabled)  # type: ignore[attr-defined]
+
+
+def _text(value: Any) -> str:
+    return str(value) if isinstance(value, (str, int, float)) else type(value).__name__
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # what it holds is not to live until the next one
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before Python takes its modules apart."""
+    for compression in list(_open):
+        compression.close()
+
+
+def now_ns() -> int:
+    return time.perf_counter_ns()

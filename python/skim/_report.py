@@ -1,0 +1,110 @@
+"""What compression did: bytes, times, shares, for each bucket and in all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from skim import _core
+
+
+@dataclasses.dataclass
+class BucketReport:
+    """Of one bucket, over the steps since it was formed. Bytes and times are this rank's, in all."""
+
+    n: int = 0
+    steps: int = 0
+    dense_steps: int = 0
+    k: int = 0  # asked for, in the last step
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    select_s: float = 0.0
+    exchange_s: float = 0.0
+    apply_s: float = 0.0
+    capture: float = 0.0  # sum over steps; report() says the mean
+    decision: str = ""
+
+    def add(self, r: _core.StepReport, decision: str) -> None:
+        self.n = r.n
+        self.steps += 1
+        self.dense_steps += r.dense
+        self.k = r.k
+        self.sent_bytes += r.sent_bytes
+        self.received_bytes += r.received_bytes
+        self.select_s += r.select_ns * 1e-9
+        self.exchange_s += r.exchange_ns * 1e-9
+        self.apply_s += r.apply_ns * 1e-9
+        self.capture += r.capture
+        self.decision = decision
+
+
+@dataclasses.dataclass
+class Report:
+    """Of one rank. str() of it is a table."""
+
+    rank: int
+    size: int
+    steps: int = 0
+    skipped: int = 0  # steps that were taken back
+    exposed_s: float = 0.0  # from the last gradient of a step to the end of its exchange, in all
+    buckets: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
+
+    def add(self, slot: int, r: _core.StepReport, decision: str) -> None:
+        self.buckets.setdefault(slot, BucketReport()).add(r, decision)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(b.sent_bytes for b in self.buckets.values())
+
+    @property
+    def dense_bytes(self) -> float:
+        """What ring all-reduces of float32 would have sent in these steps."""
+        share = 2 * (self.size - 1) / self.size * 4
+        return sum(share * b.n * b.steps for b in self.buckets.values())
+
+    @property
+    def compression(self) -> float:
+        """dense_bytes over sent_bytes; 1 where nothing was sent."""
+        return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    def scalars(self) -> dict[str, float]:
+        """For a writer: of all steps so far."""
+        each = max(1, self.steps)
+        weights = sum(b.n * b.steps for b in self.buckets.values()) or 1
+        return {
+            "sent_bytes": float(self.sent_bytes),
+            "compression": self.compression,
+            "exposed_ms": 1e3 * self.exposed_s / each,
+            "select_ms": 1e3 * sum(b.select_s for b in self.buckets.values()) / each,
+            "exchange_ms": 1e3 * sum(b.exchange_s for b in self.buckets.values()) / each,
+            "captured": sum(b.capture * b.n for b in self.buckets.values()) / weights,
+            "steps_taken_back": float(self.skipped),
+        }
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"skim: rank {self.rank} of {self.size}: no step yet"
+        head = (
+            f"skim: rank {self.rank} of {self.size}, {self.steps} steps"
+            + (f" ({self.skipped} taken back)" if self.skipped else "")
+            + f": sent {self.sent_bytes / 1e6:.3f} MB, {self.compression:.1f} times less than dense; "
+            f"{1e3 * self.exposed_s / self.steps:.2f} ms a step not hidden by backward"
+        )
+        rows = [("bucket", "entries", "kept", "sent kB", "select ms", "exchange ms", "apply ms", "captured", "decision")]
+        for slot, b in sorted(self.buckets.items()):
+            each = max(1, b.steps)
+            rows.append(
+                (
+                    str(slot),
+                    str(b.n),
+                    "dense" if b.dense_steps == b.steps else str(b.k),
+                    f"{b.sent_bytes / each / 1e3:.2f}",
+                    f"{1e3 * b.select_s / each:.2f}",
+                    f"{1e3 * b.exchange_s / each:.2f}",
+                    f"{1e3 * b.apply_s / each:.2f}",
+                    f"{b.capture / each:.3f}",
+                    b.decision,
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+        table = ["  ".join([*(cell.rjust(w) for cell, w in zip(row, widths)), row[-1]]).rstrip() for row in rows]
+        return "\n".join([head, *table])

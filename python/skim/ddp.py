@@ -1,0 +1,265 @@
+"""Skim as the communication hook of PyTorch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from skim import _core
+from skim._compression import STATE, Compression, Options, now_ns
+from skim._report import Report
+
+_attached: weakref.WeakKeyDictionary[DistributedDataParallel, DdpCompression] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: Any,
+    density: Any = 0.001,
+    exchange: Any = "auto",
+    *,
+    select: Any = "exact",
+    values: str = "f32",
+    scaler: Any = None,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    clip_norm: float = 0.0,
+    error_feedback: bool = True,
+    dense_below: int = 4096,
+    non_finite: str = "pass_on",
+    total_steps: int = 0,
+    timeout: float = 1800.0,
+    writer: Any = None,
+) -> DdpCompression:
+    """Compresses the gradients of a DistributedDataParallel model from now on.
+
+    Call it once, on every rank, with the same arguments, before or between training steps. The
+    optimizer then gets the mean over the ranks of what was sent; what was not sent stays in this
+    rank's residual, and is added to the next step's gradient.
+
+    density: the share k/n of gradient entries that each rank sends, in (0, 1], or a schedule.
+    exchange: "auto", or the name of one of skim.exchange_kinds, or skim.ExchangeOptions.
+    select: the rule that chooses them: one of skim.select_algos, or skim.SelectOptions.
+    values: how values travel: one of skim.value_codes.
+    scaler: the GradScaler, if there is one: residuals are kept unscaled.
+    momentum, nesterov: momentum correction, instead of the optimizer's momentum.
+    clip_norm: of this rank's gradient, before it is compressed; 0: none.
+    dense_below: buckets with fewer entries are summed whole.
+    non_finite: what a NaN or an infinity in a gradient of any rank does. The step is taken back on
+        all ranks. "pass_on": the gradient then holds a NaN, for a GradScaler (or the user) to see;
+        "raise": backward raises on all ranks.
+    total_steps: for schedules that plan ahead.
+    timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
+    writer: a TensorBoard SummaryWriter, or whatever has add_scalar(tag, value, step).
+
+    Raises InvalidArgument where the model or an option cannot work, with what to do instead.
+    """
+    ddp = _unwrapped(model)
+    if ddp in _attached:
+        raise _core.InvalidArgument("skim.attach: this model has been attached already")
+    if non_finite not in ("pass_on", "raise"):
+        raise _core.InvalidArgument(f"non_finite: no '{non_finite}'; there are: pass_on, raise")
+    options = Options(
+        density=density,
+        exchange=exchange,
+        select=select,
+        values=values,
+        momentum=momentum,
+        nesterov=nesterov,
+        clip_norm=clip_norm,
+        error_feedback=error_feedback,
+        dense_below=dense_below,
+        non_finite=non_finite,
+        total_steps=total_steps,
+    )
+    compression = DdpCompression(ddp, options, scaler, timeout, writer)
+    _attached[ddp] = compression
+    return compression
+
+
+def compression_of(model: Any) -> DdpCompression:
+    """What attach(model) returned."""
+    found = _attached.get(_unwrapped(model))
+    if found is None:
+        raise _core.InvalidArgument("skim: this model has not been attached; call skim.attach(model) first")
+    return found
+
+
+def report(model: Any) -> Report:
+    """Bytes, times and decisions of this rank so far; print it for a table."""
+    return compression_of(model).report()
+
+
+def state_dict(model: Any) -> dict[str, torch.Tensor]:
+    """This rank's residuals and all else that compression goes on from: one tensor of bytes, whose
+    key names the rank and the number of ranks. Every rank saves its own."""
+    return compression_of(model).state_dict()
+
+
+def load_state_dict(model: Any, state: Mapping[str, torch.Tensor]) -> None:
+    """Goes on from what state_dict gave: this rank's, or, on another number of ranks, those of all
+    ranks of the saved run in one dict; every rank then has (1/P) of the sum of their residuals.
+    Names of parameters count, buckets do not. Raises StateError, and nothing has changed."""
+    compression_of(model).load_state_dict(state)
+
+
+def state_template(checkpoint_id: Any, prefix: str = "skim") -> dict[str, torch.Tensor]:
+    """Empty tensors for the states of all ranks in a torch.distributed.checkpoint, to load into:
+
+        state = {"skim": skim.state_template(folder)}
+        torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+        skim.load_state_dict(model, state["skim"])
+
+    prefix: what state_dict was saved as.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    known = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    found = {}
+    for key, value in known.items():
+        head, _, name = key.rpartition(".")
+        if head == prefix and STATE.match(name):
+            found[name] = torch.empty(value.size, dtype=torch.uint8)  # type: ignore[union-attr]
+    if not found:
+        raise _core.StateError(f"skim: no state of Skim is called '{prefix}' in '{checkpoint_id}'")
+    return found
+
+
+class DdpCompression(Compression):
+    """What skim.attach returns."""
+
+    def __init__(
+        self, ddp: DistributedDataParallel, options: Options, scaler: Any, timeout: float, writer: Any
+    ) -> None:
+        named = {
+            name.replace("_orig_mod.", ""): p
+            for name, p in ddp.module.named_parameters()
+            if p.requires_grad and name not in ddp.parameters_to_ignore
+        }
+        for name, module in ddp.module.named_modules():
+            if getattr(module, "sparse", False) is True and isinstance(
+                module, (torch.nn.Embedding, torch.nn.EmbeddingBag)
+            ):
+                raise _core.InvalidArgument(
+                    f"skim.attach: '{name}' makes sparse gradients, which the hook cannot take; use sparse=False"
+                )
+        super().__init__(named, options, ddp.process_group, timeout, writer)
+        self._index_of = {p: i for i, p in enumerate(named.values())}
+        self._scaler = scaler
+        self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
+        self._seen: list[tuple[int, ...]] = []  # buckets of this step
+        self._seen_before: list[tuple[int, ...]] = []
+        try:
+            ddp.register_comm_hook(self, _hook)
+        except RuntimeError as e:
+            self.close()
+            raise _core.InvalidArgument(f"skim.attach: DDP refused the hook: {e}") from None
+
+    def rollback(self) -> None:
+        """The trainer skips the step whose backward has just ended: nothing of it counts as
+        delivered. On every rank or on none. A step that a GradScaler skips needs no call."""
+        self.finish_step(skip=True)
+
+    def report(self) -> Report:
+        with self.lock:
+            return self.statistics
+
+    def finish_step(self, *, skip: bool = False) -> None:
+        with self.lock:
+            was_open = self._step_open
+            super().finish_step(skip=skip)
+            # DDP forms its buckets anew after the first step; then they stay.
+            if was_open and self.buckets is None and self._seen == self._seen_before:
+                self._set_layout(list(self._seen))
+                self.statistics.buckets.clear()
+                self.statistics.steps = 0
+            if was_open:
+                self._seen_before, self._seen = self._seen, []
+
+    def _reduce_bucket(self, index: int, last: bool, members: tuple[int, ...], flat: torch.Tensor) -> None:
+        with self.lock:
+            self.begin_bucket(index, members)
+            self._seen.append(members)
+            scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+            unused = self._unused_by_all(members, flat) if self._finds_unused else []
+            for slot, offset, length in self.slots_of(members, index):
+                self.reduce_part(slot, flat[offset : offset + length], scale)
+                for begin, end in unused:
+                    if offset <= begin and end <= offset + length:
+                        self.give_back(slot, begin - offset, flat[begin:end].clone(), scale)
+            if last:
+                self.end_of_step()
+                if not self._finite and self.options.non_finite == "raise":
+                    self.finish_step()
+                    raise _core.NonFiniteError("skim: a gradient entry of the group is NaN or infinite")
+
+    def _unused_by_all(self, members: tuple[int, ...], flat: torch.Tensor) -> list[tuple[int, int]]:
+        """[begin, end) in the bucket of parameters without a gradient on any rank: DDP will not
+        apply what comes of them."""
+        parts = []
+        offset = 0
+        for i in members:
+            parts.append((offset, offset + self.lengths[i]))
+            offset += self.lengths[i]
+        used = bytes(bool(flat[a:b].any()) for a, b in parts)
+        of_all = self.comm.allgather(used)
+        return [part for j, part in enumerate(parts) if not any(u[j] for u in of_all)]
+
+
+# Without annotations: DDP compares them with the types themselves, which these are not as strings.
+def _hook(state, bucket):  # type: ignore[no-untyped-def]
+    flat = bucket.buffer()
+    members = tuple(state._index_of[p] for p in bucket.parameters())
+    index, last = bucket.index(), bucket.is_last()
+    devices = None if flat.device.type == "cpu" else [flat.device]
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    failure: list[BaseException] = []
+    ready = None if devices is None else torch.cuda.current_stream(flat.device).record_event()
+    start = now_ns()
+
+    def job() -> None:
+        try:
+            if ready is not None:
+                ready.synchronize()
+            state._reduce_bucket(index, last, members, flat)
+            if last:
+                state.statistics.exposed_s += (now_ns() - start) * 1e-9
+        except BaseException as e:  # noqa: BLE001 - backward raises it
+            state.fail(e)
+            failure.append(e)
+        done.set_result(flat)
+
+    def finish(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        if failure:
+            raise failure[0]
+        return future.value()
+
+    # A future that set_exception was called on ends in DDP as a tensor of a wrong type; one whose
+    # callback raises ends as what was raised.
+    answer = done.then(finish)
+    state.submit(job)
+    return answer
+
+
+def _unwrapped(model: Any) -> DistributedDataParallel:
+    """The DDP model itself. Raises InvalidArgument for what is none, with what to use instead."""
+    inner = model
+    if isinstance(model, torch.nn.Module):
+        inner = model._modules.get("_orig_mod", model)  # of torch.compile
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    kind = type(inner).__name__
+    if any(t.__name__ in ("FullyShardedDataParallel", "FSDPModule") for t in type(inner).__mro__):
+        raise _core.InvalidArgument(
+            f"skim: {kind} shards its gradients, which Skim does not exchange; use DistributedDataParallel, "
+            "or skim.Aggregator on a model that is whole on every rank"
+        )
+    if isinstance(inner, torch.nn.Module):
+        raise _core.InvalidArgument(
+            f"skim: the model must be a DistributedDataParallel, not {kind}; wrap it, or use "
+            "skim.Aggregator(model.parameters())"
+        )
+    raise _core.InvalidArgument(f"skim: the model must be a DistributedDataParallel, not {kind}")

@@ -1,0 +1,503 @@
+"""What test_ddp.py runs under torchrun: every function case_* on all ranks, in order.
+
+Gradients are what the test says: the loss is the sum of parameter times coefficient. With whole
+numbers that are multiples of the number of ranks all sums are exact, so the law is one of equality:
+
+    sum over ranks of gradients  ==  P * sum of means  +  sum over ranks of residuals
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+import traceback
+
+import numpy as np
+import skim
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+RANK, SIZE = 0, 1
+LENGTHS = [6000, 9000, 50, 20000, 5000, 7]
+BUCKET_MB = 0.015  # so that there are at least 3
+
+
+class Linear(nn.Module):
+    """loss = sum of parameter * coefficient; parameters may be left out."""
+
+    def __init__(self, lengths=LENGTHS, dtype=torch.float32):
+        super().__init__()
+        self.w = nn.ParameterList(nn.Parameter(torch.zeros(n, dtype=dtype)) for n in lengths)
+
+    def forward(self, coefficients, used=None):
+        terms = [
+            (w * c).sum() for i, (w, c) in enumerate(zip(self.w, coefficients)) if used is None or i in used
+        ]
+        return sum(terms)
+
+
+def gradients(step, rank=None, size=None, lengths=LENGTHS, most=1000):
+    rng = np.random.default_rng((RANK if rank is None else rank) * 10007 + step)
+    return [
+        torch.from_numpy(rng.integers(-most, most, n).astype(np.float32) * (SIZE if size is None else size))
+        for n in lengths
+    ]
+
+
+def attached(model=None, group=None, attach={}, **ddp):
+    ddp.setdefault("bucket_cap_mb", BUCKET_MB)
+    model = DDP(model if model is not None else Linear(), process_group=group, **ddp)
+    skim.attach(model, **{"density": 0.02, "exchange": "allgather", "timeout": 60.0, **attach})
+    return model
+
+
+def flat(tensors):
+    return torch.cat([t.detach().double().flatten() for t in tensors])
+
+
+def kept(model):
+    return flat(skim.compression_of(model).residuals().values())
+
+
+def total(tensor, group=None):
+    tensor = tensor.clone()
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def means(model):
+    """The gradients as they are after backward; then none."""
+    got = flat([p.grad if p.grad is not None else torch.zeros_like(p) for p in model.module.parameters()])
+    for p in model.module.parameters():
+        p.grad = None
+    return got
+
+
+def same(a, b, size=None):
+    """Bit by bit where 1 / P is a float."""
+    exact = (SIZE if size is None else size) != 3
+    torch.testing.assert_close(a, b, rtol=0.0 if exact else 1e-6, atol=0.0 if exact else 0.01)
+
+
+def check_law(model, given, got, group=None, size=None):
+    size = SIZE if size is None else size
+    same(total(given, group), size * got + total(kept(model), group), size)
+    everywhere = [torch.zeros_like(got) for _ in range(size)]
+    dist.all_gather(everywhere, got, group=group)
+    assert all(torch.equal(g, everywhere[0]) for g in everywhere), "ranks got different gradients"
+
+
+def train(model, steps, group=None, size=None, **law):
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in steps:
+        c = gradients(step, size=size)
+        model(c).backward()
+        given += flat(c)
+        got += means(model)
+    check_law(model, given, got, group, size)
+    return given, got
+
+
+# ---- the law, however DDP is set up
+
+
+def case_mass_is_conserved_through_the_rebuild_of_buckets():
+    for exchange in ("allgather", "gtopk", "oktopk", "param-server", "auto"):
+        model = attached(attach={"exchange": exchange})
+        train(model, range(7))
+        buckets = skim.compression_of(model).buckets
+        assert buckets is not None and len(buckets) >= 3, buckets
+        assert len(skim.report(model).buckets) == len(buckets)
+        assert SIZE == 1 or 0 < skim.report(model).sent_bytes < skim.report(model).dense_bytes
+
+
+def case_options_of_ddp():
+    train(attached(static_graph=True), range(6))
+    train(attached(gradient_as_bucket_view=True), range(6))
+    train(attached(find_unused_parameters=True), range(6))
+    train(attached(bucket_cap_mb=25), range(6))
+
+
+def case_density_1_is_a_dense_sum():
+    model = attached(attach={"density": 1.0})
+    given, got = train(model, range(4))
+    same(total(given), SIZE * got)
+
+
+def case_parameters_that_nobody_used_keep_their_residuals():
+    model = attached(find_unused_parameters=True)
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in range(8):
+        used = set(range(len(LENGTHS))) - ({0, 3} if step % 2 else {4} if RANK == 0 else set())
+        c = gradients(step)
+        model(c, used).backward()
+        for i, p in enumerate(model.module.w):
+            assert (p.grad is not None) == (step % 2 == 0 or i not in (0, 3)), (step, i)
+        given += flat([g if i in used else 0 * g for i, g in enumerate(c)])
+        got += means(model)
+    check_law(model, given, got)
+
+
+def case_gradient_accumulation():
+    model = attached()
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in range(6):
+        for part in range(3):
+            c = gradients(10 * step + part)
+            with model.no_sync() if part < 2 else contextlib.nullcontext():
+                model(c).backward()
+            given += flat(c)
+        got += means(model)
+    check_law(model, given, got)
+
+
+def case_uneven_inputs():
+    model = attached()
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    with model.join():
+        for step in range(4 + 2 * RANK):
+            c = gradients(step)
+            model(c).backward()
+            given += flat(c)
+            got += means(model)
+    # Ranks that had no input any more contributed what they had kept; only the last got all means.
+    everywhere = [torch.zeros_like(got) for _ in range(SIZE)]
+    dist.all_gather(everywhere, got)
+    same(total(given), SIZE * everywhere[-1] + total(kept(model)))
+
+
+def case_several_models():
+    a, b = attached(), attached(attach={"exchange": "gtopk"})
+    given, got_a, got_b = (torch.zeros(sum(LENGTHS)).double() for _ in range(3))
+    for step in range(6):
+        c = gradients(step)
+        (a(c) + b(c)).backward()  # their buckets interleave as autograd pleases
+        given += flat(c)
+        got_a += means(a)
+        got_b += means(b)
+    check_law(a, given, got_a)
+    check_law(b, given, got_b)
+
+
+def case_16_bit_gradients():
+    for dtype in (torch.bfloat16, torch.float16):
+        model = attached(Linear(dtype=dtype))
+        given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+        for step in range(6):
+            c = [(g / SIZE).to(dtype) for g in gradients(step, most=8)]
+            model(c).backward()
+            given += flat(c)
+            got += means(model)
+        # The mean is rounded to the gradient's type, alike on all ranks.
+        difference = (total(given) - SIZE * got - total(kept(model))).abs().max().item()
+        assert difference <= 8 * SIZE * 8 * 2.0**-8, difference
+
+
+def case_an_infinite_step_is_taken_back():
+    for through_scaler in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) if through_scaler else None
+        model = attached(attach={"scaler": scaler})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+        for step in range(9):
+            c = gradients(step)
+            infinite = step in (1, 6) and RANK == SIZE - 1
+            loss = model([c[0] * (1.0 if not infinite else torch.inf), *c[1:]])
+            if infinite:
+                c[0] = torch.zeros_like(c[0])  # its finite part: inf and nan have none
+            given += flat(c)
+            if scaler is None:
+                loss.backward()
+                if any(not torch.isfinite(p.grad).all() for p in model.parameters()):
+                    assert step in (1, 6)
+                    means(model)
+                else:
+                    got += means(model)
+                continue
+            before = flat(model.parameters())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            moved = before - flat(model.parameters())
+            assert bool(moved.any()) == (step not in (1, 6)), step
+            got += moved
+        check_law(model, given, got)
+        assert skim.report(model).skipped >= 1
+
+
+def case_raise_where_a_gradient_is_not_finite():
+    model = attached(attach={"non_finite": "raise"})
+    c = gradients(0)
+    model(c).backward()
+    means(model)
+    if RANK == 0:
+        c[3][5] = torch.nan
+    try:
+        model(c).backward()
+        raise AssertionError("backward did not raise")
+    except RuntimeError as e:
+        assert "NaN or infinite" in str(e), e
+
+
+def case_a_step_that_the_trainer_skips():
+    model = attached()
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in range(7):
+        c = gradients(step)
+        model(c).backward()
+        given += flat(c)
+        if step in (2, 5):
+            skim.compression_of(model).rollback()
+            means(model)
+        else:
+            got += means(model)
+    check_law(model, given, got)
+
+
+def case_clipped_gradients_are_equal():
+    model = attached()
+    for step in range(4):
+        model(gradients(step)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert abs(flat([p.grad for p in model.parameters()]).norm().item() - 1.0) < 1e-3
+        assert len({n for n in gathered(float(norm))}) == 1
+        model.zero_grad()
+
+
+def gathered(value):
+    values = [None] * SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def case_compiled_models():
+    inner = torch.compile(Linear(), backend="aot_eager")
+    model = attached(inner, bucket_cap_mb=25)
+    train(model, range(5))
+    assert list(skim.compression_of(model).residuals())[0] == "w.0"
+    outer = DDP(Linear())
+    skim.attach(torch.compile(outer, backend="aot_eager"), density=0.02, exchange="allgather")
+    train(outer, range(5))
+
+
+# ---- state
+
+
+def case_state_goes_on_bit_by_bit():
+    def run(model, steps):
+        for step in steps:
+            model(gradients(step)).backward()
+            yield means(model)
+
+    whole = list(run(attached(), range(10)))
+    first = attached()
+    for _ in run(first, range(5)):
+        pass
+    state = skim.state_dict(first)
+    assert list(state) == [f"rank_{RANK}_of_{SIZE}"]
+    # Other buckets, formed anew: what is selected differs, but nothing is lost.
+    second = attached(bucket_cap_mb=25)
+    skim.load_state_dict(second, state)
+    torch.testing.assert_close(kept(second), kept(first), rtol=0, atol=0)
+    # The same buckets from the start: bit by bit.
+    third = attached()
+    for _ in run(third, range(5)):  # its buckets are as the first one's; what it kept is replaced
+        pass
+    skim.load_state_dict(third, state)
+    for step, got in zip(range(5, 10), run(third, range(5, 10))):
+        assert torch.equal(got, whole[step]), step
+
+
+def case_state_on_another_number_of_ranks():
+    if SIZE < 3:
+        return
+    model = attached()
+    train(model, range(4))
+    mine = skim.state_dict(model)
+    all_states = [None] * SIZE
+    dist.all_gather_object(all_states, mine)
+    of_all = {k: v for s in all_states for k, v in s.items()}
+    group = dist.new_group([0, 1])
+    residuals = total(kept(model)) / SIZE
+    if RANK < 2:
+        smaller = attached(group=group)
+        try:
+            skim.load_state_dict(smaller, mine)
+            raise AssertionError("a part of the states was taken for all of them")
+        except skim.StateError as e:
+            assert f"the state is of {SIZE} ranks, this is rank {RANK} of 2" in str(e), e
+        skim.load_state_dict(smaller, of_all)
+        torch.testing.assert_close(kept(smaller), residuals, rtol=1e-6, atol=1e-6)
+        c = gradients(9, size=2)
+        smaller(c).backward()
+        means(smaller)
+    dist.barrier()
+
+
+def case_distributed_checkpoint():
+    import torch.distributed.checkpoint as dcp
+
+    model = attached()
+    train(model, range(4))
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save({"model": model.module.state_dict(), "skim": skim.state_dict(model)}, checkpoint_id=folder[0])
+    other = attached()
+    train(other, range(20, 23))
+    state = {"skim": skim.state_template(folder[0])}
+    assert len(state["skim"]) == SIZE
+    dcp.load(state, checkpoint_id=folder[0])
+    skim.load_state_dict(other, state["skim"])
+    torch.testing.assert_close(kept(other), kept(model), rtol=0, atol=0)
+
+
+def case_states_that_do_not_fit():
+    model = attached()
+    state = skim.state_dict(model)
+    expect(skim.StateError, "no entry is called rank_R_of_P", skim.load_state_dict, model, {"w": torch.zeros(1)})
+    damaged = {k: v.clone() for k, v in state.items()}
+    damaged[f"rank_{RANK}_of_{SIZE}"][40] ^= 1
+    expect(skim.StateError, "", skim.load_state_dict, model, damaged)
+    other = attached(Linear([5, 6]))
+    expect(skim.StateError, "", skim.load_state_dict, other, state)
+
+
+# ---- what cannot work
+
+
+def expect(error, text, f, *args, **keywords):
+    try:
+        f(*args, **keywords)
+    except error as e:
+        assert text in str(e) and "\n" not in str(e), e
+        return
+    raise AssertionError(f"no {error.__name__}")
+
+
+def case_refusals():
+    wrong = skim.InvalidArgument
+    expect(wrong, "not Linear; wrap it, or use skim.Aggregator", skim.attach, Linear())
+    expect(wrong, "not int", skim.attach, 3)
+    expect(wrong, "call skim.attach(model) first", skim.report, DDP(Linear()))
+    expect(wrong, "this model has been attached already", skim.attach, attached())
+    expect(wrong, "'w.0' is torch.float64", skim.attach, DDP(Linear(dtype=torch.float64)))
+    sparse = nn.Sequential(nn.Embedding(10, 3, sparse=True))
+    expect(wrong, "'0' makes sparse gradients", skim.attach, DDP(sparse))
+    expect(wrong, "no 'ring'; there are: dense,", skim.attach, DDP(Linear()), exchange="ring")
+    expect(wrong, "density", skim.attach, DDP(Linear()), density=0.0)
+    expect(wrong, "no 'ignore'; there are: pass_on, raise", skim.attach, DDP(Linear()), non_finite="ignore")
+    hooked = DDP(Linear())
+    hooked.register_comm_hook(None, lambda state, bucket: None)
+    expect(wrong, "DDP refused the hook", skim.attach, hooked)
+    if SIZE > 1:
+        expect(
+            wrong,
+            "options differ between ranks: rank 0 has density=0.1, rank 1 has density=0.2",
+            skim.attach,
+            DDP(Linear()),
+            density=0.1 * (1 + min(RANK, 1)),
+        )
+
+
+def case_fsdp_is_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    text = "use DistributedDataParallel, or skim.Aggregator"
+    sharded = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    expect(skim.InvalidArgument, text, skim.attach, sharded)
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # before torch 2.6
+        return
+    other = nn.Linear(8, 8)
+    fully_shard(other, mesh=init_device_mesh("cpu", (SIZE,)))
+    expect(skim.InvalidArgument, text, skim.attach, other)
+
+
+# ---- what it says
+
+
+def case_report_writer_and_profiler():
+    written = {}
+
+    class Writer:
+        def add_scalar(self, tag, value, step):
+            written[tag] = (value, step)
+
+    model = attached(attach={"writer": Writer(), "density": 0.01})
+    train(model, range(5))
+    everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=everything
+    ) as profile:
+        model(gradients(0)).backward()
+    events = {e.key for e in profile.key_averages()}
+    assert {"skim::select", "skim::exchange", "skim::apply"} <= events, events
+    assert set(written) >= {"skim/sent_bytes", "skim/captured", "skim/exposed_ms"}, written
+    text = str(skim.report(model))
+    assert f"rank {RANK} of {SIZE}" in text and len(text.splitlines()) == 2 + len(skim.report(model).buckets)
+    sent = sum(b.sent_bytes for b in skim.report(model).buckets.values())
+    assert sent == skim.report(model).sent_bytes
+
+
+# ---- without DDP
+
+
+def case_aggregator():
+    model = Linear()
+    aggregator = skim.Aggregator(model.named_parameters(), density=0.02, exchange="allgather", bucket_mb=BUCKET_MB)
+    assert len(aggregator.buckets) >= 3
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in range(6):
+        c = gradients(step)
+        model(c, used=set(range(6)) - {2 * (step % 2)}).backward()
+        given += flat([g if i != 2 * (step % 2) else 0 * g for i, g in enumerate(c)])
+        infinite = step == 3
+        if infinite and RANK == 0:
+            model.w[1].grad[0] = torch.nan
+            given -= flat([g * 0 if i != 1 else torch.nn.functional.one_hot(torch.tensor(0), 9000) * g for i, g in enumerate(c)])
+        assert aggregator.step() == (not infinite)
+        got += 0 if infinite else flat([p.grad for p in model.parameters()])
+        model.zero_grad()
+    left = flat(aggregator.residuals().values())
+    same(total(given), SIZE * got + total(left))
+    differences = [torch.full((n,), float(RANK)) for n in LENGTHS]
+    again = skim.Aggregator(differences, density=1.0, exchange="dense")
+    assert again.reduce(differences)
+    assert all(torch.equal(d, torch.full_like(d, (SIZE - 1) / 2)) for d in differences)
+    expect(skim.InvalidArgument, "needs 6 tensors", again.reduce, differences[:2])
+
+
+def main():
+    global RANK, SIZE
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    RANK, SIZE = dist.get_rank(), dist.get_world_size()
+    wanted = sys.argv[1:]
+    failed = 0
+    for name, case in list(globals().items()):
+        if not name.startswith("case_") or (wanted and name.removeprefix("case_") not in wanted):
+            continue
+        torch.manual_seed(0)
+        try:
+            case()
+            verdict = "ok"
+        except Exception:
+            verdict = "failed"
+            failed += 1
+            print(f"rank {RANK}: {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        verdicts = gathered(verdict)
+        if RANK == 0:
+            print(f"{name.removeprefix('case_')}: {'ok' if set(verdicts) == {'ok'} else 'failed'}", flush=True)
+        if set(verdicts) != {"ok"}:
+            os._exit(1)  # ranks may not agree any more on what comes next
+    dist.destroy_process_group()
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""skim.attach under torchrun: the cases of ddp_cases.py on 1 to 4 ranks, and what a lost rank does."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import unittest
+
+HERE = pathlib.Path(__file__).resolve().parent
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+CASES = re.findall(r"^def case_(\w+)", (HERE / "ddp_cases.py").read_text(), re.MULTILINE)
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Cases(unittest.TestCase):
+    def run_on(self, ranks):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [*command, str(HERE / "ddp_cases.py")], capture_output=True, text=True, timeout=600, check=False
+        )
+        verdicts = dict(re.findall(r"^(\w+): (\w+)$", done.stdout, re.MULTILINE))
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual(verdicts, dict.fromkeys(CASES, "ok"))
+
+    def test_1_rank(self):
+        self.run_on(1)
+
+    def test_2_ranks(self):
+        self.run_on(2)
+
+    def test_3_ranks(self):
+        self.run_on(3)
+
+    def test_4_ranks(self):
+        self.run_on(4)
+
+
+TRAIN = """
+import os, sys, time, torch, torch.distributed as dist, skim
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = DDP(nn.Linear(500, 500))
+skim.attach(model, density=0.01, exchange=sys.argv[1], timeout=float(sys.argv[2]))
+for step in range(100000):
+    model(torch.full((1, 500), 1.0 + rank)).sum().backward()
+    if step == 5:
+        print(f"rank {rank} trains", flush=True)
+    if step == 20 and rank == 1 and sys.argv[3] == "stalls":
+        time.sleep(1000)
+"""
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Failures(unittest.TestCase):
+    """Without torchrun, which ends all ranks itself once one is gone."""
+
+    def start(self, ranks, *arguments):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        started = []
+        for rank in range(ranks):
+            p = subprocess.Popen(
+                [sys.executable, "-c", TRAIN, *map(str, arguments)],
+                env={**os.environ, **group, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            self.addCleanup(p.communicate)
+            self.addCleanup(p.kill)
+            started.append(p)
+        for p in started:
+            self.assertIn("trains", p.stdout.readline())
+        return started
+
+    def ends_with(self, process, limit):
+        _, err = process.communicate(timeout=limit)
+        self.assertNotIn(process.returncode, (0, -signal.SIGKILL), err)
+        return err
+
+    def test_a_rank_that_is_killed_is_named_at_once(self):
+        for exchange in ("allgather", "gtopk"):
+            with self.subTest(exchange=exchange):
+                ranks = self.start(4, exchange, 300, "trains")
+                ranks[2].kill()
+                since = time.monotonic()
+                for rank in (0, 1, 3):
+                    self.assertRegex(self.ends_with(ranks[rank], 60), "CommError: rank %d: .*rank 2" % rank)
+                self.assertLess(time.monotonic() - since, 60)
+
+    def test_a_rank_that_stalls_is_named_within_the_timeout(self):
+        ranks = self.start(3, "allgather", 3, "stalls")
+        for rank in (0, 2):
+            err = self.ends_with(ranks[rank], 60)
+            self.assertRegex(err, "CommError: rank %d: .*rank 1" % rank)
+            self.assertRegex(err, "timed out after 3 s|was aborted because of rank 1")
+
+
+if __name__ == "__main__":
+    unittest.main()
