@@ -412,7 +412,8 @@ struct Reducer::Impl {
     reduced.clear();
     ++progress.step;
     progress.epoch = epoch;
-    density = schedule->density(progress);
+    // A user's schedule may fail on one rank, and the others must not wait for that.
+    density = or_abort(comm, [&] { return schedule->density(progress); });
   }
   void commit_step() noexcept {
     feedback.end_step();

@@ -103,7 +103,8 @@ class Reducer {
 
   // Once per optimizer step, on every rank, when nothing is open; true if the step is to be applied
   // (see NonFinite). epoch is that of the next step: schedules see it. No communication.
-  // Throws: NonFiniteError (on every rank); InvalidArgument if a ticket is open.
+  // Throws: NonFiniteError (on every rank); InvalidArgument if a ticket is open; whatever the
+  // schedule throws: the group has been told (abort).
   bool end_step(double epoch);
   // Instead: undoes this step's commits, because the trainer skips it for reasons of its own. Call
   // it on every rank or on none.

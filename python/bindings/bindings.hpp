@@ -25,6 +25,17 @@ void bind_options(nb::module_& m);
 void bind_communicator(nb::module_& m);
 void bind_transport(nb::module_& m);
 void bind_reducer(nb::module_& m);
+void bind_selector(nb::module_& m);
+void bind_codec(nb::module_& m);
+void bind_feedback(nb::module_& m);
+void bind_exchange(nb::module_& m);
+void bind_schedule(nb::module_& m);
+void bind_cost(nb::module_& m);
+void bind_analysis(nb::module_& m);
+
+// With the GIL: for what the library has no exception for, or must not take for its own.
+[[noreturn]] void raise_invalid_argument(const char* what);
+[[noreturn]] void raise_decode_error(const std::string& what);
 
 // One dimension, contiguous, in host memory; of whoever speaks DLPack or the buffer protocol.
 using FloatArray = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -42,6 +53,12 @@ E enum_of(const char* what, std::string_view name, std::span<const std::string_v
     all.append(i == 0 ? "" : ", ").append(names[i]);
   }
   throw InvalidArgument(std::string(what) + ": no '" + std::string(name) + "'; there are: " + all);
+}
+
+inline nb::tuple names_tuple(std::span<const std::string_view> names) {
+  nb::list list;
+  for (const std::string_view name : names) list.append(nb::str(name.data(), name.size()));
+  return nb::tuple(list);
 }
 
 }  // namespace skim::python

@@ -1,7 +1,11 @@
 // Groups: ranks as threads of this process, and what every communicator can do.
 #include "skim/communicator.hpp"
 
+#include <array>
+#include <cstring>
+
 #include "bindings.hpp"
+#include "skim/cost.hpp"
 
 namespace skim::python {
 namespace {
@@ -25,6 +29,23 @@ nb::list listed(std::vector<std::unique_ptr<Communicator>> group) {
 
 Bytes bytes_of(const nb::bytes& b) { return std::as_bytes(std::span(b.c_str(), b.size())); }
 nb::bytes to_python(Bytes b) { return nb::bytes(b.data(), b.size()); }
+
+Link measure_link(Communicator& comm, std::size_t largest, double budget_s) {
+  // A fit needs two lengths, and must not fail on rank 0 alone.
+  SKIM_EXPECTS(largest >= 4, "measure_link: largest must be at least 4 bytes (largest=" +
+                                 std::to_string(largest) + ")");
+  const std::vector<LinkSample> samples = ping_pong(comm, largest, budget_s);
+  std::array<double, 2> numbers{};
+  if (comm.rank() == 0) {
+    const Link fitted = fit_link(samples);
+    numbers = {fitted.alpha_s, fitted.beta_s_per_byte};
+  }
+  const Bytes mine = std::as_bytes(std::span(numbers));
+  std::vector<std::byte> message(mine.begin(), mine.end());
+  comm.broadcast(message, 0);
+  std::memcpy(numbers.data(), message.data(), sizeof numbers);
+  return {numbers[0], numbers[1]};
+}
 
 }  // namespace
 
@@ -68,7 +89,8 @@ void bind_communicator(nb::module_& m) {
             for (std::size_t r = 0; r < all.size(); ++r) list.append(to_python(all[r]));
             return list;
           },
-          "message"_a, "Every rank's bytes, by rank.")
+          "message"_a, nb::sig("def allgather(self, message: bytes) -> list[bytes]"),
+          "Every rank's bytes, by rank.")
       .def(
           "allreduce_sum",
           [](Communicator& self, FloatArray data) {
@@ -76,9 +98,17 @@ void bind_communicator(nb::module_& m) {
             MessageList notes;
             self.allreduce_sum({data.data(), data.size()}, DenseSum::ring, {}, notes);
           },
-          "data"_a, "Sums over the ranks, in place; bitwise equal on all of them.")
+          "data"_a.noconvert(), "Sums over the ranks, in place; bitwise equal on all of them.")
       .def("split", &Communicator::split, NoGil(), "color"_a,
            "The ranks of equal color >= 0, as a group of their own. Collective.")
+      .def_prop_ro("now_ns", &Communicator::now_ns,
+                   "Nanoseconds of this group's clock: of a simulated one, what its link and "
+                   "processors would have taken.")
+      .def("measure_link", &measure_link, NoGil(), nb::kw_only(), "largest"_a = 1 << 22,
+           "budget_s"_a = 0.1,
+           "The link between rank 0 and the last one, on every rank: round trips of messages of up "
+           "to `largest` bytes, about budget_s seconds for each length. Collective. Raises "
+           "InvalidArgument: fewer than two ranks, largest < 4.")
       .def("abort", &Communicator::abort, "culprit"_a,
            "Ends what the other ranks wait for: they get a CommError that names culprit.");
 
@@ -90,6 +120,16 @@ void bind_communicator(nb::module_& m) {
       "size"_a, nb::kw_only(), "timeout"_a = 60.0,
       nb::sig("def in_process_group(size: int, *, timeout: float = 60.0) -> list[Communicator]"),
       "A whole group in this process: element r is for a thread of its own.");
+  m.def(
+      "simulated_group",
+      [](int size, const Link& link, bool processor_time, double timeout) {
+        return listed(make_simulated_group(size, {link, processor_time}, with_timeout(timeout)));
+      },
+      "size"_a, "link"_a, nb::kw_only(), "processor_time"_a = true, "timeout"_a = 60.0,
+      nb::sig("def simulated_group(size: int, link: Link, *, processor_time: bool = True, timeout: "
+              "float = 60.0) -> list[Communicator]"),
+      "The same on a network that is not there: Communicator.now_ns tells the time that it would "
+      "take. processor_time=False: only the link takes time, the same in every run.");
 }
 
 }  // namespace skim::python

@@ -6,13 +6,14 @@ namespace {
 
 // Owned by the module, which is never unloaded.
 struct Types {
-  PyObject *error, *invalid_argument, *comm, *non_finite, *state;
+  PyObject *error, *invalid_argument, *comm, *non_finite, *state, *decode;
 } types;
 
-PyObject* new_type(nb::module_& m, const char* name, const char* doc, nb::object bases) {
-  const std::string full = std::string("skim.") + name;
+PyObject* new_type(nb::module_& m, const char* name, const char* doc, nb::object bases,
+                   nb::dict attributes = {}) {
+  const std::string full = nb::cast<std::string>(m.attr("__name__")) + "." + name;
   PyObject* const type =
-      PyErr_NewExceptionWithDoc(full.c_str(), doc, bases.ptr(), nb::dict().release().ptr());
+      PyErr_NewExceptionWithDoc(full.c_str(), doc, bases.ptr(), attributes.ptr());
   if (type == nullptr) throw nb::python_error();
   m.attr(name) = nb::handle(type);
   return type;
@@ -27,6 +28,15 @@ void raise_comm(const CommError& e) {
 
 }  // namespace
 
+void raise_invalid_argument(const char* what) {
+  PyErr_SetString(types.invalid_argument, what);
+  throw nb::python_error();
+}
+void raise_decode_error(const std::string& what) {
+  PyErr_SetString(types.decode, what.c_str());
+  throw nb::python_error();
+}
+
 void bind_errors(nb::module_& m) {
   types.error =
       new_type(m, "Error", "What everything that Skim raises is.", nb::borrow(PyExc_RuntimeError));
@@ -34,12 +44,15 @@ void bind_errors(nb::module_& m) {
   types.invalid_argument =
       new_type(m, "InvalidArgument", "The caller's mistake. Nothing has changed, nothing was sent.",
                nb::make_tuple(error, nb::borrow(PyExc_ValueError)));
+  nb::dict comm;
+  comm["peer"] = -1;
+  comm["phase"] = "";
   types.comm = new_type(
       m, "CommError",
       "A peer or a link failed, or a wait took too long. `peer` is the rank that failed (-1: "
       "not known), `phase` what was being done. The group cannot be used any more: restart "
       "from a checkpoint.",
-      error);
+      error, comm);
   types.non_finite =
       new_type(m, "NonFiniteError",
                "A gradient of the group held NaN or infinity; the step was rolled back, "
@@ -47,6 +60,8 @@ void bind_errors(nb::module_& m) {
                error);
   types.state =
       new_type(m, "StateError", "A saved state is damaged, foreign or of another version.", error);
+  types.decode = new_type(m, "DecodeError", "Bytes that are no frame, or not the expected one.",
+                          nb::make_tuple(error, nb::borrow(PyExc_ValueError)));
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);

@@ -102,15 +102,10 @@ void bind_options(nb::module_& m) {
           "among"_a = std::vector<std::string>{}, "link"_a = nb::none(), "review_every"_a = 32,
           "oktopk_exact"_a = false, "inside"_a = "allgather", "between"_a = "gtopk");
 
-  const auto tuple = [](std::span<const std::string_view> names) {
-    nb::list list;
-    for (const std::string_view name : names) list.append(nb::str(name.data(), name.size()));
-    return nb::tuple(list);
-  };
-  m.attr("select_algos") = tuple(select_algo_names());
-  m.attr("exchange_kinds") = tuple(exchange_kind_names());
-  m.attr("value_codes") = tuple(value_code_names());
-  m.attr("index_codes") = tuple(index_code_names());
+  m.attr("select_algos") = names_tuple(select_algo_names());
+  m.attr("exchange_kinds") = names_tuple(exchange_kind_names());
+  m.attr("value_codes") = names_tuple(value_code_names());
+  m.attr("index_codes") = names_tuple(index_code_names());
 }
 
 }  // namespace skim::python

@@ -2,9 +2,9 @@
 #include "skim/reducer.hpp"
 
 #include <array>
-#include <sstream>
 
-#include "bindings.hpp"
+#include "arrays.hpp"
+#include "parts.hpp"
 
 namespace skim::python {
 namespace {
@@ -14,62 +14,20 @@ using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
 constexpr std::array<std::string_view, 3> kNonFinite{"skip_step", "raise", "pass_on"};
 
-// [(slot, [(name, length), ...]), ...]
-using Layout = std::vector<std::pair<Slot, std::vector<std::pair<std::string, std::size_t>>>>;
-
-std::vector<Bucket> buckets(const Layout& layout) {
-  std::vector<Bucket> all;
-  for (const auto& [slot, parameters] : layout) {
-    Bucket b{slot, {}};
-    std::size_t offset = 0;
-    for (const auto& [name, length] : parameters) {
-      b.parameters.push_back({name, offset, length});
-      offset += length;
-    }
-    all.push_back(std::move(b));
-  }
-  return all;
-}
-
-nb::bytes saved(const Reducer& reducer) {
-  std::ostringstream out;
-  {
-    const nb::gil_scoped_release no_gil;
-    reducer.save(out);
-  }
-  const std::string text = std::move(out).str();
-  return nb::bytes(text.data(), text.size());
-}
-
-// A buffer that a stream reads without a copy.
-struct View : std::streambuf {
-  explicit View(std::string_view text) {
-    auto* const begin = const_cast<char*>(text.data());
-    setg(begin, begin, begin + text.size());
-  }
-};
-
-using Bytes8 = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu, nb::ro>;
-
-void load(Reducer& reducer, const std::vector<Bytes8>& of_old_ranks) {
-  std::vector<std::unique_ptr<View>> views;
-  std::vector<std::unique_ptr<std::istream>> streams;
-  std::vector<std::istream*> pointers;
-  for (const Bytes8& state : of_old_ranks) {
-    views.push_back(std::make_unique<View>(
-        std::string_view(reinterpret_cast<const char*>(state.data()), state.size())));
-    streams.push_back(std::make_unique<std::istream>(views.back().get()));
-    pointers.push_back(streams.back().get());
-  }
+void load(Reducer& reducer, const std::vector<State>& of_old_ranks) {
+  const States states(of_old_ranks);
   const nb::gil_scoped_release no_gil;
-  reducer.load(pointers);
+  reducer.load(states.streams());
 }
 
 // Tells Python of phases while somebody listens: taking the GIL for each costs time.
 class AnnotatedReducer final : public Reducer {
  public:
-  AnnotatedReducer(ReducerOptions options, ReducerParts parts, Communicator& comm)
-      : Reducer(with_phases(std::move(options)), std::move(parts), comm) {}
+  using OwnParts = std::array<OwnPart*, 2>;  // null where they are the library's
+
+  // own: those of parts.
+  AnnotatedReducer(ReducerOptions options, ReducerParts parts, OwnParts own, Communicator& comm)
+      : Reducer(with_phases(std::move(options)), std::move(parts), comm), own_(own) {}
 
   StepReport reduce_telling(Slot slot, GradView grad, nb::object listener) {
     listener_ = std::move(listener);
@@ -79,7 +37,27 @@ class AnnotatedReducer final : public Reducer {
     return reduce(slot, grad);
   }
 
+  // Python's garbage collector finds cycles of a reducer and objects of the user's that refer to
+  // it.
+  static int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    for (const OwnPart* part : own_parts(self)) {
+      if (part != nullptr) Py_VISIT(part->object());
+    }
+    return 0;
+  }
+  static int clear(PyObject* self) {
+    for (OwnPart* part : own_parts(self)) {
+      if (part != nullptr) part->let_go();
+    }
+    return 0;
+  }
+
  private:
+  static OwnParts own_parts(PyObject* self) {
+    return nb::inst_ready(self) ? nb::inst_ptr<AnnotatedReducer>(self)->own_ : OwnParts{};
+  }
+
   ReducerOptions with_phases(ReducerOptions o) {
     o.on_phase = [this](const char* phase) {
       if (!listening_) return;
@@ -95,7 +73,12 @@ class AnnotatedReducer final : public Reducer {
 
   nb::object listener_ = nb::none();
   bool listening_ = false;
+  OwnParts own_;
 };
+
+PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&AnnotatedReducer::traverse)},
+                       {Py_tp_clear, reinterpret_cast<void*>(&AnnotatedReducer::clear)},
+                       {0, nullptr}};
 
 // nanobind looks for the class of a member.
 template <class R, class... A>
@@ -168,27 +151,38 @@ void bind_reducer(nb::module_& m) {
   nb::class_<AnnotatedReducer>(
       m, "Reducer",
       "Replaces this rank's gradient by the group's mean gradient. Ranks call with "
-      "the same slots in the same order.")
+      "the same slots in the same order.",
+      nb::type_slots(slots))
       .def(
           "__init__",
-          [](AnnotatedReducer* self, Communicator& comm, double density,
-             const SelectOptions& select, const FeedbackOptions& feedback,
-             const ExchangeOptions& exchange, std::size_t dense_below,
-             const std::string& non_finite) {
+          [](AnnotatedReducer* self, Communicator& comm, double density, const SelectChoice& select,
+             const FeedbackOptions& feedback, const ExchangeChoice& exchange,
+             std::size_t dense_below, const std::string& non_finite, const nb::object& schedule,
+             const nb::object& selector) {
             ReducerOptions o;
-            o.select = select;
+            o.select = options_of(select);
             o.feedback = feedback;
-            o.exchange = exchange;
+            o.exchange = options_of(exchange);
             o.dense_below = dense_below;
             o.non_finite = enum_of<NonFinite>("non_finite", non_finite, kNonFinite);
             ReducerParts parts;
-            parts.schedule = constant_density(density);
-            new (self) AnnotatedReducer(std::move(o), std::move(parts), comm);
+            parts.schedule = schedule.is_none() ? constant_density(density) : schedule_of(schedule);
+            if (!selector.is_none()) parts.selector = selector_of(selector);
+            const AnnotatedReducer::OwnParts own{dynamic_cast<OwnPart*>(parts.selector.get()),
+                                                 dynamic_cast<OwnPart*>(parts.schedule.get())};
+            new (self) AnnotatedReducer(std::move(o), std::move(parts), own, comm);
           },
-          "comm"_a, nb::kw_only(), "density"_a = 0.001, "select"_a = SelectOptions{},
-          "feedback"_a = FeedbackOptions{}, "exchange"_a = ExchangeOptions{},
+          "comm"_a, nb::kw_only(), "density"_a = 0.001, "select"_a = "exact",
+          "feedback"_a = FeedbackOptions{}, "exchange"_a = "allgather",
           "dense_below"_a = ReducerOptions{}.dense_below, "non_finite"_a = "skip_step",
-          nb::keep_alive<1, 2>())
+          "schedule"_a = nb::none(), "selector"_a = nb::none(), nb::keep_alive<1, 2>(),
+          nb::sig("def __init__(self, comm: Communicator, *, density: float = 0.001, select: "
+                  "SelectOptions | str = 'exact', feedback: FeedbackOptions = ..., exchange: "
+                  "ExchangeOptions | str = 'allgather', dense_below: int = 4096, non_finite: str = "
+                  "'skip_step', schedule: float | DensitySchedule | OwnSchedule | None "
+                  "= None, selector: Selector | OwnSelector | None = None) -> None"),
+          "schedule: in place of density; selector: in place of select, what a skim.Selector was "
+          "made with. skim.protocols says what objects of one's own need.")
       .def(
           "set_layout",
           [](AnnotatedReducer& self, const Layout& layout) { self.set_layout(buckets(layout)); },
@@ -200,7 +194,12 @@ void bind_reducer(nb::module_& m) {
           [](AnnotatedReducer& self, Slot slot, AnyArray grad, float scale, nb::object on_phase) {
             return self.reduce_telling(slot, grad_view(grad, scale), std::move(on_phase));
           },
-          "slot"_a, "grad"_a, "scale"_a = 1.0F, nb::kw_only(), "on_phase"_a = nb::none(),
+          "slot"_a, "grad"_a.noconvert(), "scale"_a = 1.0F, nb::kw_only(),
+          "on_phase"_a = nb::none(),
+          nb::sig(
+              "def reduce(self, slot: int, grad: numpy.typing.NDArray[typing.Any], scale: float = "
+              "1.0, *, on_phase: collections.abc.Callable[[str | None], object] | None = None) -> "
+              "StepReport"),
           "In: this rank's gradient, times scale. Out, in its place: the mean over the ranks of "
           "what was sent, times scale. Collective. on_phase(name): called as select, exchange and "
           "apply begin, and with None at the end.")
@@ -231,25 +230,26 @@ void bind_reducer(nb::module_& m) {
           "residual",
           [](AnnotatedReducer& self, Slot slot) {
             const DenseView r = self.feedback().residual(slot);
-            auto* const kept = new std::vector<float>(r.data, r.data + r.n);
-            const nb::capsule owner(
-                kept, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
+            std::vector<float> kept(r.data, r.data + r.n);
             if (self.exchange() != nullptr) {
               const HeldMass held = self.exchange()->held(slot);
-              if (!held.mass.empty()) kept->resize(self.feedback().size(slot));
+              if (!held.mass.empty()) kept.resize(self.feedback().size(slot));
               for (std::size_t i = 0; i < held.mass.n; ++i) {
-                (*kept)[held.first + i] += held.mass.data[i];
+                kept[held.first + i] += held.mass.data[i];
               }
             }
-            return nb::ndarray<nb::numpy, float, nb::ndim<1>>(kept->data(), {kept->size()}, owner);
+            return to_array(std::span<const float>(kept));
           },
           "slot"_a, "A copy of what this rank keeps: its residual, and what it holds as a server.")
       .def(
-          "save", [](const AnnotatedReducer& self) { return saved(self); },
+          "save",
+          [](const AnnotatedReducer& self) {
+            return saved([&](std::ostream& out) { self.save(out); });
+          },
           "Residuals and all other state of this rank.")
       .def(
           "load",
-          [](AnnotatedReducer& self, const std::vector<Bytes8>& states) { load(self, states); },
+          [](AnnotatedReducer& self, const std::vector<State>& states) { load(self, states); },
           "of_old_ranks"_a,
           "What every rank of the saving run saved, in rank order: arrays of bytes.");
 }

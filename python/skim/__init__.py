@@ -1,9 +1,139 @@
-"""Top-k sparsified data-parallel training."""
+"""Top-k sparsified data-parallel training.
+
+Reducer replaces this rank's gradient by the group's mean gradient, and sends the k largest of its n entries; what is
+not sent stays in a residual. Its parts can be used alone: Selector, ErrorFeedback, Codec, Exchange, the density
+schedules, the cost model, and skim.analysis. Arrays are NumPy's, or anything else in host memory that speaks DLPack
+or the buffer protocol. Errors are Error and what derives from it.
+"""
 
 from typing import Any
 
-from skim._core import *  # noqa: F403
-from skim._core import __version__  # noqa: F401
+from skim import analysis, protocols
+from skim._core import (
+    Choice,
+    Codec,
+    CodecOptions,
+    CommError,
+    Communicator,
+    Cost,
+    DecodeError,
+    Density,
+    DensitySchedule,
+    Error,
+    ErrorFeedback,
+    Exchange,
+    ExchangeOptions,
+    ExchangeResult,
+    FeedbackOptions,
+    GroupStats,
+    InvalidArgument,
+    Link,
+    LocalSpeeds,
+    NonFiniteError,
+    Progress,
+    Reducer,
+    Selection,
+    SelectOptions,
+    Selector,
+    StateError,
+    StepReport,
+    Traffic,
+    __version__,
+    accordion_density,
+    adaptive_density,
+    adaptive_forms,
+    capture_density,
+    cheapest,
+    communicator_over,
+    constant_density,
+    descent_per_bit_density,
+    dgc_warm_up,
+    duration_text,
+    entries,
+    exchange_kinds,
+    exchange_of,
+    gaussiank_warm_up,
+    geometric_density,
+    gtopk_warm_up,
+    in_process_group,
+    index_codes,
+    is_possible,
+    listed_density,
+    most_bytes,
+    predict,
+    predicted_seconds,
+    schemes,
+    select_algos,
+    simulated_group,
+    step_seconds,
+    top_k,
+    value_codes,
+    with_down,
+)
+
+__all__ = [
+    "__version__",
+    "accordion_density",
+    "adaptive_density",
+    "adaptive_forms",
+    "analysis",
+    "capture_density",
+    "cheapest",
+    "Choice",
+    "Codec",
+    "CodecOptions",
+    "CommError",
+    "Communicator",
+    "communicator_over",
+    "constant_density",
+    "Cost",
+    "DecodeError",
+    "Density",
+    "DensitySchedule",
+    "descent_per_bit_density",
+    "dgc_warm_up",
+    "duration_text",
+    "entries",
+    "Error",
+    "ErrorFeedback",
+    "Exchange",
+    "exchange_kinds",
+    "exchange_of",
+    "ExchangeOptions",
+    "ExchangeResult",
+    "FeedbackOptions",
+    "gaussiank_warm_up",
+    "geometric_density",
+    "GroupStats",
+    "gtopk_warm_up",
+    "in_process_group",
+    "index_codes",
+    "InvalidArgument",
+    "is_possible",
+    "Link",
+    "listed_density",
+    "LocalSpeeds",
+    "most_bytes",
+    "NonFiniteError",
+    "predict",
+    "predicted_seconds",
+    "Progress",
+    "protocols",
+    "Reducer",
+    "schemes",
+    "select_algos",
+    "Selection",
+    "SelectOptions",
+    "Selector",
+    "simulated_group",
+    "StateError",
+    "step_seconds",
+    "StepReport",
+    "top_k",
+    "Traffic",
+    "value_codes",
+    "with_down",
+]
 
 # Parts that need torch, which this package does without otherwise.
 _TORCH = {
@@ -24,3 +154,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_TORCH[name]), name)
+
+
+for _error in (Error, InvalidArgument, CommError, DecodeError, NonFiniteError, StateError):
+    _error.__module__ = "skim"  # in tracebacks

@@ -1,0 +1,60 @@
+// The codec: a sparse gradient as bytes.
+#include "skim/codec.hpp"
+
+#include "arrays.hpp"
+
+namespace skim::python {
+namespace {
+
+using namespace nb::literals;
+
+nb::bytes encode(const Codec& self, const Numbers& indices, const Floats& values, std::size_t n) {
+  SparseBuffer s;
+  read_sparse("encode", indices, values, n, s);
+  std::vector<std::byte> frame;
+  self.encode(s.view(), nullptr, frame);
+  return nb::bytes(frame.data(), frame.size());
+}
+
+Sparse decode(const Codec& self, const State& frame, std::size_t n) {
+  SparseBuffer s;
+  const Bytes bytes = frame.bytes();
+  const DecodeResult got = self.decode(bytes, n, s, nullptr);
+  if (!got || got.bytes_read != bytes.size()) {
+    const std::string why(got ? "bytes after the frame" : to_string(got.error));
+    raise_decode_error("decode: " + why + " (" + std::to_string(bytes.size()) +
+                       " bytes, dense length expected " + std::to_string(n) + ")");
+  }
+  return to_arrays(s.view());
+}
+
+Array<float> quantize(const Codec& self, const Floats& values, std::uint64_t step, Slot slot,
+                      int stream) {
+  SparseBuffer s;
+  s.resize(values.size());  // their places are what counts, not their indices
+  std::ranges::copy(span_of(values), s.values().begin());
+  self.quantize(s, {step, slot}, stream);
+  return to_array(s.view().value);
+}
+
+}  // namespace
+
+void bind_codec(nb::module_& m) {
+  nb::class_<Codec>(m, "Codec", "A sparse gradient as bytes (docs/wire-format.md).")
+      .def(nb::init<CodecOptions>(), "options"_a = CodecOptions{})
+      .def("encode", &encode, "indices"_a, "values"_a, "n"_a,
+           "The frame of values [k] at indices [k] of n entries. Lossless if the values are as "
+           "quantize leaves them. Raises InvalidArgument: indices that do not ascend, or are not "
+           "below n.")
+      .def("decode", &decode, "frame"_a, "n"_a,
+           "Indices [k] and values [k] of a frame, which may be hostile. Raises DecodeError: it is "
+           "no frame of n entries.")
+      .def("quantize", &quantize, "values"_a, nb::kw_only(), "step"_a = 0, "slot"_a = 0,
+           "stream"_a = 0,
+           "values [k], rounded to what the wire keeps: the only lossy step. Stochastic rounding "
+           "draws by step, slot, stream (the rank) and an entry's place.")
+      .def("max_encoded_bytes", &Codec::max_encoded_bytes, "k"_a, "n"_a,
+           "The most bytes of a frame of at most k of n entries.");
+}
+
+}  // namespace skim::python

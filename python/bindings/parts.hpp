@@ -1,0 +1,79 @@
+// Parts of a reducer that Python chooses: the library's, or objects of the user's own.
+#pragma once
+
+#include <nanobind/stl/variant.h>
+
+#include <functional>
+#include <iosfwd>
+#include <memory>
+#include <string>
+#include <variant>
+
+#include "bindings.hpp"
+#include "skim/exchange.hpp"
+#include "skim/schedule.hpp"
+#include "skim/select.hpp"
+
+namespace skim::python {
+
+// Options, or the name of a rule or exchange with the default ones.
+using SelectChoice = std::variant<SelectOptions, std::string>;
+using ExchangeChoice = std::variant<ExchangeOptions, std::string>;
+
+inline SelectOptions options_of(const SelectChoice& choice) {
+  if (const auto* o = std::get_if<SelectOptions>(&choice)) return *o;
+  SelectOptions o;
+  o.algo = enum_of<SelectAlgo>("select", std::get<std::string>(choice), select_algo_names());
+  return o;
+}
+inline ExchangeOptions options_of(const ExchangeChoice& choice) {
+  if (const auto* o = std::get_if<ExchangeOptions>(&choice)) return *o;
+  ExchangeOptions o;
+  o.kind = enum_of<ExchangeKind>("exchange", std::get<std::string>(choice), exchange_kind_names());
+  return o;
+}
+
+struct BoundSelector {
+  explicit BoundSelector(const SelectOptions& o) : options(o), selector(make_selector(o)) {}
+
+  SelectOptions options;
+  std::unique_ptr<Selector> selector;
+  SparseBuffer selected;
+};
+
+// A schedule remembers what it was told, so that every reducer needs one of its own: `make` makes
+// them, while `own` answers Python.
+struct BoundSchedule {
+  using Make = std::function<std::unique_ptr<DensitySchedule>()>;
+  explicit BoundSchedule(Make m) : make(std::move(m)), own(make()) {}
+
+  Make make;
+  std::unique_ptr<DensitySchedule> own;
+};
+
+// For one reducer, of what its caller gave: skim.Selector, or an object with select(); a float,
+// skim.DensitySchedule, or an object with density(). Throws: InvalidArgument: anything else.
+std::unique_ptr<Selector> selector_of(const nb::object& selector);
+std::unique_ptr<DensitySchedule> schedule_of(const nb::object& schedule);
+
+// What a selector and a schedule of the user's own have in common: the object.
+class OwnPart {
+ public:
+  explicit OwnPart(nb::object object) : object_(std::move(object)) {}
+  ~OwnPart();
+  OwnPart(const OwnPart&) = delete;
+  OwnPart& operator=(const OwnPart&) = delete;
+
+  PyObject* object() const { return object_.ptr(); }
+  void let_go() { object_ = nb::none(); }
+
+ protected:
+  // Its state, by its methods save() -> bytes and load(bytes), if it has them.
+  void save_own(std::ostream& out) const;
+  // Throws: StateError, also where there is a state but no load().
+  void load_own(std::istream& in) const;
+
+  nb::object object_;  // touched with the GIL only
+};
+
+}  // namespace skim::python

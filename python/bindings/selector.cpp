@@ -1,0 +1,223 @@
+// Selectors: the library's, and those that users write in Python.
+#include <nanobind/stl/optional.h>
+
+#include <cmath>
+
+#include "arrays.hpp"
+#include "half.hpp"
+#include "parts.hpp"
+#include "select/kernels.hpp"
+#include "select/selectors.hpp"
+#include "skim/select.hpp"
+
+namespace skim::python {
+namespace {
+
+using namespace nb::literals;
+
+struct Selection {
+  Array<Index> indices;
+  Array<float> values;
+  SelectReport report;
+};
+
+GradView read_only(const Numbers& grad, float scale) {
+  // A selector writes to a gradient only where SelectTask::clear says so.
+  return grad_view(AnyArray(grad.array), scale);
+}
+
+Selection select(BoundSelector& self, const Numbers& grad, std::size_t k,
+                 std::optional<FloatArray> residual, std::uint64_t step, Slot slot, float threshold,
+                 float decay, float scale, const Parameters& layout) {
+  SelectTask task;
+  task.id = {step, slot};
+  task.grad = read_only(grad, scale);
+  if (residual) {
+    SKIM_EXPECTS(residual->size() == grad.size(),
+                 "select: the residual has " + std::to_string(residual->size()) +
+                     " entries, the gradient " + std::to_string(grad.size()));
+    task.residual = std::span(residual->data(), residual->size());
+  }
+  task.keep = {.k = k, .threshold = threshold};
+  task.decay = decay;
+  const std::vector<Segment> parameters = segments(layout);
+  task.layout = parameters;
+  SelectReport report;
+  {
+    const nb::gil_scoped_release no_gil;
+    report = self.selector->select(task, self.selected);
+  }
+  const SparseView s = self.selected.view();
+  return {to_array(s.index), to_array(s.value), report};
+}
+
+Sparse top_k(const Numbers& x, std::size_t k) {
+  const GradView grad = read_only(x, 1.0F);
+  SparseBuffer selected;
+  {
+    const nb::gil_scoped_release no_gil;
+    SelectTask task;
+    task.grad = grad;
+    task.keep.k = k;
+    make_selector({})->select(task, selected);
+  }
+  return to_arrays(selected.view());
+}
+
+// A selector that is a Python object: it is shown the accumulator, and says which indices. Adding
+// the gradient to that, and what is reported, is the library's work.
+class OwnSelector final : public Selector, public OwnPart {
+ public:
+  using OwnPart::OwnPart;
+
+  std::string_view name() const noexcept override { return "own"; }
+
+  SelectReport select(const SelectTask& task, SparseBuffer& out) override {
+    SelectTask add = task;
+    add.keep = {};
+    SelectReport report = accumulator_->select(add, out);
+    const std::span<const float> from = accumulated(task);
+    chosen_.clear();
+    if (task.keep.k > 0) choose(task, from);
+
+    out.set_dim(from.size());
+    out.resize(chosen_.size());
+    std::size_t kept = 0;
+    const std::uint32_t least =
+        task.keep.threshold > 0.0F ? kernels::order(task.keep.threshold) : 1;  // no zeros
+    for (const Index i : chosen_) {
+      if (kernels::order(from[i]) < least) continue;
+      out.indices()[kept] = i;
+      out.values()[kept++] = from[i];
+    }
+    out.resize(kept);
+    if (kept > 0) {
+      report.threshold = selectors::magnitude_of(kernels::smallest(out.values().data(), kept));
+    }
+    report.kept_norm2 = kernels::norm2(out.values().data(), kept);
+    return report;
+  }
+
+  void save(std::ostream& out) const override { save_own(out); }
+  void load(std::istream& in) override { load_own(in); }
+
+ private:
+  std::span<const float> accumulated(const SelectTask& task) {
+    if (!task.residual.empty()) return task.residual.span();
+    // Without a residual, what is selected from is the gradient.
+    widened_.resize(task.grad.n);
+    const float reciprocal = 1.0F / task.grad.scale;
+    for (std::size_t i = 0; i < task.grad.n; ++i) {
+      const float g = entry(task.grad.dtype, task.grad.data, i);
+      widened_[i] = std::isfinite(g) ? kernels::scaled(g, reciprocal) : g;
+    }
+    return widened_;
+  }
+
+  // The user's indices, ascending, in chosen_. What is wrong with them is raised as a Python error:
+  // the residual has the gradient by now, so this is no InvalidArgument after which nothing has
+  // changed, and the group must be told.
+  void choose(const SelectTask& task, std::span<const float> from) {
+    const nb::gil_scoped_acquire gil;
+    const Array<const float> view(from.data(), {from.size()}, nb::none());
+    const nb::object answer = object_.attr("select")(view, task.keep.k, task.id.step, task.id.slot);
+    const nb::object array = nb::module_::import_("numpy").attr("asarray")(answer);
+    const std::string who = "select: slot " + std::to_string(task.id.slot);
+    try {
+      Numbers indices;
+      SKIM_EXPECTS(nb::try_cast(array, indices),
+                   who + ": needs an array of indices, of one dimension, not " +
+                       nb::cast<std::string>(nb::repr(array)));
+      chosen_.resize(indices.size());
+      read_indices(who, indices, from.size(), chosen_);
+      std::ranges::sort(chosen_);
+      const auto twice = std::ranges::adjacent_find(chosen_);
+      SKIM_EXPECTS(twice == chosen_.end(),
+                   who + ": index " + std::to_string(*twice) + " stands twice");
+    } catch (const InvalidArgument& e) {
+      raise_invalid_argument(e.what());
+    }
+  }
+
+  std::unique_ptr<Selector> accumulator_ = make_selector({});
+  std::vector<Index> chosen_;
+  std::vector<float> widened_;
+};
+
+}  // namespace
+
+std::unique_ptr<Selector> selector_of(const nb::object& selector) {
+  BoundSelector* bound = nullptr;
+  if (nb::try_cast(selector, bound)) return make_selector(bound->options);
+  SKIM_EXPECTS(nb::hasattr(selector, "select"),
+               "selector: needs a skim.Selector or an object with select(accumulated, k, step, "
+               "slot), not " +
+                   nb::cast<std::string>(nb::repr(selector)));
+  return std::make_unique<OwnSelector>(selector);
+}
+
+void bind_selector(nb::module_& m) {
+  nb::class_<Selection>(m, "Selection", "What a selector took, and what it found on the way.")
+      .def_ro("indices", &Selection::indices, nb::rv_policy::reference, "uint32 [k], ascending")
+      .def_ro("values", &Selection::values, nb::rv_policy::reference, "float32 [k], none is 0")
+      .def_prop_ro(
+          "threshold", [](const Selection& s) { return s.report.threshold; },
+          "The smallest magnitude taken; 0 if nothing was.")
+      .def_prop_ro(
+          "passes", [](const Selection& s) { return s.report.passes; },
+          "How often all n entries were read.")
+      .def_prop_ro(
+          "kept_norm2", [](const Selection& s) { return s.report.kept_norm2; }, "|values|^2")
+      .def_prop_ro(
+          "total_norm2", [](const Selection& s) { return s.report.total_norm2; },
+          "|residual|^2 after the addition; without a residual, of the gradient.")
+      .def_prop_ro(
+          "gradient_norm2", [](const Selection& s) { return s.report.gradient_norm2; },
+          "|grad / scale|^2 over its finite entries.")
+      .def_prop_ro(
+          "non_finite", [](const Selection& s) { return s.report.non_finite; },
+          "Entries of the gradient that were NaN or infinite.");
+
+  nb::class_<BoundSelector>(
+      m, "Selector",
+      "Chooses which k of n entries to send; skim.select_algos has the rules. Remembers the last "
+      "threshold of every slot. For one thread at a time.")
+      .def(
+          "__init__",
+          [](BoundSelector* self, const SelectChoice& options) {
+            new (self) BoundSelector(options_of(options));
+          },
+          "options"_a = "exact")
+      .def(
+          "select", &select, "grad"_a, "k"_a, nb::kw_only(), "residual"_a.noconvert() = nb::none(),
+          "step"_a = 0, "slot"_a = 0, "threshold"_a = 0.0F, "decay"_a = 1.0F, "scale"_a = 1.0F,
+          "layout"_a = Parameters{},
+          "residual = decay * residual + grad / scale, then what the rule takes of the k largest.\n"
+          "Without a residual: of grad / scale. What is taken stays in the residual until it is\n"
+          "subtracted (ErrorFeedback.commit). Ties go to the lower index.\n"
+          "  grad       [n] float32, float16 or bfloat16; a non-finite entry adds 0, and is "
+          "counted\n"
+          "  residual   [n] float32, changed\n"
+          "  threshold  > 0: only entries at least this large\n"
+          "  step, slot what random rules draw from, and whose threshold is remembered\n"
+          "  layout     [(parameter, entries), ...], for SelectOptions(per_parameter=True)\n"
+          "Raises InvalidArgument, and nothing has changed: k > n, lengths that differ.")
+      .def(
+          "save",
+          [](const BoundSelector& self) {
+            return saved([&](std::ostream& out) { self.selector->save(out); });
+          },
+          "What carries over between steps.")
+      .def(
+          "load",
+          [](BoundSelector& self, const State& state) {
+            self.selector->load(States(state).front());
+          },
+          "state"_a, "What the same options saved. Raises StateError, and nothing has changed.");
+
+  m.def("top_k", &top_k, "x"_a, "k"_a,
+        "Indices, ascending, and values of the k largest magnitudes of x [n]: float32, float16 or "
+        "bfloat16. Ties go to the lower index, NaN is largest, zeros are not taken.");
+}
+
+}  // namespace skim::python
