@@ -44,23 +44,20 @@ class Options:
         exchange = self.exchange
         if isinstance(exchange, str):
             exchange = _core.ExchangeOptions(exchange, codec=_core.CodecOptions(value=self.values))
-        select = self.select
-        if isinstance(select, str):
-            select = _core.SelectOptions(select)
-        feedback = _core.FeedbackOptions(
-            enabled=self.error_feedback,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            clip_norm=self.clip_norm,
-        )
+        by_name = isinstance(self.select, (str, _core.SelectOptions))
         reducer = _core.Reducer(
             comm,
-            density=self.density,
-            select=select,
-            feedback=feedback,
+            schedule=self.density,
             exchange=exchange,
+            feedback=_core.FeedbackOptions(
+                enabled=self.error_feedback,
+                momentum=self.momentum,
+                nesterov=self.nesterov,
+                clip_norm=self.clip_norm,
+            ),
             dense_below=self.dense_below,
             non_finite="pass_on",
+            **{"select" if by_name else "selector": self.select},
         )
         if self.total_steps:
             reducer.set_total_steps(self.total_steps)

@@ -20,7 +20,7 @@ class BucketReport:
     select_s: float = 0.0
     exchange_s: float = 0.0
     apply_s: float = 0.0
-    capture: float = 0.0  # sum over steps; report() says the mean
+    capture: float = 0.0  # share of |residual + gradient|^2 that was sent: the sum over steps
     decision: str = ""
 
     def add(self, r: _core.StepReport, decision: str) -> None:
@@ -37,6 +37,36 @@ class BucketReport:
         self.decision = decision
 
 
+    def cells(self) -> tuple[str, ...]:
+        """Of a step, in the mean."""
+        each = max(1, self.steps)
+        return (
+            str(self.n),
+            "dense" if self.dense_steps == self.steps else str(self.k),
+            f"{self.sent_bytes / each / 1e3:.2f}",
+            f"{1e3 * self.select_s / each:.2f}",
+            f"{1e3 * self.exchange_s / each:.2f}",
+            f"{1e3 * self.apply_s / each:.2f}",
+            f"{self.capture / each:.3f}",
+            self.decision,
+        )
+
+    def join(self, other: BucketReport) -> None:
+        """As one bucket: both went through the same steps."""
+        self.dense_steps = min(self.dense_steps, other.dense_steps) if self.n else other.dense_steps
+        n = self.n + other.n
+        if n > 0:
+            self.capture = (self.capture * self.n + other.capture * other.n) / n
+        self.n = n
+        self.steps = max(self.steps, other.steps)
+        self.k += other.k
+        self.sent_bytes += other.sent_bytes
+        self.received_bytes += other.received_bytes
+        self.select_s += other.select_s
+        self.exchange_s += other.exchange_s
+        self.apply_s += other.apply_s
+
+
 @dataclasses.dataclass
 class Report:
     """Of one rank. str() of it is a table."""
@@ -45,21 +75,32 @@ class Report:
     size: int
     steps: int = 0
     skipped: int = 0  # steps that were taken back
+    # The first steps, until the buckets stood: every parameter was one.
+    forming: BucketReport = dataclasses.field(default_factory=BucketReport)
     exposed_s: float = 0.0  # from the last gradient of a step to the end of its exchange, in all
     buckets: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
 
     def add(self, slot: int, r: _core.StepReport, decision: str) -> None:
         self.buckets.setdefault(slot, BucketReport()).add(r, decision)
 
+    def buckets_stand(self) -> None:
+        """What there is so far is of the first steps."""
+        for b in self.buckets.values():
+            self.forming.join(b)
+        self.buckets.clear()
+
     @property
     def sent_bytes(self) -> int:
-        return sum(b.sent_bytes for b in self.buckets.values())
+        return sum(b.sent_bytes for b in self._parts())
 
     @property
     def dense_bytes(self) -> float:
         """What ring all-reduces of float32 would have sent in these steps."""
         share = 2 * (self.size - 1) / self.size * 4
-        return sum(share * b.n * b.steps for b in self.buckets.values())
+        return sum(share * b.n * b.steps for b in self._parts())
+
+    def _parts(self) -> list[BucketReport]:
+        return [self.forming, *self.buckets.values()]
 
     @property
     def compression(self) -> float:
@@ -69,14 +110,15 @@ class Report:
     def scalars(self) -> dict[str, float]:
         """For a writer: of all steps so far."""
         each = max(1, self.steps)
-        weights = sum(b.n * b.steps for b in self.buckets.values()) or 1
+        parts = self._parts()
+        weights = sum(b.n * b.steps for b in parts) or 1
         return {
             "sent_bytes": float(self.sent_bytes),
             "compression": self.compression,
             "exposed_ms": 1e3 * self.exposed_s / each,
-            "select_ms": 1e3 * sum(b.select_s for b in self.buckets.values()) / each,
-            "exchange_ms": 1e3 * sum(b.exchange_s for b in self.buckets.values()) / each,
-            "captured": sum(b.capture * b.n for b in self.buckets.values()) / weights,
+            "select_ms": 1e3 * sum(b.select_s for b in parts) / each,
+            "exchange_ms": 1e3 * sum(b.exchange_s for b in parts) / each,
+            "captured": sum(b.capture * b.n for b in parts) / weights,
             "steps_taken_back": float(self.skipped),
         }
 
@@ -90,21 +132,9 @@ class Report:
             f"{1e3 * self.exposed_s / self.steps:.2f} ms a step not hidden by backward"
         )
         rows = [("bucket", "entries", "kept", "sent kB", "select ms", "exchange ms", "apply ms", "captured", "decision")]
-        for slot, b in sorted(self.buckets.items()):
-            each = max(1, b.steps)
-            rows.append(
-                (
-                    str(slot),
-                    str(b.n),
-                    "dense" if b.dense_steps == b.steps else str(b.k),
-                    f"{b.sent_bytes / each / 1e3:.2f}",
-                    f"{1e3 * b.select_s / each:.2f}",
-                    f"{1e3 * b.exchange_s / each:.2f}",
-                    f"{1e3 * b.apply_s / each:.2f}",
-                    f"{b.capture / each:.3f}",
-                    b.decision,
-                )
-            )
+        if self.forming.steps:
+            rows.append(("forming", *self.forming.cells()))
+        rows += [(str(slot), *b.cells()) for slot, b in sorted(self.buckets.items())]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
         table = ["  ".join([*(cell.rjust(w) for cell, w in zip(row, widths)), row[-1]]).rstrip() for row in rows]
         return "\n".join([head, *table])

@@ -42,10 +42,12 @@ def attach(
     optimizer then gets the mean over the ranks of what was sent; what was not sent stays in this
     rank's residual, and is added to the next step's gradient.
 
-    density: the share k/n of gradient entries that each rank sends, in (0, 1], or a schedule.
+    density: the share k/n of gradient entries that each rank sends, in (0, 1]; or a schedule, also
+        of your own (skim.protocols).
     exchange: "auto", or the name of one of skim.exchange_kinds, or skim.ExchangeOptions.
-    select: the rule that chooses them: one of skim.select_algos, or skim.SelectOptions.
-    values: how values travel: one of skim.value_codes.
+    select: the rule that chooses them: one of skim.select_algos, or skim.SelectOptions, or an
+        object of your own (skim.protocols).
+    values: how values travel: one of skim.value_codes. With skim.ExchangeOptions: their codec's.
     scaler: the GradScaler, if there is one: residuals are kept unscaled.
     momentum, nesterov: momentum correction, instead of the optimizer's momentum.
     clip_norm: of this rank's gradient, before it is compressed; 0: none.
@@ -182,8 +184,7 @@ class DdpCompression(Compression):
             # DDP forms its buckets anew after the first step; then they stay.
             if was_open and self.buckets is None and self._seen == self._seen_before:
                 self._set_layout(list(self._seen))
-                self.statistics.buckets.clear()
-                self.statistics.steps = 0
+                self.statistics.buckets_stand()
             if was_open:
                 self._seen_before, self._seen = self._seen, []
 

@@ -284,6 +284,40 @@ def case_compiled_models():
     train(outer, range(5))
 
 
+class Falling:
+    """A schedule of one's own."""
+
+    def density(self, progress):
+        return 0.1 if progress.epoch < 1 else 0.01
+
+    def describe(self):
+        return "falling"
+
+
+class Largest:
+    """A selector of one's own."""
+
+    def select(self, accumulated, k, step, slot):
+        return np.argsort(-np.abs(accumulated), kind="stable")[:k]
+
+
+def case_parts_of_ones_own():
+    model = attached(attach={"density": Falling(), "select": Largest(), "exchange": skim.ExchangeOptions("gtopk")})
+    exact = attached(attach={"density": skim.listed_density([0.1], 0.01), "exchange": "gtopk", "values": "f32"})
+    for step in range(10):
+        for m in (model, exact):
+            skim.compression_of(m).epoch = step / 5
+            m(gradients(step)).backward()
+        assert torch.equal(means(model), means(exact)), step
+    kept_entries = [b.k for b in skim.report(model).buckets.values() if b.dense_steps == 0]
+    assert kept_entries == [b.n // 100 for b in skim.report(model).buckets.values() if b.dense_steps == 0]
+    rounded = attached(attach={"values": "q8"})
+    for step in range(4):
+        rounded(gradients(step)).backward()
+        means(rounded)
+    assert SIZE == 1 or skim.report(rounded).sent_bytes > 0
+
+
 # ---- state
 
 
@@ -430,6 +464,7 @@ def case_report_writer_and_profiler():
             written[tag] = (value, step)
 
     model = attached(attach={"writer": Writer(), "density": 0.01})
+    before = skim.compression_of(model).comm.traffic.sent_bytes
     train(model, range(5))
     everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(
@@ -439,10 +474,13 @@ def case_report_writer_and_profiler():
     events = {e.key for e in profile.key_averages()}
     assert {"skim::select", "skim::exchange", "skim::apply"} <= events, events
     assert set(written) >= {"skim/sent_bytes", "skim/captured", "skim/exposed_ms"}, written
-    text = str(skim.report(model))
-    assert f"rank {RANK} of {SIZE}" in text and len(text.splitlines()) == 2 + len(skim.report(model).buckets)
-    sent = sum(b.sent_bytes for b in skim.report(model).buckets.values())
-    assert sent == skim.report(model).sent_bytes
+    report = skim.report(model)
+    text = str(report)
+    assert f"rank {RANK} of {SIZE}" in text and len(text.splitlines()) == 3 + len(report.buckets)
+    # All bytes of the run, those before the buckets stood included.
+    traffic = skim.compression_of(model).comm.traffic.sent_bytes - before
+    assert report.sent_bytes == traffic, (report.sent_bytes, traffic)
+    assert report.steps == 6 and report.forming.n == sum(LENGTHS)
 
 
 def case_dry_run_trains_as_before():
