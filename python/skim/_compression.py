@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from skim import _core
-from skim._transport import connect
 from skim._report import Report
+from skim._transport import connect
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
+LAST_WAIT_S = 10.0  # of a process that ends, for a thread that waits for another rank
 _open: weakref.WeakSet[Compression] = weakref.WeakSet()
 
 
@@ -127,11 +128,8 @@ class Compression:
         self._finite = True
         self._give_back: list[tuple[int, int, torch.Tensor, float]] = []
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="skim", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._jobs.put, None)
+        self._thread: threading.Thread | None = None
         self._set_layout(None)
-        _open.add(self)
 
     # ---- the layout -----------------------------------------------------------------------------
 
@@ -163,6 +161,12 @@ class Compression:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Runs job on the communication thread, after those before it."""
+        if self._thread is None:
+            # It knows the queue alone, so that this object can go, and then ends it.
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="skim", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
+            _open.add(self)
         self._jobs.put(job)
 
     def begin_bucket(self, index: int, members: tuple[int, ...]) -> None:
@@ -179,7 +183,7 @@ class Compression:
         """flat [n], of any device: in, the gradient; out, the mean."""
         host = flat if flat.device.type == "cpu" else flat.to("cpu")
         listener = _Phases() if _is_profiling() else None
-        report = self.reducer.reduce(slot, host, scale, on_phase=listener)
+        report = self.reducer.reduce(slot, array(host), scale, on_phase=listener)
         if host is not flat:
             flat.copy_(host)
         if report.n > 0 and bool(torch.isnan(host[0])):
@@ -204,7 +208,7 @@ class Compression:
             for index, members in enumerate(groups):
                 parts = self.slots_of(members, index) if self.buckets is not None else [(members[0], 0, 0)]
                 kept = torch.from_numpy(self.reducer.residual(parts[0][0]))
-                for i, part in zip(members, kept.split([self.lengths[i] for i in members])):
+                for i, part in zip(members, torch.split(kept, [self.lengths[i] for i in members])):
                     found[self.names[i]] = part
             return {name: found[name] for name in self.names}
 
@@ -224,7 +228,7 @@ class Compression:
             else:
                 self.reducer.end_step(self.epoch)
                 for slot, offset, mean, scale in self._give_back:
-                    self.reducer.add_residual(slot, offset, mean, scale)
+                    self.reducer.add_residual(slot, offset, array(mean), scale)
             self._give_back.clear()
             self._finite = True
 
@@ -271,14 +275,15 @@ class Compression:
             states = [by_rank[r] for r in range(old_size)]
         self.finish_step()
         with self.lock:
-            self.reducer.load([s.detach().cpu().contiguous() for s in states])
+            self.reducer.load([array(s.detach().cpu().contiguous()) for s in states])
 
     # ---- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self._jobs.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        """Ends the thread, when it is done with what it has."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(LAST_WAIT_S)
 
 
 class _Phases:
@@ -298,7 +303,12 @@ class _Phases:
 
 
 def _is_profiling() -> bool:
-    return bool(torch.autograd.profiler._is_profiler_enabled)  # type: ignore[attr-defined]
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def array(tensor: torch.Tensor) -> Any:
+    """What _core takes: its memory crosses by DLPack, of any of FLOATS."""
+    return tensor
 
 
 def _text(value: Any) -> str:

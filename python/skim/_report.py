@@ -131,7 +131,9 @@ class Report:
             + f": sent {self.sent_bytes / 1e6:.3f} MB, {self.compression:.1f} times less than dense; "
             f"{1e3 * self.exposed_s / self.steps:.2f} ms a step not hidden by backward"
         )
-        rows = [("bucket", "entries", "kept", "sent kB", "select ms", "exchange ms", "apply ms", "captured", "decision")]
+        rows: list[tuple[str, ...]] = [
+            ("bucket", "entries", "kept", "sent kB", "select ms", "exchange ms", "apply ms", "captured", "decision")
+        ]
         if self.forming.steps:
             rows.append(("forming", *self.forming.cells()))
         rows += [(str(slot), *b.cells()) for slot, b in sorted(self.buckets.items())]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from skim import _core
 
@@ -22,7 +23,7 @@ class GlooTransport:
     """What _core.communicator_over asks for. Used by one thread at a time."""
 
     def __init__(self, ranks: list[int], rank: int, name: str, timeout: float) -> None:
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        store = distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())
         self.rank = rank
         self.size = len(ranks)
         self._store = store

@@ -97,7 +97,7 @@ class Aggregator(Compression):
         for slot, offset, length in self.slots_of(members, index):
             self.reduce_part(slot, flat[offset : offset + length], scale)
         if whole is None:
-            for t, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            for t, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors])):
                 t.copy_(part.view(t.shape))
 
 

@@ -125,7 +125,7 @@ def state_template(checkpoint_id: Any, prefix: str = "skim") -> dict[str, torch.
 
     prefix: what state_dict was saved as.
     """
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     known = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
     found = {}
@@ -165,7 +165,6 @@ class DdpCompression(Compression):
         try:
             ddp.register_comm_hook(self, _hook)
         except RuntimeError as e:
-            self.close()
             raise _core.InvalidArgument(f"skim.attach: DDP refused the hook: {e}") from None
 
     def rollback(self) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
+from skim._compression import array
 from skim._transport import connect
 
 DENSITIES = (0.001, 0.01, 0.1)
@@ -122,10 +123,10 @@ class DryRun:
         for g in self._gradients:
             k = _core.entries(density, g.numel())
             selector, residual = _core.Selector("exact"), torch.zeros(g.numel())
-            chosen = selector.select(g, k, residual=residual)  # the first finds its threshold
+            chosen = selector.select(array(g), k, residual=array(residual))  # the first finds its threshold
             residual.zero_()
             start = time.perf_counter()
-            chosen = selector.select(g, k, residual=residual)
+            chosen = selector.select(array(g), k, residual=array(residual))
             select_s += time.perf_counter() - start
             kept += chosen.kept_norm2
             total += chosen.gradient_norm2
