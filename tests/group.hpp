@@ -20,6 +20,14 @@
 
 namespace skim::test {
 
+// Sanitizers make code several times as slow, and look at what it does, not at its results: tests
+// of laws run fewer steps or settings under them, over the same exchanges and ranks.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
 using Body = std::function<void(Communicator&)>;
 
 // Runs body on every rank of a group, each in a thread of its own, and re-throws the first

@@ -23,12 +23,13 @@ inline std::uint32_t order(float v) {
 
 // Top-k by a full sort: larger magnitude first, then lower index; zeros are never kept.
 inline SparseBuffer top_k(const std::vector<float>& x, std::size_t k) {
-  std::vector<Index> by(x.size());
-  for (std::size_t i = 0; i < x.size(); ++i) by[i] = static_cast<Index>(i);
+  std::vector<Index> by;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    if (magnitude(x[i]) != 0) by.push_back(static_cast<Index>(i));
+  }
   std::stable_sort(by.begin(), by.end(),
                    [&](Index a, Index b) { return order(x[a]) > order(x[b]); });
   by.resize(std::min(k, by.size()));
-  std::erase_if(by, [&](Index i) { return magnitude(x[i]) == 0; });
   std::sort(by.begin(), by.end());
   SparseBuffer out;
   out.reset(x.size());

@@ -1,10 +1,10 @@
 // skim simulate: the real selection and exchanges on many ranks of one process, on a link that is
 // not there; alone, or with --train in training.
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <signal.h>
 #include <time.h>
-#include <torch/torch.h>
 
 #include <algorithm>
 #include <atomic>

@@ -1,9 +1,9 @@
 // skim train: options, ranks, runs, table.
 #include "tools/train_command.hpp"
 
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <signal.h>
-#include <torch/torch.h>
 #include <unistd.h>
 
 #include <algorithm>

@@ -1,6 +1,8 @@
 // Loading IDX, CIFAR and text files, the generated images, and cutting all of them into batches.
 #include "train/data.hpp"
 
+#include <torch/torch.h>
+
 #define ZLIB_CONST  // next_in points to const
 #include <zlib.h>
 

@@ -4,7 +4,7 @@
 // batch and a resumed run sees the examples that an uninterrupted one would have seen.
 #pragma once
 
-#include <torch/torch.h>
+#include <ATen/core/Tensor.h>  // and no more of torch: whatever includes this would read it all
 
 #include <cstdint>
 #include <filesystem>
@@ -50,7 +50,7 @@ struct DataInfo {
 //   images: input  float32 [B, channels, height, width], normalised;  target int64 [B]
 //   text:   input  int64 [B, sequence_length];  target int64 [B, sequence_length], the next ones
 struct Batch {
-  torch::Tensor input, target;
+  at::Tensor input, target;
 };
 
 // Thread: any; nothing changes after loading.

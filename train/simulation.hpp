@@ -12,11 +12,12 @@
 #include "skim/communicator.hpp"
 #include "skim/exchange.hpp"
 #include "train/data.hpp"
-#include "train/models.hpp"
 #include "train/options.hpp"
 #include "train/trainer.hpp"
 
 namespace skim::train {
+
+class Model;  // models.hpp
 
 struct SimulationOptions {
   int ranks = 1;

@@ -63,8 +63,9 @@ void copy(Bytes from, std::span<float> to) noexcept {
   if (!from.empty()) std::memcpy(to.data(), from.data(), from.size());
 }
 
+// Bytes by std::copy, which is a memmove: g++ 12 makes std::ranges::copy of them a loop.
 void append(MessageList& list, Bytes message) {
-  std::ranges::copy(message, list.append(message.size()).begin());
+  std::copy(message.begin(), message.end(), list.append(message.size()).begin());
 }
 
 // One step of a schedule in which this rank sends one message and receives one. Both are started

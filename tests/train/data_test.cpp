@@ -2,6 +2,7 @@
 #include "train/data.hpp"
 
 #include <gtest/gtest.h>
+#include <torch/torch.h>
 #include <zlib.h>
 
 #include <algorithm>

@@ -2,6 +2,7 @@
 #include "train/simulation.hpp"
 
 #include <gtest/gtest.h>
+#include <torch/torch.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -15,6 +16,7 @@
 #include "skim/analysis.hpp"
 #include "skim/error.hpp"
 #include "train/checkpoint.hpp"
+#include "train/models.hpp"
 
 namespace skim::train {
 namespace {
