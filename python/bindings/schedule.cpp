@@ -126,7 +126,8 @@ void bind_schedule(nb::module_& m) {
       m, "DensitySchedule",
       "How many entries to keep at a given moment of training: what Reducer(schedule=...) takes. "
       "Each reducer makes one of its own from it, so that one object serves all ranks of a "
-      "process.")
+      "process.",
+      nb::is_final())
       .def(
           "density", [](BoundSchedule& self, const Progress& p) { return self.own->density(p); },
           "progress"_a,

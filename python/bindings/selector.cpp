@@ -181,7 +181,8 @@ void bind_selector(nb::module_& m) {
   nb::class_<BoundSelector>(
       m, "Selector",
       "Chooses which k of n entries to send; skim.select_algos has the rules. Remembers the last "
-      "threshold of every slot. For one thread at a time.")
+      "threshold of every slot. For one thread at a time.",
+      nb::is_final())
       .def(
           "__init__",
           [](BoundSelector* self, const SelectChoice& options) {

@@ -53,6 +53,20 @@ class Reducing(unittest.TestCase):
             reducer.reduce(0, np.zeros(4, np.float32))
 
 
+    def test_arrays_that_would_be_copied_are_refused(self):
+        comm = skim.in_process_group(1)[0]
+        reducer = skim.Reducer(comm)
+        reducer.set_layout([(0, [("w", 3)])])
+        read_only = np.zeros(3, np.float32)
+        read_only.flags.writeable = False
+        for grad in (np.zeros(6, np.float32)[::2], read_only):
+            with self.assertRaises(TypeError):
+                reducer.reduce(0, grad)
+        for data in (np.zeros(3), np.zeros(6, np.float32)[::2]):
+            with self.assertRaises(TypeError):
+                comm.allreduce_sum(data)
+
+
 class Errors(unittest.TestCase):
     def test_names_that_do_not_exist(self):
         with self.assertRaisesRegex(ValueError, "exchange: no 'ring'; there are: dense, allgather, "):
