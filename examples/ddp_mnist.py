@@ -1,0 +1,62 @@
+"""Digits on several processes, with PyTorch's DistributedDataParallel: the two lines that Skim needs are marked.
+
+torchrun --nproc-per-node 2 examples/ddp_mnist.py
+SKIM_DATA names the folder that has mnist/ as published; without it images are made up.
+"""
+
+import argparse
+import gzip
+import os
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+
+import skim  # 1
+
+
+def digits(part):
+    """Images [n, 784] from 0 to 1, and labels [n], of "train" or "t10k"."""
+    if "SKIM_DATA" not in os.environ:
+        drawn = torch.Generator().manual_seed(["train", "t10k"].index(part))
+        labels = torch.randint(10, (10_000,), generator=drawn)
+        shapes = torch.rand(10, 784, generator=torch.Generator().manual_seed(2)) < 0.2
+        return shapes[labels] * torch.rand(10_000, 784, generator=drawn), labels
+    files = [f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz"]
+    try:
+        raw = [gzip.open(pathlib.Path(os.environ["SKIM_DATA"], "mnist", f)).read() for f in files]
+    except OSError as e:
+        sys.exit(f"SKIM_DATA: {e}")
+    images, labels = (torch.frombuffer(bytearray(r), dtype=torch.uint8) for r in raw)
+    return images[16:].view(-1, 784) / 255, labels[8:].long()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=500)
+    steps = max(1, parser.parse_args().steps)
+    images, labels = digits("train")
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())  # DDP takes rank 0's parameters; batches are each rank's own
+    model = torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    skim.attach(model, density=0.01)  # 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(1, steps + 1):
+        batch = torch.randint(len(images), (32,))
+        loss = torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0 and (step % 100 == 0 or step in (1, steps)):
+            print(f"step {step}: loss {loss.item():.4f}")
+    if dist.get_rank() == 0:
+        images, labels = digits("t10k")
+        right = (model.module(images).argmax(1) == labels).float().mean()
+        print(f"test accuracy {100 * right:.2f} %\n{skim.report(model)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

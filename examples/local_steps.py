@@ -1,0 +1,77 @@
+"""Local steps: each rank trains by itself, and what its parameters have moved is exchanged now and then, sparsely.
+
+As in SparseLoCo (arXiv 2508.15706): H local AdamW steps, then the parameters' differences since the last exchange go
+through an aggregator, whose residuals are its error feedback; the mean is the gradient of an outer step. There the outer
+step is SGD at rate 1 without momentum. --outer-momentum makes it Nesterov's, as in DiLoCo (arXiv 2311.08105), which it
+simplifies. Not here: the decay of residuals, and the selection in chunks.
+
+torchrun --nproc-per-node 2 examples/local_steps.py
+"""
+
+import argparse
+import sys
+
+import torch
+import torch.distributed as dist
+from ddp_mnist import digits
+
+import skim
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--local-steps", type=int, default=15, metavar="H")
+    parser.add_argument("--density", type=float, default=0.0156, help="share of the differences that is sent")
+    parser.add_argument("--values", choices=skim.value_codes, default="q2", help="how their values are sent")
+    parser.add_argument("--outer-lr", type=float, default=1.0)
+    parser.add_argument("--outer-momentum", type=float, default=0.0)
+    options = parser.parse_args()
+    if options.rounds < 1 or options.local_steps < 1:
+        parser.error("--rounds and --local-steps must be at least 1")
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    images, labels = (part[rank::size] for part in digits("train"))  # data of its own
+    torch.manual_seed(0)  # the same parameters
+    model = torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    torch.manual_seed(1 + rank)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    shared = [p.detach().clone() for p in model.parameters()]  # equal on all ranks after every round
+    momentum = options.outer_momentum
+    outer = torch.optim.SGD(shared, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0)
+    try:
+        aggregator = skim.Aggregator(shared, density=options.density, values=options.values)
+    except skim.InvalidArgument as e:
+        sys.exit(str(e))
+
+    for round_ in range(1, options.rounds + 1):
+        mean_loss = 0.0
+        for _ in range(options.local_steps):
+            batch = torch.randint(len(images), (32,))
+            loss = torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            inner.zero_grad()
+            loss.backward()
+            inner.step()
+            mean_loss += loss.item() / options.local_steps
+        for start, p in zip(shared, model.parameters()):
+            start.grad = start - p.detach()
+        if not aggregator.step():
+            sys.exit("local_steps: a parameter has become NaN or infinite")
+        outer.step()
+        for start, p in zip(shared, model.parameters()):
+            p.data.copy_(start)
+        if rank == 0 and (round_ % 5 == 0 or round_ == 1):
+            print(f"round {round_}: loss {mean_loss:.4f}", flush=True)
+
+    images, labels = digits("t10k")
+    right = (model(images).argmax(1) == labels).float().mean()
+    if rank == 0:
+        sent = aggregator.report()
+        each = sent.sent_bytes / (options.rounds * options.local_steps)
+        print(f"test accuracy {100 * right:.2f} %, {each:.0f} bytes sent a local step\n{sent}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measurements of Skim on this machine: python -m skim.bench --help."""

@@ -1,0 +1,184 @@
+"""The command line of python -m skim.bench."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+from typing import Any
+
+from skim import _core
+
+HOOKS = ("none", "allreduce", "fp16", "bf16", "powersgd", "skim")
+
+DDP = """\
+Time of a training step under PyTorch's DistributedDataParallel, with one communication hook after the other.
+
+The model is an MLP of six 1024 x 1024 layers and one of 10: 6.3 million parameters. A step is forward, backward,
+exchange and SGD on a batch of 32 a rank, each rank a process with one thread.
+
+Every hook has processes and a model of its own, with the same seed. All of them stay, waiting, while one after the
+other takes its turn in each round, so that whatever else the machine does hits all alike. Ratios are within a round;
+their median counts. A hook whose processes crash or do not answer is out of the rest of that run.
+"""
+
+RATE = """\
+With --rate the ranks are hosts in network namespaces, each with a shaped link to one switch. That needs root, Linux and
+iproute2 (with --latency also a C++ compiler). It makes the namespaces skimddp0, skimddp1, .. and skimddp-switch, with
+addresses 10.77.9.x inside them and the folder /run/skim-cluster-skimddp, changes nothing else of the machine's network,
+and removes them at the end, also after Ctrl-C or SIGTERM.
+
+JSON: an array with an object for each hook. hook, exchange and density (skim's, else null), link, ranks, buckets;
+step_ms, the median over all timed steps, and min_ms, where the slowest rank counts in each step; ratio_to_none, the
+median over rounds of the hook's median over none's; runs, failures (crashed, hung or refused), failure (the first
+one's reason); weights_equal (all ranks' parameters bit by bit, at the end of every run; null: none ended, or
+hook none); sent_bytes a step over TCP, headers aside, by the rank that sent most (null where the system does not tell);
+parts_ms (skim: its own times a step) and decisions (skim: what each bucket did last).
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m skim.bench", description=__doc__)
+    parser.error = _refuse  # type: ignore[assignment, method-assign]
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    ddp = commands.add_parser(
+        "ddp",
+        help="time of a step under DistributedDataParallel",
+        description=DDP,
+        epilog=RATE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ddp.error = _refuse  # type: ignore[assignment, method-assign]
+    add = ddp.add_argument
+    add("--json", metavar="FILE", help="write the results there")
+    add("--hooks", type=_hooks, default=[*HOOKS, "skim-auto"], metavar="LIST",
+        help="of none, allreduce, fp16, bf16, powersgd, skim (with --exchange), skim-EXCHANGE; default: "
+        "none,allreduce,fp16,bf16,powersgd,skim,skim-auto")  # fmt: skip
+    add("--ranks", type=_whole(1, 250), default=2, metavar="P", help="processes (2)")
+    add("--rate", type=_rate, metavar="RATE", help="of the link of every rank, each way: 1gbit, 100mbit, ..; loopback")
+    add("--latency", type=_latency, metavar="TIME", help="one way, with --rate: 0.2ms, 50us, ..; none")
+    add("--density", type=_density, default=0.001, metavar="D", help="share of entries that skim sends (0.001)")
+    add("--exchange", choices=_core.exchange_kinds, default="allgather", metavar="KIND",
+        help="of hook skim: one of " + ", ".join(_core.exchange_kinds) + " (allgather)")  # fmt: skip
+    add("--bucket-mb", type=_size, default=25.0, metavar="MB", help="bucket_cap_mb of DDP (25, as DDP)")
+    add("--steps", type=_whole(1, 10**6), default=20, metavar="N", help="timed steps of a hook in a round (20)")
+    add("--rounds", type=_whole(1, 10**6), default=5, metavar="N", help="rounds of a run (5)")
+    add("--warm-up", type=_whole(0, 10**6), default=40, metavar="N", help="steps before the first round (40)")
+    add("--runs", type=_whole(1, 10**6), default=1, metavar="N", help="times that all processes start anew (1)")
+    add("--timeout", type=_whole(1, 10**6), default=120, metavar="S",
+        help="seconds after which a hook that does not end its round has failed (120)")  # fmt: skip
+    arguments = parser.parse_args()
+    if arguments.latency and not arguments.rate:
+        _refuse("--latency needs --rate")
+    if arguments.rate and arguments.ranks < 2:
+        _refuse("--rate needs --ranks 2 or more")
+    folder = os.path.dirname(arguments.json or "") or "."
+    if arguments.json and (os.path.isdir(arguments.json) or not os.access(folder, os.W_OK)):
+        _refuse(f"--json {arguments.json}: cannot write there")
+    try:
+        import torch.distributed
+    except ImportError:
+        print("skim.bench: needs PyTorch: pip install torch", file=sys.stderr)
+        return 1
+    if not torch.distributed.is_gloo_available():
+        print("skim.bench: needs a PyTorch with gloo", file=sys.stderr)
+        return 1
+    from skim.bench import _ddp
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        rows = _ddp.measure(arguments)
+    except _ddp.NoLink as e:
+        print(f"skim.bench: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as f:
+            json.dump(rows, f, indent=1)
+            f.write("\n")
+    print(_table(rows))
+    return 0
+
+
+def _refuse(text: str) -> Any:
+    print(f"skim.bench: {text} (--help)", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _hooks(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in HOOKS and name.removeprefix("skim-") not in _core.exchange_kinds:
+            raise argparse.ArgumentTypeError(
+                f"no hook '{name}'; there are: {', '.join(HOOKS)}, "
+                + ", ".join(f"skim-{kind}" for kind in _core.exchange_kinds)
+            )
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"a hook twice in '{text}'")
+    return names
+
+
+def _whole(low: int, high: int) -> Any:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got '{text}'")
+        return int(text)
+
+    return parse
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def _density(text: str) -> float:
+    if not 0 < (value := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number in (0, 1], got '{text}'")
+    return value
+
+
+def _size(text: str) -> float:
+    if not 0 < (value := _number(text)) < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+    return value
+
+
+def _rate(text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", text) or _number(text[:-4]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a rate such as 1gbit or 100mbit, got '{text}'")
+    return text
+
+
+def _latency(text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)?[um]s", text):
+        raise argparse.ArgumentTypeError(f"expected a time such as 0.2ms or 50us, got '{text}'")
+    return text
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    def cell(value: Any, form: str = "") -> str:
+        return "-" if value is None else format(value, form)
+
+    cells = [("hook", "link", "ranks", "density", "step ms", "min ms", "of none", "kB sent", "equal", "failures")]
+    for r in rows:
+        sent = None if r["sent_bytes"] is None else r["sent_bytes"] / 1e3
+        equal = None if r["weights_equal"] is None else "yes" if r["weights_equal"] else "NO"
+        failed = f"{r['failures']} of {r['runs']}"
+        cells.append((
+            r["hook"], r["link"], str(r["ranks"]), cell(r["density"], "g"), cell(r["step_ms"], ".2f"),
+            cell(r["min_ms"], ".2f"), cell(r["ratio_to_none"], ".3f"), cell(sent, ".1f"), cell(equal), failed,
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

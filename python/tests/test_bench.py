@@ -1,0 +1,148 @@
+"""python -m skim.bench: what it measures, refuses and survives. Links between namespaces need root and are not tried."""
+
+import json
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import unittest
+
+from skim.bench import _ddp
+
+PARAMETERS = 6 * (1024 * 1024 + 1024) + 1024 * 10 + 10
+
+
+def bench(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "skim.bench", *arguments], capture_output=True, text=True, timeout=300, **options
+    )
+
+
+class Measured(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder) / "out.json"
+            cls.done = bench(
+                "ddp", "--json", str(out), "--hooks", "none,allreduce,bf16,skim", "--bucket-mb", "8", "--density",
+                "0.01", "--steps", "3", "--rounds", "2", "--warm-up", "4",
+            )  # fmt: skip
+            if cls.done.returncode:
+                raise AssertionError(cls.done.stderr)
+            cls.rows = {row["hook"]: row for row in json.loads(out.read_text())}
+
+    def test_every_hook_has_its_row(self):
+        self.assertEqual(list(self.rows), ["none", "allreduce", "bf16", "skim"])
+        table = self.done.stdout.splitlines()
+        self.assertEqual([line.split()[0] for line in table], ["hook", *self.rows])
+
+    def test_times_are_of_the_same_rounds(self):
+        self.assertEqual(self.rows["none"]["ratio_to_none"], 1)
+        for hook in ("none", "allreduce", "skim"):
+            row = self.rows[hook]
+            self.assertLessEqual(row["min_ms"], row["step_ms"])
+            self.assertGreater(row["ratio_to_none"], 0)
+            self.assertEqual((row["failures"], row["failure"], row["buckets"]), (0, None, 3))
+
+    def test_ranks_end_with_equal_weights_if_gradients_were_exchanged(self):
+        equal = {hook: row["weights_equal"] for hook, row in self.rows.items()}
+        self.assertEqual(equal, {"none": None, "allreduce": True, "bf16": None, "skim": True})
+
+    @unittest.skipUnless(sys.platform == "linux", "only Linux tells what a socket has sent")
+    def test_bytes_are_those_that_the_sockets_sent(self):
+        self.assertLess(self.rows["none"]["sent_bytes"], 1000)
+        # A ring of two: every rank sends each gradient once.
+        dense = 4 * PARAMETERS
+        self.assertAlmostEqual(self.rows["allreduce"]["sent_bytes"] / dense, 1, delta=0.01)
+        # Of an entry its value, and an index of at most four bytes.
+        kept = 0.01 * PARAMETERS
+        self.assertGreater(self.rows["skim"]["sent_bytes"], 4 * kept)
+        self.assertLess(self.rows["skim"]["sent_bytes"], 8.1 * kept)
+
+    def test_skim_says_where_its_time_goes(self):
+        self.assertEqual(set(self.rows["skim"]["parts_ms"]), {"select", "exchange", "apply", "exposed"})
+        self.assertIsNone(self.rows["allreduce"]["parts_ms"])
+
+    def test_a_hook_that_refuses_is_one_failure_and_the_others_go_on(self):
+        row = self.rows["bf16"]
+        self.assertEqual((row["failures"], row["step_ms"]), (1, None))
+        self.assertIn("BF16", row["failure"])
+        self.assertIn("bf16 failed", self.done.stderr)
+
+
+class Failing(unittest.TestCase):
+    def group(self, timeout):
+        task = _ddp.Task("none", "allgather", 0.001, 0, 2, 25.0, 0, "", timeout)
+        group = _ddp.Group(task, _ddp.Loopback(), timeout)
+        self.addCleanup(group.end)
+        return group
+
+    def test_a_rank_that_crashes_is_named(self):
+        group = self.group(60)
+        group.processes[1].send_signal(signal.SIGSEGV)
+        with self.assertRaisesRegex(_ddp.Failed, "rank 1 ended by SIGSEGV"):
+            group.train(10)
+
+    def test_a_rank_that_hangs_is_named_after_the_timeout(self):
+        group = self.group(60)
+        group._timeout = 1
+        group.processes[1].send_signal(signal.SIGSTOP)
+        with self.assertRaisesRegex(_ddp.Failed, "no answer from rank 0 and 1 within 1 s"):
+            group.train(10)
+
+    @unittest.skipUnless(sys.platform == "linux", "finds the ranks in Linux's /proc")
+    def test_nothing_runs_on_when_it_is_ended(self):
+        started = subprocess.Popen(
+            [sys.executable, "-m", "skim.bench", "ddp", "--hooks", "none", "--steps", "1000000"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self.addCleanup(started.communicate)
+        children = pathlib.Path(f"/proc/{started.pid}/task/{started.pid}/children")
+        while len(ranks := children.read_text().split()) < 2:
+            self.assertIsNone(started.poll())
+        handles = [os.pidfd_open(int(rank)) for rank in ranks]
+        for handle in handles:
+            self.addCleanup(os.close, handle)
+        started.send_signal(signal.SIGTERM)
+        self.assertEqual(started.wait(60), 143)
+        for rank, handle in zip(ranks, handles):
+            ended, _, _ = select.select([handle], [], [], 60)
+            self.assertTrue(ended, f"process {rank} runs on")
+
+
+class Refusals(unittest.TestCase):
+    def test_wrong_arguments_get_one_line(self):
+        for arguments, word in (
+            ([], "COMMAND"),
+            (["ddp", "--hooks", "none,nothing"], "'nothing'"),
+            (["ddp", "--hooks", "none,none"], "twice"),
+            (["ddp", "--rate", "fast"], "'fast'"),
+            (["ddp", "--latency", "1ms"], "--rate"),
+            (["ddp", "--rate", "1gbit", "--ranks", "1"], "--ranks 2"),
+            (["ddp", "--ranks", "0"], "'0'"),
+            (["ddp", "--density", "nan"], "'nan'"),
+            (["ddp", "--exchange", "telepathy"], "'telepathy'"),
+            (["ddp", "--json", "/nowhere/x.json"], "/nowhere/x.json"),
+        ):
+            with self.subTest(arguments=arguments):
+                done = bench(*arguments)
+                self.assertEqual((done.returncode, done.stdout), (2, ""))
+                self.assertRegex(done.stderr, r"^skim\.bench: [^\n]*\n$")
+                self.assertIn(word, done.stderr)
+
+    def test_a_link_that_cannot_be_made_gets_one_line(self):
+        # iproute2 is not on this path.
+        with tempfile.TemporaryDirectory() as folder:
+            os.symlink("/bin/bash", f"{folder}/bash")
+            os.symlink("/bin/uname", f"{folder}/uname")
+            os.symlink("/usr/bin/dirname", f"{folder}/dirname")
+            done = bench("ddp", "--rate", "1gbit", env={**os.environ, "PATH": folder})
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertRegex(done.stderr, r"^skim\.bench: cluster: needs (root|ip)[^\n]*\n$")
+
+
+if __name__ == "__main__":
+    unittest.main()
