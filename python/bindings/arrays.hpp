@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <istream>
+#include <memory>
 #include <sstream>
 #include <streambuf>
 #include <string>
@@ -38,8 +39,8 @@ using Sparse = std::pair<Array<Index>, Array<float>>;
 
 template <class T>
 Array<T> to_array(std::span<const T> from) {
-  auto data = std::make_unique<T[]>(from.size());
-  std::ranges::copy(from, data.get());
+  auto data = std::make_unique_for_overwrite<T[]>(from.size());
+  std::copy(from.begin(), from.end(), data.get());  // a memmove
   const nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<T*>(p); });
   return Array<T>(data.release(), {from.size()}, owner);
 }
