@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import os
 import socket
+import stat
 import struct
 import sys
 import time
@@ -159,13 +160,15 @@ def _sent_bytes() -> int | None:
     if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return None
     total = 0
-    for fd in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/proc/self/fd"):
         try:
-            with socket.socket(fileno=os.dup(int(fd))) as s:
+            if not stat.S_ISSOCK(os.fstat(fd := int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as s:
                 if s.type == socket.SOCK_STREAM and s.family in (socket.AF_INET, socket.AF_INET6):
                     # tcpi_bytes_acked of struct tcp_info in Linux's include/uapi/linux/tcp.h
                     total += struct.unpack_from("=Q", s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128), 120)[0]
-        except (OSError, struct.error):  # no socket, not connected, or an older kernel
+        except (OSError, struct.error):  # closed by now, not connected, or an older kernel
             pass
     return total
 
