@@ -1,4 +1,4 @@
-"""python -m skim.bench: what it measures, refuses and survives. Links between namespaces need root and are not tried."""
+"""python -m skim.bench: what it measures, refuses and survives. Links between namespaces need root: not tried."""
 
 import json
 import os

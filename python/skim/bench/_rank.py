@@ -1,8 +1,9 @@
 """One rank of python -m skim.bench ddp: a process that takes its turn when it is told to.
 
-main() is called with FD as the program's argument: its end of a multiprocessing pipe. It is sent what to do (Task), then, on ranks
-above 0, the port of rank 0's store, which rank 0 sends; then numbers of steps, to each of which it answers with their
-times; then None, to which it answers with Outcome. An exception is sent instead of an answer.
+The program's argument is its end of a multiprocessing pipe, by number. It is sent what to do (Task) and, on ranks above
+0, the port of rank 0's store, which rank 0 answers with; when it is ready it answers None. Then it is sent numbers of
+steps, to each of which it answers with a Turn; then None, to which it answers with Outcome; then None, and it ends. An
+exception is sent instead of an answer.
 """
 
 from __future__ import annotations
