@@ -1,9 +1,9 @@
 """Local steps: each rank trains by itself, and what its parameters have moved is exchanged now and then, sparsely.
 
-As in SparseLoCo (arXiv 2508.15706): H local AdamW steps, then the parameters' differences since the last exchange go
-through an aggregator, whose residuals are its error feedback; the mean is the gradient of an outer step. There the outer
-step is SGD at rate 1 without momentum. --outer-momentum makes it Nesterov's, as in DiLoCo (arXiv 2311.08105), which it
-simplifies. Not here: the decay of residuals, and the selection in chunks.
+As in SparseLoCo (arXiv 2508.15706): H local AdamW steps, then the parameters' differences since the last exchange
+go through an aggregator, whose residuals are the error feedback; their mean is the gradient of an outer step of SGD.
+That has no momentum there; --outer-momentum gives it Nesterov's, as in DiLoCo (arXiv 2311.08105). SparseLoCo's decay of
+residuals and its selection in chunks are not here.
 
 torchrun --nproc-per-node 2 examples/local_steps.py
 """

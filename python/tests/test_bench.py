@@ -1,16 +1,17 @@
-"""python -m skim.bench: what it measures, refuses and survives. Links between namespaces need root and are not tried."""
+"""python -m skim.bench: what it measures, refuses and survives. Links between namespaces need root: not tried."""
 
 import json
 import os
 import pathlib
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import unittest
 
-from skim.bench import _ddp
+from skim.bench import _ddp, _rank
 
 PARAMETERS = 6 * (1024 * 1024 + 1024) + 1024 * 10 + 10
 
@@ -61,6 +62,14 @@ class Measured(unittest.TestCase):
         kept = 0.01 * PARAMETERS
         self.assertGreater(self.rows["skim"]["sent_bytes"], 4 * kept)
         self.assertLess(self.rows["skim"]["sent_bytes"], 8.1 * kept)
+
+    @unittest.skipUnless(sys.platform == "linux", "only Linux tells what a socket has sent")
+    def test_looking_at_sockets_leaves_nothing_open(self):
+        here, there = socket.socketpair()
+        with here, there, tempfile.TemporaryFile():
+            before = os.listdir("/proc/self/fd")
+            _rank._sent_bytes()
+            self.assertEqual(os.listdir("/proc/self/fd"), before)
 
     def test_skim_says_where_its_time_goes(self):
         self.assertEqual(set(self.rows["skim"]["parts_ms"]), {"select", "exchange", "apply", "exposed"})

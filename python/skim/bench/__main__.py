@@ -22,7 +22,8 @@ exchange and SGD on a batch of 32 a rank, each rank a process with one thread.
 
 Every hook has processes and a model of its own, with the same seed. All of them stay, waiting, while one after the
 other takes its turn in each round, so that whatever else the machine does hits all alike. Ratios are within a round;
-their median counts. A hook whose processes crash or do not answer is out of the rest of that run.
+their median counts. A hook whose processes crash or do not answer is out of the rest of that run. Each process takes
+some 0.4 GB of memory.
 """
 
 RATE = """\

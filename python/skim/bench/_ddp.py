@@ -157,7 +157,7 @@ class Group:
         deadline = time.monotonic() + self._timeout
         while len(answers) < len(pipes):
             waiting = [p for p in pipes if p not in answers]
-            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = " and ".join(str(self._pipes.index(p)) for p in waiting)
                 raise Failed(f"no answer from rank {late} within {self._timeout:g} s")

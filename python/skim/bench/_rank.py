@@ -1,8 +1,9 @@
 """One rank of python -m skim.bench ddp: a process that takes its turn when it is told to.
 
-main() is called with FD as the program's argument: its end of a multiprocessing pipe. It is sent what to do (Task), then, on ranks
-above 0, the port of rank 0's store, which rank 0 sends; then numbers of steps, to each of which it answers with their
-times; then None, to which it answers with Outcome. An exception is sent instead of an answer.
+The program's argument is its end of a multiprocessing pipe, by number. It is sent what to do (Task) and, on ranks above
+0, the port of rank 0's store, which rank 0 answers with; when it is ready it answers None. Then it is sent numbers of
+steps, to each of which it answers with a Turn; then None, to which it answers with Outcome; then None, and it ends. An
+exception is sent instead of an answer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import datetime
 import hashlib
 import os
 import socket
+import stat
 import struct
 import sys
 import time
@@ -159,13 +161,15 @@ def _sent_bytes() -> int | None:
     if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return None
     total = 0
-    for fd in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/proc/self/fd"):
         try:
-            with socket.socket(fileno=os.dup(int(fd))) as s:
+            if not stat.S_ISSOCK(os.fstat(fd := int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as s:
                 if s.type == socket.SOCK_STREAM and s.family in (socket.AF_INET, socket.AF_INET6):
                     # tcpi_bytes_acked of struct tcp_info in Linux's include/uapi/linux/tcp.h
                     total += struct.unpack_from("=Q", s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128), 120)[0]
-        except (OSError, struct.error):  # no socket, not connected, or an older kernel
+        except (OSError, struct.error):  # closed by now, not connected, or an older kernel
             pass
     return total
 
