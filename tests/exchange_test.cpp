@@ -542,6 +542,8 @@ TEST(exchange, names_and_options) {
                InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = K::automatic, .automatic = {.review_every = 0}}),
                InvalidArgument);
+  EXPECT_THROW(make_exchange({.kind = K::automatic, .automatic = {.first_review = 0}}),
+               InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = K::hierarchical, .hierarchy = {.inside = K::automatic}}),
                InvalidArgument);
   EXPECT_THROW(make_exchange({.kind = K::oktopk, .oktopk = {.cut_every = 0}}), InvalidArgument);

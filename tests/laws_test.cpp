@@ -241,11 +241,12 @@ TEST(laws, conservation_where_auto_changes_its_choice) {
         AutoOptions automatic{
             .link = Link{0.0, 1e-9},
             .local = {.select_s = 1e-9 * (8.0 * (ranks - 1) / ranks - 0.45 * ranks)},
-            .review_every = 3};
+            .review_every = 3,
+            .first_review = 3};
         if (ranks == 1) automatic.local = {};
         if (!reviews) {
           automatic.among = {ExchangeKind::dense, ExchangeKind::allgather};
-          automatic.review_every = 1000;
+          automatic.review_every = automatic.first_review = 1000;
         }
         const ExchangeOptions options{.kind = ExchangeKind::automatic, .automatic = automatic};
         const Imbalance found = imbalance(comm, options, true);

@@ -445,8 +445,10 @@ TEST(automatic, takes_what_the_model_finds_cheapest) {
 // Told of a link a thousand times too fast, it begins dense, finds out, and changes, everywhere at
 // once; then it stays.
 TEST(automatic, measurements_correct_a_wrong_link) {
-  const AutoOptions options{
-      .link = Link{1e-9, 1e-13}, .local = {.select_s = 1e-10}, .review_every = 4};
+  const AutoOptions options{.link = Link{1e-9, 1e-13},
+                            .local = {.select_s = 1e-10},
+                            .review_every = 16,
+                            .first_review = 4};
   const auto names = automatic(4, {{1e-5, 1e-8}, false}, 100'000, 100, 40, options);
   EXPECT_EQ(names[0].front(), "dense");
   EXPECT_NE(names[0].back(), "dense");
@@ -455,7 +457,7 @@ TEST(automatic, measurements_correct_a_wrong_link) {
   for (std::size_t b = 1; b < names[0].size(); ++b) {
     if (names[0][b] == names[0][b - 1]) continue;
     ++changes;
-    EXPECT_EQ(b % 4, 0U) << "not after a review";
+    EXPECT_EQ(b % 4, 0U) << "not after the first review of a scheme";
   }
   EXPECT_LE(changes, 6) << "each of the others is tried once at most, and then the best";
   EXPECT_EQ(names[0][28], names[0].back());

@@ -155,6 +155,7 @@ struct AutoOptions {
   std::optional<Link> link = {};
   LocalSpeeds local = {.select_s = 0.35e-9, .merge_s = 10e-9, .add_s = 0.35e-9};
   std::uint32_t review_every = 32;  // buckets of a slot until measurements are compared; > 0
+  std::uint32_t first_review = 8;   // the same for a scheme that has not been measured there; > 0
 };
 
 // Those that `automatic` chooses among with these options.

@@ -1,7 +1,7 @@
 // What top-k loses: bounds, and measures of a gradient (skim.analysis).
 #include "skim/analysis.hpp"
 
-#include "arrays.hpp"
+#include "python/bindings/arrays.hpp"
 
 namespace skim::python {
 namespace {

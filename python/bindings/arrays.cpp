@@ -1,5 +1,5 @@
 // Arrays that Python gives, checked.
-#include "arrays.hpp"
+#include "python/bindings/arrays.hpp"
 
 namespace skim::python {
 namespace {

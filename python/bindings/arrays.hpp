@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-#include "bindings.hpp"
+#include "python/bindings/bindings.hpp"
 
 namespace skim::python {
 

@@ -1,7 +1,7 @@
 // The codec: a sparse gradient as bytes.
 #include "skim/codec.hpp"
 
-#include "arrays.hpp"
+#include "python/bindings/arrays.hpp"
 
 namespace skim::python {
 namespace {

@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include "bindings.hpp"
+#include "python/bindings/bindings.hpp"
 #include "skim/cost.hpp"
 
 namespace skim::python {

@@ -1,7 +1,7 @@
 // The cost model: what an exchange costs, and the choice that follows.
 #include "skim/cost.hpp"
 
-#include "bindings.hpp"
+#include "python/bindings/bindings.hpp"
 #include "skim/exchange.hpp"
 
 namespace skim::python {

@@ -1,5 +1,5 @@
 // The library's errors as Python exceptions.
-#include "bindings.hpp"
+#include "python/bindings/bindings.hpp"
 
 namespace skim::python {
 namespace {

@@ -5,8 +5,8 @@
 
 #include <optional>
 
-#include "arrays.hpp"
-#include "parts.hpp"
+#include "python/bindings/arrays.hpp"
+#include "python/bindings/parts.hpp"
 
 namespace skim::python {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <nanobind/stl/optional.h>
 
-#include "arrays.hpp"
+#include "python/bindings/arrays.hpp"
 
 namespace skim::python {
 namespace {

@@ -1,5 +1,5 @@
 // The module skim._core.
-#include "bindings.hpp"
+#include "python/bindings/bindings.hpp"
 
 NB_MODULE(_core, m) {
   using namespace skim::python;

@@ -1,7 +1,7 @@
 // Options, by keyword; enumerators are the names that the command line knows.
 #include <nanobind/stl/optional.h>
 
-#include "bindings.hpp"
+#include "python/bindings/bindings.hpp"
 #include "skim/exchange.hpp"
 #include "skim/feedback.hpp"
 #include "skim/reducer.hpp"
@@ -77,8 +77,8 @@ void bind_options(nb::module_& m) {
           [](ExchangeOptions* self, const std::string& kind, const CodecOptions& codec_options,
              const std::string& drop, const std::string& gtopk_form, const std::string& server,
              const std::vector<std::string>& among, std::optional<Link> link_of_auto,
-             std::uint32_t review_every, bool oktopk_exact, const std::string& inside,
-             const std::string& between) {
+             std::uint32_t review_every, std::uint32_t first_review, bool oktopk_exact,
+             const std::string& inside, const std::string& between) {
             ExchangeOptions o;
             const auto kind_of = [](const char* what, const std::string& name) {
               return enum_of<ExchangeKind>(what, name, exchange_kind_names());
@@ -93,6 +93,7 @@ void bind_options(nb::module_& m) {
               o.automatic.among.push_back(kind_of("among", name));
             o.automatic.link = link_of_auto;
             o.automatic.review_every = review_every;
+            o.automatic.first_review = first_review;
             o.oktopk.exact = oktopk_exact;
             o.hierarchy = {kind_of("inside", inside), kind_of("between", between)};
             new (self) ExchangeOptions(std::move(o));
@@ -100,7 +101,8 @@ void bind_options(nb::module_& m) {
           "kind"_a = "allgather", nb::kw_only(), "codec"_a = CodecOptions{}, "drop"_a = "survivors",
           "gtopk_form"_a = "butterfly", "server"_a = "rank0",
           "among"_a = std::vector<std::string>{}, "link"_a = nb::none(), "review_every"_a = 32,
-          "oktopk_exact"_a = false, "inside"_a = "allgather", "between"_a = "gtopk");
+          "first_review"_a = 8, "oktopk_exact"_a = false, "inside"_a = "allgather",
+          "between"_a = "gtopk");
 
   m.attr("select_algos") = names_tuple(select_algo_names());
   m.attr("exchange_kinds") = names_tuple(exchange_kind_names());

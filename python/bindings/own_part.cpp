@@ -1,7 +1,7 @@
 // Objects of the user's inside a reducer: their states.
 #include <algorithm>
 
-#include "parts.hpp"
+#include "python/bindings/parts.hpp"
 #include "state.hpp"
 
 namespace skim::python {

@@ -9,7 +9,7 @@
 #include <string>
 #include <variant>
 
-#include "bindings.hpp"
+#include "python/bindings/bindings.hpp"
 #include "skim/exchange.hpp"
 #include "skim/schedule.hpp"
 #include "skim/select.hpp"

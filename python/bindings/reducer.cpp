@@ -3,8 +3,8 @@
 
 #include <array>
 
-#include "arrays.hpp"
-#include "parts.hpp"
+#include "python/bindings/arrays.hpp"
+#include "python/bindings/parts.hpp"
 
 namespace skim::python {
 namespace {

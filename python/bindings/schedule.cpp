@@ -4,8 +4,8 @@
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 
-#include "arrays.hpp"
-#include "parts.hpp"
+#include "python/bindings/arrays.hpp"
+#include "python/bindings/parts.hpp"
 #include "skim/reducer.hpp"
 
 namespace skim::python {

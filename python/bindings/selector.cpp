@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "arrays.hpp"
 #include "half.hpp"
-#include "parts.hpp"
+#include "python/bindings/arrays.hpp"
+#include "python/bindings/parts.hpp"
 #include "select/kernels.hpp"
 #include "select/selectors.hpp"
 #include "skim/select.hpp"

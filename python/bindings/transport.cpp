@@ -12,18 +12,25 @@
 #include <cstring>
 #include <numeric>
 
-#include "bindings.hpp"
 #include "communicator/backends.hpp"
+#include "python/bindings/bindings.hpp"
 
 namespace skim::python {
 namespace {
 
 constexpr std::size_t kLength = 8;  // bytes of L, little-endian
-constexpr std::size_t kFirst = std::size_t{1} << 16;
+// Long enough for the frames of most buckets: a second message costs a round trip, for gloo sends
+// only what a receive is waiting for.
+constexpr std::size_t kFirst = std::size_t{1} << 19;
 
 nb::object memory(std::byte* data, std::size_t bytes) {
   return nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(data),
                                            static_cast<Py_ssize_t>(bytes), PyBUF_WRITE));
+}
+
+// Never shrinks, so that storage in use is not cleared again.
+void grow(std::vector<std::byte>& bytes, std::size_t least) {
+  if (bytes.size() < least) bytes.resize(least);
 }
 
 // What a communicator and all that were split from it share. Touched with the GIL only.
@@ -80,11 +87,11 @@ class TransportCommunicator final : public Communicator {
     const auto [ticket, t] = open(false, to);
     const std::uint64_t length = message.size();
     const std::size_t head = std::min(message.size(), kFirst);
-    t.first.resize(kLength + head);
+    grow(t.first, kLength + head);
     std::memcpy(t.first.data(), &length, kLength);
     if (head > 0) std::memcpy(t.first.data() + kLength, message.data(), head);
     guarded(t, [&, &t = t] {
-      t.first_work = start("send", t.first.data(), t.first.size(), to, first_tag());
+      t.first_work = start("send", t.first.data(), kLength + head, to, first_tag());
       if (message.size() > head) {
         // A transport reads only, but Python's memory is of one kind.
         auto* const rest = const_cast<std::byte*>(message.data()) + head;
@@ -99,9 +106,9 @@ class TransportCommunicator final : public Communicator {
     check_alive();
     const auto [ticket, t] = open(true, from);
     t.message = &message;
-    t.first.resize(kLength + kFirst);
+    grow(t.first, kLength + kFirst);
     guarded(t, [&, &t = t] {
-      t.first_work = start("receive", t.first.data(), t.first.size(), from, first_tag());
+      t.first_work = start("receive", t.first.data(), kLength + kFirst, from, first_tag());
     });
     return ticket;
   }

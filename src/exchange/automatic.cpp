@@ -3,7 +3,8 @@
 //
 // Ranks must choose alike, and clocks differ. So a choice depends on nothing but the numbers of
 // rank 0, which tells the others its link and speeds with the first bucket, and measurements that
-// all ranks have told each other: two numbers of each, every review_every buckets of a slot.
+// all ranks have told each other: two numbers of each, every review_every buckets of a slot, and
+// first_review buckets after a scheme has run there for the first time.
 //
 // A measured bucket takes as long as the slowest selection and the shortest exchange of any rank:
 // what others take longer, they waited for the slowest. Its ratio to the prediction corrects the
@@ -31,7 +32,8 @@ class Automatic final : public Exchange {
  public:
   explicit Automatic(const ExchangeOptions& options)
       : options_(options), frame_(frame_size(options.codec)) {
-    SKIM_EXPECTS(options_.automatic.review_every > 0, "auto: review_every must be > 0");
+    SKIM_EXPECTS(options_.automatic.review_every > 0 && options_.automatic.first_review > 0,
+                 "auto: review_every and first_review must be > 0");
     for (const ExchangeKind kind : choices(options_.automatic)) {
       SKIM_EXPECTS(kind != ExchangeKind::automatic && kind != ExchangeKind::hierarchical &&
                        kind != ExchangeKind::param_server,
@@ -53,7 +55,7 @@ class Automatic final : public Exchange {
     if (comm.size() == 1 || n == 0) return first_exchange() == ways_.size();
     if (!agreed_) or_abort(comm, [&] { agree(comm); });
     State& state = slots_[id.slot];
-    if (state.times.size() >= options_.automatic.review_every) {
+    if (state.n > 0 && state.times.size() >= due(state)) {
       or_abort(comm, [&] { review(state, comm); });
     }
     if (state.n != n || state.k != keep.k) {
@@ -70,8 +72,8 @@ class Automatic final : public Exchange {
     if (found == slots_.end()) return;
     State& state = found->second;
     const double predicted_ns = 1e9 * state.candidates[state.now].predicted.total_s();
-    // times has room: no more than review_every come between two reviews.
-    if (!(predicted_ns > 0.0) || state.times.size() >= options_.automatic.review_every) return;
+    // times has room: no more come between two reviews.
+    if (!(predicted_ns > 0.0) || state.times.size() >= due(state)) return;
     state.times.push_back({static_cast<double>(select_ns) / predicted_ns,
                            static_cast<double>(exchange_ns) / predicted_ns});
   }
@@ -150,6 +152,12 @@ class Automatic final : public Exchange {
     std::vector<Times> times;           // since the last review, of `now`
   };
 
+  // Buckets from one review to the next.
+  std::size_t due(const State& state) const noexcept {
+    const AutoOptions& o = options_.automatic;
+    return state.candidates[state.now].measured ? o.review_every : o.first_review;
+  }
+
   void add(const ExchangeOptions& options) {
     const bool dense = options.kind == ExchangeKind::dense;
     ways_.push_back({options, dense ? nullptr : make_exchange(options)});
@@ -219,7 +227,7 @@ class Automatic final : public Exchange {
                     .k = static_cast<double>(std::clamp<std::size_t>(state.k, 1, state.n)),
                     .frame = frame_};
     state.candidates.resize(ways_.size());
-    state.times.reserve(options_.automatic.review_every);
+    state.times.reserve(std::max(options_.automatic.review_every, options_.automatic.first_review));
     for (std::size_t i = 0; i < ways_.size(); ++i) {
       Candidate& c = state.candidates[i];
       c.scheme = scheme_of(ways_[i].options, ranks, state.n, state.k).value_or(Scheme::dense);
