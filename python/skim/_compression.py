@@ -159,6 +159,14 @@ class Compression:
 
     # ---- a step ---------------------------------------------------------------------------------
 
+    def run_after_others(self, job: Callable[[], None]) -> None:
+        """Runs job on this thread, when the communication thread is done with what it has."""
+        if self._thread is not None:
+            idle = threading.Event()
+            self._jobs.put(idle.set)
+            idle.wait()
+        job()
+
     def submit(self, job: Callable[[], None]) -> None:
         """Runs job on the communication thread, after those before it."""
         if self._thread is None:

@@ -248,7 +248,12 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     # A future that set_exception was called on ends in DDP as a tensor of a wrong type; one whose
     # callback raises ends as what was raised.
     answer = done.then(finish)
-    state.submit(job)
+    if last and len(_attached) == 1:
+        # Backward has nothing left to hide it behind, so a change of threads would only cost time. Not
+        # with a second model: its last bucket might be first on another rank, and each wait for the other.
+        state.run_after_others(job)
+    else:
+        state.submit(job)
     return answer
 
 
