@@ -1,5 +1,9 @@
 // A group over a transport that Python brings: torch.distributed's gloo, above all.
 //
+// A rank that fails says whose fault it was to those that wait for it, in place of a message,
+// before it closes its connections; they do the same. The transport has another way to tell, for
+// ranks that are not waiting (a store).
+//
 // Such transports take a receive of a length that the receiver names, and may give it less. So a
 // message of L bytes travels as L and its first kFirst bytes, and what is left as a second one, for
 // which the receiver makes room when it waits. Both kinds have a tag of their own, so that what is
@@ -11,6 +15,7 @@
 #include <array>
 #include <cstring>
 #include <numeric>
+#include <optional>
 
 #include "communicator/backends.hpp"
 #include "python/bindings/bindings.hpp"
@@ -18,7 +23,8 @@
 namespace skim::python {
 namespace {
 
-constexpr std::size_t kLength = 8;  // bytes of L, little-endian
+constexpr std::size_t kLength = 8;                   // bytes of L, little-endian
+constexpr std::uint64_t kAbort = ~std::uint64_t{0};  // in place of L: an AbortWord follows
 // Long enough for the frames of most buckets: a second message costs a round trip, for gloo sends
 // only what a receive is waiting for.
 constexpr std::size_t kFirst = std::size_t{1} << 19;
@@ -38,6 +44,7 @@ struct Family {
   nb::object transport;
   int contexts = 1;  // used so far; of every rank that is in the newest group
   bool aborted = false;
+  std::optional<AbortWord> word;  // that a peer sent
 };
 
 struct Transfer {
@@ -73,9 +80,22 @@ class TransportCommunicator final : public Communicator {
     if (family_->aborted) return;
     family_->aborted = true;
     const bool known = 0 <= culprit && culprit < size();
+    const AbortWord word =
+        family_->word.value_or(make_abort_word(known ? root_rank(culprit) : -1, phase()));
     try {
-      family_->transport.attr("abort")(known ? root_ranks_[static_cast<std::size_t>(culprit)] : -1,
-                                       phase().text());
+      std::array<std::byte, kLength + sizeof word> message{};
+      std::memcpy(message.data(), &kAbort, kLength);
+      std::memcpy(message.data() + kLength, &word, sizeof word);
+      std::vector<nb::object> works;
+      for (int r = 0; r < size(); ++r) {
+        if (r == rank()) continue;
+        try {
+          works.push_back(start("send", message.data(), message.size(), r, first_tag()));
+        } catch (const nb::python_error&) {  // the one that has gone
+        }
+      }
+      family_->transport.attr("abort")(word.culprit, std::string(word.phase.data()),
+                                       family_->word.has_value());
     } catch (...) {  // a peer that cannot be told will run into its timeout
     }
   }
@@ -125,6 +145,11 @@ class TransportCommunicator final : public Communicator {
       if (t->receiving) {
         std::uint64_t length = 0;
         std::memcpy(&length, t->first.data(), kLength);
+        if (length == kAbort) {
+          std::memcpy(&family_->word.emplace(), t->first.data() + kLength, sizeof(AbortWord));
+          family_->word->phase.back() = '\0';
+          throw aborted_error(rank(), root_ranks_, *family_->word, phase());
+        }
         received = static_cast<std::size_t>(length);
         t->message->resize(received);
         const std::size_t head = std::min(received, kFirst);
@@ -148,8 +173,7 @@ class TransportCommunicator final : public Communicator {
   }
 
   nb::object start(const char* what, std::byte* data, std::size_t bytes, int peer, int tag) {
-    return family_->transport.attr(what)(memory(data, bytes),
-                                         root_ranks_[static_cast<std::size_t>(peer)], tag);
+    return family_->transport.attr(what)(memory(data, bytes), root_rank(peer), tag);
   }
   void finish(nb::object& work) {
     if (!work.is_valid()) return;
@@ -181,6 +205,7 @@ class TransportCommunicator final : public Communicator {
   }
   // Throws if a rank has said that it, or another one, has failed.
   void check_told() const {
+    if (family_->word) throw aborted_error(rank(), root_ranks_, *family_->word, phase());
     const nb::object told = family_->transport.attr("told")();
     if (told.is_none()) return;
     const auto [culprit, where] = nb::cast<std::pair<int, std::string>>(told);
@@ -190,6 +215,7 @@ class TransportCommunicator final : public Communicator {
     throw aborted_error(rank(), root_ranks_, word, phase());
   }
 
+  int root_rank(int r) const noexcept { return root_ranks_[static_cast<std::size_t>(r)]; }
   int first_tag() const noexcept { return 2 * context_; }
   int rest_tag() const noexcept { return 2 * context_ + 1; }
 
@@ -250,7 +276,8 @@ void bind_transport(nb::module_& m) {
       "                           for each peer and tag; what is sent may be shorter than the\n"
       "                           memory that receives it\n"
       "  wait(work)               until it is done; raises if it cannot be\n"
-      "  abort(culprit, phase)    tells all ranks, and ends what is open, here and there\n"
+      "  abort(culprit, phase, known)  ends what is open, here and for those who wait for this\n"
+      "                           rank; tells all ranks, unless known: another one does\n"
       "  told() -> None or (culprit, phase), if a rank has called abort\n"
       "All of them are called from the thread that uses the communicator.");
 }

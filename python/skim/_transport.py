@@ -55,9 +55,9 @@ class GlooTransport:
                 raise ConnectionError("its connection is closed: it has ended or failed") from None
             raise
 
-    def abort(self, culprit: int, phase: str) -> None:
+    def abort(self, culprit: int, phase: str, known: bool) -> None:
         try:
-            if self.size > 1 and self.told() is None:
+            if self.size > 1 and not known and self.told() is None:
                 self._store.set("abort", f"{culprit} {phase}")
         finally:
             self._gloo = None
