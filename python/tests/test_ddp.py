@@ -41,7 +41,7 @@ class Cases(unittest.TestCase):
 
 
 TRAIN = """
-import os, sys, time, torch, torch.distributed as dist, skim
+import sys, threading, torch, torch.distributed as dist, skim
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo")
@@ -53,7 +53,7 @@ for step in range(100000):
     if step == 5:
         print(f"rank {rank} trains", flush=True)
     if step == 20 and rank == 1 and sys.argv[3] == "stalls":
-        time.sleep(1000)
+        threading.Event().wait()  # for ever
 """
 
 
