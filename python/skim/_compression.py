@@ -8,7 +8,6 @@ import hashlib
 import queue
 import re
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -334,7 +333,3 @@ def _close_all() -> None:
     """Before Python takes its modules apart."""
     for compression in list(_open):
         compression.close()
-
-
-def now_ns() -> int:
-    return time.perf_counter_ns()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options, now_ns
+from skim._compression import STATE, Compression, Options
 from skim._report import Report
 from skim.dry_run import DryRun
 
@@ -226,7 +227,7 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     failure: list[BaseException] = []
     ready = None if devices is None else torch.cuda.current_stream(flat.device).record_event()
-    start = now_ns()
+    start = time.perf_counter_ns()
 
     def job() -> None:
         try:
@@ -234,7 +235,7 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
                 ready.synchronize()
             state._reduce_bucket(index, last, members, flat)
             if last:
-                state.statistics.exposed_s += (now_ns() - start) * 1e-9
+                state.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
         except BaseException as e:  # noqa: BLE001 - backward raises it
             state.fail(e)
             failure.append(e)
