@@ -8,7 +8,8 @@
 TASK: mnist-mlp, mnist-lenet5, cifar-lenet5, cifar-resnet20. Everything runs in `skim simulate --train`. A budget is
 the bytes that the busiest rank sends in a run of constant density (--densities; the first seed), and all rules are
 brought to it:
-  even, water-filling, laplace, measured   are told it (--budget)
+  even, water-filling, laplace, measured,
+  feedback                                 are told it (--budget)
   constant                                 the density that it comes from
   warm-up, capture, accordion              have one number that scales what they send (all densities of the
                                            warm-up of deep gradient compression; the share; both levels, 10 : 1):
@@ -40,7 +41,7 @@ TASKS = {  # epochs, learning rate, arguments
     "cifar-resnet20": (20, 0.1, ["--model", "resnet20", "--data", "cifar10", "--augment", "--weight-decay", "1e-4",
                                  "--no-bias-decay", "--lr-warmup", "1", *SGD]),
 }
-FORMS = ["even", "water-filling", "laplace", "measured"]
+FORMS = ["even", "water-filling", "laplace", "measured", "feedback"]
 RULES = [*FORMS, "constant", "warm-up", "capture", "accordion", "descent-per-bit"]
 DGC = [0.25, 0.0625, 0.015625, 0.004]
 PILOT = 100  # the seed

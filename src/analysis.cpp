@@ -99,6 +99,31 @@ double error_bound(const SparseDescent& d) {
   return gap + 0.5 * d.step_size * root * root;
 }
 
+double feedback_bound(const FeedbackDescent& d) {
+  constexpr const char* kWho = "feedback_bound";
+  SKIM_EXPECTS(d.gap >= 0.0 && d.noise >= 0.0, std::string(kWho) + ": gap and noise must be >= 0");
+  SKIM_EXPECTS(d.mu >= 0.0 && d.mu <= d.smoothness,
+               std::string(kWho) + ": needs 0 <= mu <= smoothness");
+  SKIM_EXPECTS(d.step_sizes.size() == d.residuals.size(),
+               std::string(kWho) + ": one residual for every step size, got " +
+                   std::to_string(d.residuals.size()) + " for " +
+                   std::to_string(d.step_sizes.size()));
+  // Rounding of a step size that is meant as 1 / L.
+  constexpr double kMost = 1.0 + 1e-12;
+  double error = d.gap;
+  for (std::size_t t = 0; t < d.step_sizes.size(); ++t) {
+    const double eta = d.step_sizes[t], e2 = d.residuals[t], l = d.smoothness;
+    SKIM_EXPECTS(eta >= 0.0 && l * eta <= kMost,
+                 std::string(kWho) + ": step sizes must be in [0, 1 / smoothness], got " +
+                     std::to_string(eta));
+    SKIM_EXPECTS(e2 >= 0.0,
+                 std::string(kWho) + ": residuals must be >= 0, got " + std::to_string(e2));
+    error = std::max(0.0, 1.0 - d.mu * eta) * error + 0.5 * l * l * eta * e2 +
+            0.5 * l * eta * eta * d.noise;
+  }
+  return error;
+}
+
 namespace {
 
 // Everything but the k entries of largest magnitude becomes 0.

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <numbers>
 #include <numeric>
 #include <random>
 #include <sstream>
@@ -29,7 +30,7 @@ using test::buckets;
 using Floats = std::vector<float>;
 
 constexpr std::array kForms{AdaptiveForm::even, AdaptiveForm::water_filling, AdaptiveForm::laplace,
-                            AdaptiveForm::measured};
+                            AdaptiveForm::measured, AdaptiveForm::feedback};
 std::string name_of(AdaptiveForm form) {
   return std::string(adaptive_form_names()[static_cast<std::size_t>(form)]);
 }
@@ -439,7 +440,8 @@ TEST(adaptive, comes_within_5_percent_of_the_optimum_for_norms_that_are_known) {
             (sum > mean * kSteps ? low : high) = x;
           }
           const auto schedule =
-              adaptive_density({.budget = mean * kN * kSteps,
+              adaptive_density({.form = AdaptiveForm::laplace,
+                                .budget = mean * kN * kSteps,
                                 .cost = [&](double d) { return std::floor(d * kN); },
                                 .density_min = kMin,
                                 .density_max = kMax,
@@ -457,6 +459,132 @@ TEST(adaptive, comes_within_5_percent_of_the_optimum_for_norms_that_are_known) {
           EXPECT_LE(error_of(kappa), shape.worse * error_of(best));
         }
       }
+    }
+  }
+}
+
+// With error feedback: sum_t eta_t^3 kappa_t^-2 is least for kappa_t in proportion to eta_t.
+TEST(adaptive, the_feedback_form_comes_within_1_percent_of_its_optimum_under_any_rate) {
+  constexpr std::uint64_t kSteps = 400;
+  constexpr double kN = 1e6, kMin = 1e-4, kMax = 0.5;
+  using OfRun = std::function<double(double)>;  // at a part of the run in [0, 1)
+  const std::vector<std::pair<std::string, OfRun>> norms{
+      {"flat", [](double) { return 1.0; }},
+      {"fall", [](double x) { return std::exp(-9.0 * x); }},
+      {"jump", [](double x) { return x < 0.5 ? 1.0 : 100.0; }},
+  };
+  const std::vector<std::pair<std::string, OfRun>> rates{
+      {"constant", [](double) { return 0.1; }},
+      {"cosine", [](double x) { return 0.1 * (1.0 + std::cos(std::numbers::pi * x)); }},
+      {"steps", [](double x) { return x < 0.5    ? 0.1
+                                      : x < 0.75 ? 0.01
+                                                 : 0.001; }},
+      {"warm-up", [](double x) { return std::min(1.0, 10.0 * x + 0.01); }},
+      {"pauses", [](double x) { return x < 0.2 || x > 0.3 ? 0.1 : 0.0; }},
+  };
+  for (const auto& [norm_name, norm2] : norms) {
+    for (const auto& [rate_name, rate] : rates) {
+      for (const double mean : {0.001, 0.02}) {
+        SCOPED_TRACE(norm_name + ", " + rate_name + ", mean density " + std::to_string(mean));
+        const auto at = [](std::uint64_t t) { return static_cast<double>(t) / kSteps; };
+        const auto weight = [&](std::uint64_t t) { return std::pow(rate(at(t)), 3.0); };
+        const auto error_of = [&](const std::vector<double>& kappa) {
+          double sum = 0.0;
+          for (std::uint64_t t = 0; t < kSteps; ++t) sum += weight(t) / kappa[t] / kappa[t];
+          return sum;
+        };
+        std::vector<double> best(kSteps);
+        double low = 0.0, high = 1e9;
+        for (int i = 0; i < 300; ++i) {
+          const double x = 0.5 * (low + high);
+          double sum = 0.0;
+          for (std::uint64_t t = 0; t < kSteps; ++t) {
+            best[t] = std::clamp(x * std::cbrt(weight(t)), kMin, kMax);
+            sum += best[t];
+          }
+          (sum < mean * kSteps ? low : high) = x;
+        }
+        const auto schedule = adaptive_density({
+            .budget = mean * kN * kSteps,
+            .cost = [&](double d) { return std::floor(d * kN); },
+            .density_min = kMin,
+            .density_max = kMax,
+            .learning_rate = [&](std::uint64_t t) { return rate(at(t)); },
+        });
+        std::vector<double> kappa;
+        const double sent = Driver{*schedule, kSteps}.drive([&](std::uint64_t t, const Density& d) {
+          kappa.push_back(d.up);
+          return Driver::Step{std::floor(d.up * kN), norm2(at(t)), 0.5 * norm2(at(t))};
+        });
+        EXPECT_LE(sent, mean * kN * kSteps);
+        EXPECT_LE(error_of(kappa), 1.01 * error_of(best));
+      }
+    }
+  }
+}
+
+// Residuals of updates: the norms that are told fall with the rate, and the weights do not twice.
+TEST(adaptive, norms_of_updates_say_what_those_of_gradients_do) {
+  constexpr std::uint64_t kSteps = 100;
+  constexpr double kN = 1e5;
+  const auto rate = [](std::uint64_t t) { return 0.1 * (1.0 - static_cast<double>(t) / kSteps); };
+  for (const AdaptiveForm form : kForms) {
+    if (form == AdaptiveForm::measured) continue;  // its threshold is in units of u
+    const auto densities = [&](bool of_updates) {
+      const auto schedule = adaptive_density({.form = form,
+                                              .budget = 0.01 * kN * kSteps,
+                                              .cost = [&](double d) { return std::floor(d * kN); },
+                                              .learning_rate = rate,
+                                              .norms_of_updates = of_updates,
+                                              .n = static_cast<std::size_t>(kN),
+                                              .ranks = 1});
+      std::vector<double> found;
+      Driver{*schedule, kSteps}.drive([&](std::uint64_t t, const Density& d) {
+        found.push_back(d.up);
+        const double scale = of_updates ? rate(t) : 1.0;
+        const double norm2 = scale * scale / (1.0 + static_cast<double>(t));
+        return Driver::Step{std::floor(d.up * kN), norm2, 0.3 * norm2};
+      });
+      return found;
+    };
+    const std::vector<double> gradients = densities(false), updates = densities(true);
+    for (std::uint64_t t = 0; t < kSteps; ++t) {
+      EXPECT_NEAR(updates[t], gradients[t], 1e-9) << name_of(form) << ", step " << t;
+    }
+  }
+}
+
+// Every form spends by the rate: what a step loses counts as much as it would have moved.
+TEST(adaptive, a_falling_rate_spends_early_and_a_constant_one_changes_nothing) {
+  constexpr std::uint64_t kSteps = 100;
+  constexpr double kN = 1e5;
+  for (const AdaptiveForm form : kForms) {
+    const auto densities = [&](const std::function<double(std::uint64_t)>& rate) {
+      const auto schedule = adaptive_density({.form = form,
+                                              .budget = 0.01 * kN * kSteps,
+                                              .cost = [&](double d) { return std::floor(d * kN); },
+                                              .learning_rate = rate,
+                                              .n = static_cast<std::size_t>(kN),
+                                              .ranks = 1});
+      std::vector<double> found;
+      Driver{*schedule, kSteps}.drive([&](std::uint64_t, const Density& d) {
+        found.push_back(d.up);
+        return Driver::Step{std::floor(d.up * kN), 1.0, 0.3};
+      });
+      return found;
+    };
+    SCOPED_TRACE(name_of(form));
+    const std::vector<double> none = densities({});
+    EXPECT_EQ(densities([](std::uint64_t) { return 0.05; }), none);
+    const std::vector<double> falling =
+        densities([](std::uint64_t t) { return 1.0 - static_cast<double>(t) / kSteps; });
+    const auto first = [](const std::vector<double>& d) {
+      return std::accumulate(d.begin(), d.begin() + kSteps / 2, 0.0);
+    };
+    if (form == AdaptiveForm::even) {
+      EXPECT_EQ(falling, none);
+    } else {
+      EXPECT_GT(first(falling), 1.1 * first(none));
     }
   }
 }
@@ -528,7 +656,8 @@ TEST(adaptive, comes_within_5_percent_of_the_optimum_on_a_quadratic) {
           for (std::uint64_t t = 0; t < steps; ++t) {
             constant.step(static_cast<std::size_t>(std::floor(mean * kN)), 0.0);
           }
-          for (const AdaptiveForm form : {AdaptiveForm::laplace, AdaptiveForm::measured}) {
+          for (const AdaptiveForm form :
+               {AdaptiveForm::laplace, AdaptiveForm::measured, AdaptiveForm::feedback}) {
             const auto schedule = adaptive_density(
                 {.form = form,
                  .budget = picks,
@@ -604,7 +733,9 @@ TEST(adaptive, refuses_what_cannot_be) {
               std::string::npos)
         << e.what();
   }
-  EXPECT_EQ(s->describe(), "adaptive (laplace), budget 10 bytes");
+  EXPECT_EQ(s->describe(), "adaptive (feedback), budget 10 bytes");
+  EXPECT_NE(why([](AdaptiveOptions& o) { o.norms_of_updates = true; }).find("learning rate"),
+            std::string::npos);
 }
 
 TEST(adaptive, a_budget_above_what_all_steps_can_take_is_not_used_up) {

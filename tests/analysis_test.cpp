@@ -494,6 +494,103 @@ TEST(ErrorBound, ItsFormulaAndWhatItRefuses) {
   EXPECT_THROW(error_bound({.noise = std::nan("")}), InvalidArgument);
 }
 
+// Descent on the same quadratic (L = 1) with error feedback: x takes the k largest of e + eta g.
+struct WithFeedback {
+  Turned q;
+  std::vector<double> e = std::vector<double>(q.x.size(), 0.0);
+
+  // Returns |e|^2 before the step.
+  double step(double eta, std::size_t k, double deviation, Rng& rng) {
+    double held = 0.0;
+    for (const double v : e) held += v * v;
+    Turned whole = q;
+    whole.step(eta, q.x.size(), deviation, rng);  // eta g, by what it moves
+    for (std::size_t i = 0; i < e.size(); ++i) e[i] += q.x[i] - whole.x[i];
+    std::vector<std::size_t> order(e.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::ranges::sort(
+        order, [&](std::size_t a, std::size_t b) { return std::abs(e[a]) > std::abs(e[b]); });
+    for (std::size_t i = 0; i < k; ++i) {
+      q.x[order[i]] -= e[order[i]];
+      e[order[i]] = 0.0;
+    }
+    return held;
+  }
+  double virtual_f() const {
+    Turned at = q;
+    for (std::size_t i = 0; i < e.size(); ++i) at.x[i] -= e[i];
+    return at.f();
+  }
+};
+
+TEST(FeedbackBound, HoldsAtEveryStepOfAQuadratic) {
+  constexpr std::size_t kN = 200;
+  for (const double mu : {0.0, 0.05, 0.5}) {
+    for (const double eta : {1.0, 0.2}) {
+      for (const std::size_t base : {1U, 10U, 60U}) {
+        WithFeedback run{start_of(kN, mu)};
+        Rng rng(1);
+        const double gap = run.q.f();
+        std::vector<double> sizes, held;
+        for (std::size_t t = 0; t < 100; ++t) {
+          sizes.push_back(eta / (1.0 + 0.05 * static_cast<double>(t)));
+          held.push_back(run.step(sizes.back(), 1 + (base * (1 + t % 5)) % kN, 0.0, rng));
+          const double bound = feedback_bound(
+              {.gap = gap, .mu = mu, .smoothness = 1.0, .step_sizes = sizes, .residuals = held});
+          EXPECT_LE(run.virtual_f(), bound * (1.0 + 1e-12)) << mu << " " << eta << " " << t;
+        }
+      }
+    }
+  }
+}
+
+TEST(FeedbackBound, HoldsOnAverageWithNoise) {
+  constexpr std::size_t kN = 100, kSteps = 40, kRuns = 200;
+  constexpr double kDeviation = 0.5;
+  for (const std::size_t k : {5U, 30U}) {
+    Rng rng(2);
+    double f = 0.0, gap = 0.0;
+    const std::vector<double> sizes(kSteps, 0.5);
+    std::vector<double> held(kSteps, 0.0);
+    for (std::size_t i = 0; i < kRuns; ++i) {
+      WithFeedback run{start_of(kN, 0.1)};
+      gap = run.q.f();
+      for (double& h : held) h += run.step(0.5, k, kDeviation, rng) / kRuns;
+      f += run.virtual_f() / kRuns;
+    }
+    EXPECT_LE(f, feedback_bound({.gap = gap,
+                                 .mu = 0.1,
+                                 .smoothness = 1.0,
+                                 .step_sizes = sizes,
+                                 .residuals = held,
+                                 .noise = kDeviation * kDeviation * kN}));
+  }
+}
+
+TEST(FeedbackBound, ItsFormulaAndWhatItRefuses) {
+  const std::vector<double> sizes{0.5, 0.25}, held{0.0, 4.0};
+  // L = 2, mu = 1: 16 1/2 3/4 + 2 1/4 4, and noise 8: (1/4 8) 3/4 + 1/16 8.
+  FeedbackDescent d{
+      .gap = 16.0, .mu = 1.0, .smoothness = 2.0, .step_sizes = sizes, .residuals = held};
+  EXPECT_DOUBLE_EQ(feedback_bound(d), 6.0 + 2.0);
+  d.noise = 8.0;
+  EXPECT_DOUBLE_EQ(feedback_bound(d), 8.0 + 1.5 + 0.5);
+  EXPECT_EQ(feedback_bound({.gap = 3.0}), 3.0);
+  const auto refused = [&](auto change) {
+    FeedbackDescent bad = d;
+    change(bad);
+    EXPECT_THROW(feedback_bound(bad), InvalidArgument);
+  };
+  const std::vector<double> negative{0.1, -1.0};
+  refused([](FeedbackDescent& b) { b.gap = -1.0; });
+  refused([](FeedbackDescent& b) { b.mu = 3.0; });
+  refused([](FeedbackDescent& b) { b.smoothness = 3.0; });
+  refused([](FeedbackDescent& b) { b.noise = std::nan(""); });
+  refused([&](FeedbackDescent& b) { b.residuals = std::span(held).first(1); });
+  refused([&](FeedbackDescent& b) { b.residuals = negative; });
+  refused([&](FeedbackDescent& b) { b.step_sizes = negative; });
+}
+
 // Three entries, two ranks, by hand.
 TEST(analysis, constants_of_both_links) {
   const std::vector<float> a{4, 1, 0}, b{-2, 3, 0}, g{0, 3, 4}, none(3, 0.0F);

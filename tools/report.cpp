@@ -236,7 +236,7 @@ nlohmann::json to_json(const Row& row, int ranks) {
     j["density_max"] = o.density_max;
   }
   if (o.density_rule == "adaptive") {
-    j["adaptive_form"] = o.adaptive_form;
+    j["adaptive_form"] = adaptive_form_names()[static_cast<std::size_t>(train::adaptive_form(o))];
     j["contraction"] = o.contraction;
     if (o.budget_bytes > 0.0) {
       j["budget_bytes"] = o.budget_bytes;

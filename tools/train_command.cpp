@@ -165,8 +165,11 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
   line.call("--target-time", time, "TIME",
             "adaptive: instead, how long the run is predicted to take, as 10min; with --fit and "
             "--compute");
-  line.choice("--adaptive-form", t.adaptive_form,
-              "adaptive: what is assumed of the entries that are left out", adaptive_form_names());
+  line.choice(
+      "--adaptive-form", t.adaptive_form,
+      "adaptive: what is assumed of the entries that are left out; auto: feedback with error "
+      "feedback, else water-filling",
+      train::adaptive_form_choices());
   line.option("--density-min", t.density_min, "D", "the least that a rule but accordion gives")
       ->check(CLI::Range(1e-12, 1.0));
   line.option("--density-max", t.density_max, "D", "and the most")->check(CLI::Range(1e-12, 1.0));

@@ -76,15 +76,6 @@ Sampler make_sampler(const TrainOptions& o, const Dataset& data, int ranks) {
   return {data.train_labels(), ranks, o.batch, o.seed, o.shards_per_rank};
 }
 
-RunLength run_length(const TrainOptions& o, std::int64_t steps_per_epoch) {
-  const auto per_epoch = static_cast<double>(steps_per_epoch);
-  const auto steps = [&](double epochs) {
-    return std::max<std::int64_t>(1, std::llround(epochs * per_epoch));
-  };
-  const std::int64_t total = o.steps > 0 ? o.steps : steps(o.epochs);
-  return {.total = total, .evaluation = o.eval_epochs > 0.0 ? steps(o.eval_epochs) : total};
-}
-
 std::uint64_t dropout_seed(std::uint64_t seed, std::int64_t step, int rank) {
   return mix(mix(seed) + mix(static_cast<std::uint64_t>(step)) + static_cast<std::uint64_t>(rank));
 }

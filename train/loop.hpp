@@ -35,12 +35,6 @@ std::vector<torch::Tensor> float_buffers(Model& model);
 // Throws: InvalidArgument, also for shards of data without labels.
 Sampler make_sampler(const TrainOptions& options, const Dataset& data, int ranks);
 
-// In steps.
-struct RunLength {
-  std::int64_t total = 0, evaluation = 0;  // of the run; from one evaluation to the next
-};
-RunLength run_length(const TrainOptions& options, std::int64_t steps_per_epoch);
-
 // The masks of one rank in one step: Model::seed_dropout.
 std::uint64_t dropout_seed(std::uint64_t seed, std::int64_t step, int rank);
 

@@ -17,11 +17,21 @@
 namespace skim::train {
 namespace {
 
+constexpr std::string_view kAuto = "auto";
+
 std::string join(const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& n : names) text += (text.empty() ? "" : ", ") + n;
   return text;
 }
+
+std::vector<std::string> auto_and(std::span<const std::string_view> names) {
+  std::vector<std::string> all{std::string(kAuto)};
+  all.insert(all.end(), names.begin(), names.end());
+  return all;
+}
+
+bool holds_updates(const TrainOptions& o) { return o.memory == memory_names()[1]; }
 
 template <class Names>
 std::size_t index_of(const std::string& name, const Names& names, const char* option) {
@@ -101,7 +111,8 @@ void expect_possible(const TrainOptions& o, const ReducerOptions& r) {
 }
 
 std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
-                                               std::vector<std::size_t> lengths) {
+                                               std::vector<std::size_t> lengths,
+                                               const RunLength& run) {
   const ReducerOptions r = reducer_options(o);
   expect_possible(o, r);
   const std::string_view rule = o.density_rule;
@@ -118,14 +129,18 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
   }
   const bool in_bytes = o.budget_bytes > 0.0;
   const std::size_t n = std::accumulate(lengths.begin(), lengths.end(), std::size_t{0});
-  AdaptiveOptions a{.form = static_cast<AdaptiveForm>(
-                        index_of(o.adaptive_form, adaptive_form_names(), "--adaptive-form")),
+  AdaptiveOptions a{.form = adaptive_form(o),
                     .budget = in_bytes ? o.budget_bytes : o.target_s,
                     .cost = {},
                     .in_bytes = in_bytes,
                     .density_min = o.density_min,
                     .density_max = o.density_max,
                     .contraction = o.contraction,
+                    .learning_rate =
+                        [run, rate = o.learning_rate](std::uint64_t step) {
+                          return run.rate(rate, static_cast<std::int64_t>(step));
+                        },
+                    .norms_of_updates = holds_updates(o),
                     .n = std::max<std::size_t>(1, n),
                     .ranks = ranks};
   a.cost = in_bytes ? most_bytes(r, ranks, std::move(lengths), o.down_density)
@@ -135,10 +150,11 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
 }
 
 std::unique_ptr<DensitySchedule> up_schedule(const TrainOptions& o, int ranks,
-                                             std::vector<std::size_t> lengths) {
+                                             std::vector<std::size_t> lengths,
+                                             const RunLength& run) {
   const std::string& spec = o.density_warmup;
   if (o.exchange == "dense") return constant_density(1.0);
-  if (!o.density_rule.empty()) return rule_schedule(o, ranks, std::move(lengths));
+  if (!o.density_rule.empty()) return rule_schedule(o, ranks, std::move(lengths), run);
   if (spec == "none") return constant_density(o.density);
   if (spec == "dgc") return listed_density(dgc_warm_up(), o.density);
   if (spec == "gaussiank") return listed_density(gaussiank_warm_up(), o.density);
@@ -175,14 +191,29 @@ double LearningRate::at(double epoch, double epochs, std::int64_t steps_per_epoc
   return base * factor;
 }
 
+double RunLength::epoch(std::int64_t step) const {
+  return static_cast<double>(step) / static_cast<double>(per_epoch);
+}
+double RunLength::rate(const LearningRate& by, std::int64_t step) const {
+  return by.at(epoch(step), epoch(total), per_epoch);
+}
+
+RunLength run_length(const TrainOptions& o, std::int64_t steps_per_epoch) {
+  const auto per_epoch = static_cast<double>(steps_per_epoch);
+  const auto steps = [&](double epochs) {
+    return std::max<std::int64_t>(1, std::llround(epochs * per_epoch));
+  };
+  const std::int64_t total = o.steps > 0 ? o.steps : steps(o.epochs);
+  return {.per_epoch = steps_per_epoch,
+          .total = total,
+          .evaluation = o.eval_epochs > 0.0 ? steps(o.eval_epochs) : total};
+}
+
 std::vector<std::string> split_names() { return {"iid", "shards"}; }
 std::vector<std::string> feedback_names() { return {"residual", "none"}; }
 std::vector<std::string> memory_names() { return {"gradients", "updates"}; }
-std::vector<std::string> index_code_choices() {
-  std::vector<std::string> names{"auto"};
-  names.insert(names.end(), index_code_names().begin(), index_code_names().end());
-  return names;
-}
+std::vector<std::string> adaptive_form_choices() { return auto_and(adaptive_form_names()); }
+std::vector<std::string> index_code_choices() { return auto_and(index_code_names()); }
 std::vector<std::string> select_seeds_names() { return {"same", "own"}; }
 std::vector<std::string> dense_sum_names() { return {"ring", "mpi"}; }
 std::vector<std::string> non_finite_names() { return {"skip", "raise", "pass"}; }
@@ -349,8 +380,16 @@ int training_ranks(const TrainOptions& o, int ranks) {
 
 float gradient_scale(const TrainOptions& o, double learning_rate) {
   constexpr double kLeastRate = 1e-20;
-  if (o.memory != memory_names()[1]) return 1.0F;
+  if (!holds_updates(o)) return 1.0F;
   return static_cast<float>(1.0 / std::max(learning_rate, kLeastRate));
+}
+
+AdaptiveForm adaptive_form(const TrainOptions& o) {
+  if (o.adaptive_form == kAuto) {
+    return o.feedback == feedback_names()[0] ? AdaptiveForm::feedback : AdaptiveForm::water_filling;
+  }
+  return static_cast<AdaptiveForm>(
+      index_of(o.adaptive_form, adaptive_form_names(), "--adaptive-form"));
 }
 
 void set_density(TrainOptions& o, const std::string& who, const std::string& text) {
@@ -377,8 +416,9 @@ double largest_density(const TrainOptions& o) {
 }
 
 std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& o, int ranks,
-                                                  std::vector<std::size_t> lengths) {
-  auto up = up_schedule(o, ranks, std::move(lengths));
+                                                  std::vector<std::size_t> lengths,
+                                                  const RunLength& run) {
+  auto up = up_schedule(o, ranks, std::move(lengths), run);
   return o.down_density > 0.0 ? with_down(std::move(up), o.down_density) : std::move(up);
 }
 

@@ -83,7 +83,7 @@ struct TrainOptions {
   double density_min = 1e-4, density_max = 0.25;  // of rules but accordion
   // adaptive: one of these is > 0. Bytes by the busiest rank, and predicted seconds, of the run.
   double budget_bytes = 0.0, target_s = 0.0;
-  std::string adaptive_form = "laplace";
+  std::string adaptive_form = "auto";
   double contraction = 1.0;
   double compute_s = 0.0;          // target_s: of forward and backward of a step
   std::string dense_sum = "ring";  // or "mpi"
@@ -101,6 +101,16 @@ struct TrainOptions {
   bool resume = false;
 };
 
+// A run in steps.
+struct RunLength {
+  std::int64_t per_epoch = 1, total = 1;
+  std::int64_t evaluation = 1;  // from one evaluation to the next
+
+  double epoch(std::int64_t step) const;  // fractional
+  double rate(const LearningRate& by, std::int64_t step) const;
+};
+RunLength run_length(const TrainOptions& options, std::int64_t steps_per_epoch);
+
 // What must be equal on all ranks, and between a checkpoint and the run that resumes it.
 nlohmann::json identity(const TrainOptions& options);
 
@@ -108,7 +118,8 @@ nlohmann::json identity(const TrainOptions& options);
 std::vector<std::string> split_names();
 std::vector<std::string> feedback_names();
 std::vector<std::string> memory_names();
-std::vector<std::string> index_code_choices();  // auto, then those of the library
+std::vector<std::string> adaptive_form_choices();  // auto, then those of the library
+std::vector<std::string> index_code_choices();     // auto, then those of the library
 std::vector<std::string> select_seeds_names();
 std::vector<std::string> dense_sum_names();
 std::vector<std::string> non_finite_names();
@@ -129,12 +140,15 @@ float gradient_scale(const TrainOptions& options, double learning_rate);
 // density or density_rule from `text`. Throws: InvalidArgument, "`who`: 'text' is no density: ...".
 void set_density(TrainOptions& options, const std::string& who, const std::string& text);
 
-// For a group and buckets of these lengths. Warm-ups: `none`; `dgc`, `gaussiank`, `gtopk` (their
-// papers' lists); `geometric:EPOCHS` (from 0.25); or a list of densities, one an epoch:
-// "0.25,0.0625". The run's density follows.
+// For a group, buckets of these lengths and a run of this length. Warm-ups: `none`; `dgc`,
+// `gaussiank`, `gtopk` (their papers' lists); `geometric:EPOCHS` (from 0.25); or a list of
+// densities, one an epoch: "0.25,0.0625". The run's density follows.
 // Throws: InvalidArgument, also for options that do not go together.
 std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& options, int ranks = 1,
-                                                  std::vector<std::size_t> lengths = {});
+                                                  std::vector<std::size_t> lengths = {},
+                                                  const RunLength& run = {});
+// The form of --density adaptive: as named, or the one whose bound is for the run's feedback.
+AdaptiveForm adaptive_form(const TrainOptions& options);
 // The largest that the schedule may give.
 double largest_density(const TrainOptions& options);
 

@@ -136,7 +136,7 @@ class Simulator {
       rank.comm = std::move(comm);
       rank.reducer = std::make_unique<Reducer>(
           reducer_options(options, rank.comm->rank()),
-          ReducerParts{.schedule = density_schedule(options, simulation.ranks, lengths),
+          ReducerParts{.schedule = density_schedule(options, simulation.ranks, lengths, length_),
                        .selector = {},
                        .exchange = {}},
           *rank.comm);
@@ -204,15 +204,10 @@ class Simulator {
                   "take fewer ranks, a smaller model or a lower density");
   }
 
-  double epoch_at(std::int64_t step) const {
-    return static_cast<double>(step) / static_cast<double>(sampler_.steps_per_epoch());
-  }
-
   // False: stopped, and nothing has changed but what ranks keep of batch norm.
   bool step() {
     const auto t0 = Clock::now();
-    const double rate = options_.learning_rate.at(epoch_at(done_), epoch_at(length_.total),
-                                                  sampler_.steps_per_epoch());
+    const double rate = length_.rate(options_.learning_rate, done_);
     set_learning_rate(*optimizer_, rate);
     SimulatedStep s;
     StepRecord& r = s.record;
@@ -249,7 +244,7 @@ class Simulator {
     r.loss = ranks_[0].loss;
     r.step = done_;
     r.total_steps = length_.total;
-    r.epoch = epoch_at(done_);
+    r.epoch = length_.epoch(done_);
     r.n = parameters_;
     r.dense_bytes = static_cast<std::uint64_t>(std::llround(ring_bytes(r.n, simulation_.ranks)));
     add_reports(ranks_[0].reports, r);
@@ -314,7 +309,7 @@ class Simulator {
           const auto slot = static_cast<Slot>(rank.reports.size());
           rank.reports.push_back(rank.reducer->reduce(slot, gradient));
         }
-        rank.applied = rank.reducer->end_step(epoch_at(done_ + 1));
+        rank.applied = rank.reducer->end_step(length_.epoch(done_ + 1));
         rank.end_ns = rank.comm->now_ns();
       } catch (...) {
         rank.comm->abort(static_cast<int>(r));
@@ -425,7 +420,7 @@ class Simulator {
     }
     const auto losses = static_cast<double>(loss_count_ * simulation_.ranks);
     evaluation_ = {.step = done_,
-                   .epoch = epoch_at(done_),
+                   .epoch = length_.epoch(done_),
                    .train_loss = loss_sum / losses,
                    .test_loss = sums.loss / sums.predictions,
                    .test_accuracy = sums.correct / sums.predictions};

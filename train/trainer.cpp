@@ -93,27 +93,26 @@ class Run {
         model_(make_model(options, data.info())),
         optimizer_(make_optimizer(options, *model_)),
         sampler_(make_sampler(options, data, ranks_)),
+        length_(run_length(options, sampler_.steps_per_epoch())),
         reducer_(reducer_options(options, comm.rank()),
                  {.schedule = density_schedule(
                       options, comm.size(),
-                      bucket_lengths(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6))),
+                      bucket_lengths(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6)),
+                      length_),
                   .selector = comm.rank() == 0 && observer.selector ? observer.selector() : nullptr,
                   .exchange = nullptr},
                  comm),
         buckets_(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6), reducer_) {
-    const RunLength length = run_length(options, sampler_.steps_per_epoch());
-    total_steps_ = length.total;
-    eval_steps_ = length.evaluation;
-    reducer_.set_total_steps(static_cast<std::uint64_t>(total_steps_));
+    reducer_.set_total_steps(static_cast<std::uint64_t>(length_.total));
   }
 
   Summary operator()() {
     if (options_.resume) resume();
     evaluate_if_due();  // a run that was stopped right after a step left it to this one
-    while (done_ < total_steps_ && !stopped_) {
+    while (done_ < length_.total && !stopped_) {
       step();
       evaluate_if_due();
-      const bool last = done_ == total_steps_;
+      const bool last = done_ == length_.total;
       const bool due = options_.checkpoint_steps > 0 && done_ % options_.checkpoint_steps == 0;
       if (!options_.checkpoint.empty() && (due || last || stopped_)) checkpoint();
     }
@@ -121,10 +120,6 @@ class Run {
   }
 
  private:
-  double epoch_at(std::int64_t step) const {
-    return static_cast<double>(step) / static_cast<double>(sampler_.steps_per_epoch());
-  }
-
   void step() {
     const auto t0 = Clock::now();
     const std::int64_t epoch = done_ / sampler_.steps_per_epoch();
@@ -135,8 +130,7 @@ class Run {
     const Batch batch = data_.train_batch(sampler_.examples(epoch, in_epoch, rank), epoch);
     model_->train();
     model_->seed_dropout(dropout_seed(options_.seed, done_, rank));
-    const double rate = options_.learning_rate.at(epoch_at(done_), epoch_at(total_steps_),
-                                                  sampler_.steps_per_epoch());
+    const double rate = length_.rate(options_.learning_rate, done_);
     set_learning_rate(*optimizer_, rate);
     if (stop_.load()) reducer_.raise_signal(kStopSignal);
 
@@ -154,7 +148,7 @@ class Run {
     const auto t2 = Clock::now();
     buckets_.finish(reports_);
     const auto t3 = Clock::now();
-    r.skipped = !reducer_.end_step(epoch_at(done_ + 1));
+    r.skipped = !reducer_.end_step(length_.epoch(done_ + 1));
     if (!r.skipped) {
       if (options_.clip_norm > 0.0) clip(buckets_.buffers(), options_.clip_norm);
       optimizer_->step();
@@ -171,8 +165,8 @@ class Run {
       ++loss_count_;
     }
     r.step = done_;
-    r.total_steps = total_steps_;
-    r.epoch = epoch_at(done_);
+    r.total_steps = length_.total;
+    r.epoch = length_.epoch(done_);
     r.n = buckets_.parameters();
     r.dense_bytes = static_cast<std::uint64_t>(std::llround(ring_bytes(r.n, comm_.size())));
     add_reports(reports_, r);
@@ -193,7 +187,7 @@ class Run {
   }
 
   void evaluate_if_due() {
-    const bool due = done_ > 0 && (done_ % eval_steps_ == 0 || done_ == total_steps_);
+    const bool due = done_ > 0 && (done_ % length_.evaluation == 0 || done_ == length_.total);
     if (due && !stopped_ && evaluation_.step != done_) evaluate();
   }
 
@@ -228,7 +222,7 @@ class Run {
       return;
     }
     evaluation_ = {.step = done_,
-                   .epoch = epoch_at(done_),
+                   .epoch = length_.epoch(done_),
                    .train_loss = total[3] / total[4],
                    .test_loss = total[0] / total[2],
                    .test_accuracy = total[1] / total[2]};
@@ -327,7 +321,7 @@ class Run {
     first_ = old_ranks == comm_.size() ? 0 : done_;
     const auto evaluated = meta.at("evaluated_step").get<std::int64_t>();
     evaluation_ = {.step = evaluated,
-                   .epoch = epoch_at(evaluated),
+                   .epoch = length_.epoch(evaluated),
                    .train_loss = meta.at("train_loss").get<double>(),
                    .test_loss = meta.at("test_loss").get<double>(),
                    .test_accuracy = meta.at("test_accuracy").get<double>()};
@@ -367,7 +361,7 @@ class Run {
     s.median.optimizer_ms = median(times_[5]);
     s.median.step_ms = median(times_[6]);
     s.skipped_steps = skipped_;
-    s.stopped = stopped_ && (done_ < total_steps_ || evaluation_.step != done_);
+    s.stopped = stopped_ && (done_ < length_.total || evaluation_.step != done_);
     s.checkpoint = checkpoint_;
     return s;
   }
@@ -382,10 +376,10 @@ class Run {
   std::shared_ptr<Model> model_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   Sampler sampler_;
+  RunLength length_;
   Reducer reducer_;
   GradientBuckets buckets_;  // after reducer_: it waits for what it started there
 
-  std::int64_t total_steps_ = 0, eval_steps_ = 0;
   std::int64_t done_ = 0;   // steps
   std::int64_t first_ = 0;  // the step from which bytes are counted
   bool stopped_ = false;

@@ -71,7 +71,7 @@ double convergence_bound(const Convergence& c);
 // Without noise that is a^T gap + eta / 2 sum_t a^(T-1-t) phi(K_t) |g_t|^2: what adaptive densities
 // (schedule.hpp) minimise. For f that is L-smooth with |grad f|^2 >= 2 mu (f - f*), eta <= 1 / L,
 // and noise >= E|g_t - grad f(x_t)|^2. Derived: docs/adaptive.md. It says nothing about error
-// feedback.
+// feedback: feedback_bound() does.
 struct SparseDescent {
   double gap = 0.0;                    // f(x_0) - f*, >= 0
   double mu = 0.0, step_size = 0.0;    // eta; both >= 0, mu eta <= 1
@@ -79,6 +79,21 @@ struct SparseDescent {
   double noise = 0.0;                  // >= 0
 };
 double error_bound(const SparseDescent& d);
+
+// The same with error feedback, for the virtual iterate x~_T = x_T - e_T, which has taken what the
+// residual e_T still holds: x~_{t+1} = x~_t - eta_t g_t. Bounds E[f(x~_T)] - f* by
+//   A_0 gap + sum_t A_{t+1} (L^2 / 2 eta_t |e_t|^2 + L / 2 eta_t^2 noise),
+//   A_t = (1 - mu eta_t) ... (1 - mu eta_{T-1}).
+// What was left out counts in every step that it is late. Over P ranks e and g are means. For f as
+// above, and eta_t <= 1 / L. Derived: docs/adaptive.md.
+struct FeedbackDescent {
+  double gap = 0.0;                      // f(x_0) - f*, >= 0
+  double mu = 0.0, smoothness = 0.0;     // 0 <= mu <= L
+  std::span<const double> step_sizes{};  // [T]: eta_t >= 0, L eta_t <= 1
+  std::span<const double> residuals{};   // [T]: |e_t|^2 >= 0, in units of x, before step t
+  double noise = 0.0;                    // >= 0
+};
+double feedback_bound(const FeedbackDescent& d);
 
 // ---- top-k on both links of a parameter server -------------------------------------------------
 

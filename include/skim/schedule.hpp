@@ -79,12 +79,15 @@ enum class AdaptiveForm : std::uint8_t {
   water_filling,  // (1 - kappa)^2, the bound for bell-shaped u (analysis::bell_bound)
   laplace,        // of a Laplace distribution over so many of the entries as fits what was measured
   measured,       // as it is: one threshold for all ranks and buckets, and k what reaches it
+  // With error feedback what is left out is late, not lost: kappa^-2, by what top-k surely captures
+  // of u in a step, kappa. The optimum has k in proportion to the learning rate.
+  feedback,
 };
 // The names that the command line knows, in enumerator order.
 std::span<const std::string_view> adaptive_form_names() noexcept;
 
 struct AdaptiveOptions {
-  AdaptiveForm form = AdaptiveForm::laplace;
+  AdaptiveForm form = AdaptiveForm::feedback;
   double budget = 0.0;  // of the whole run, in the unit of cost; > 0
   StepCost cost;
   // True: cost is in bytes, and what was spent is what the group's statistics tell. False: it is
@@ -92,8 +95,13 @@ struct AdaptiveOptions {
   bool in_bytes = true;
   double density_min = 1e-4, density_max = 0.25;  // in (0, 1], min <= max
   // a = 1 - mu eta in (0, 1], by which a step of size eta shrinks the error where the loss is
-  // mu-PL: what a step leaves out weighs a^(steps that follow). 1: all steps alike.
+  // mu-PL: what a step leaves out weighs a^(steps that follow). 1: all steps alike. Not with
+  // feedback, where norms tell how errors shrink.
   double contraction = 1.0;
+  // eta of a step, >= 0, the same on all ranks and in a resumed run; empty: the same in all steps.
+  std::function<double(std::uint64_t step)> learning_rate{};
+  // GroupStats::gradient_norm2 is of gradients times eta, as with GradView::scale = 1 / eta.
+  bool norms_of_updates = false;
   std::size_t n = 0;  // measured: entries of a gradient, over all buckets; > 0
   int ranks = 0;      // measured: P; > 0
 };

@@ -38,7 +38,7 @@ void bind_analysis(nb::module_& m) {
       },
       nb::kw_only(), "gap"_a, "smoothness"_a, "second_moment"_a, "delta"_a, "steps"_a,
       "Bounds the least E|grad f|^2 of so many steps of SGD with error feedback at step size "
-      "1 / sqrt(steps + 1) (arXiv 1901.09847, Theorem II).\\n"
+      "1 / sqrt(steps + 1) (arXiv 1901.09847, Theorem II).\n"
       "  gap  f(x_0) - f*; smoothness  L; second_moment  bounds E|g|^2; delta  contraction");
   m.def(
       "error_bound",
@@ -46,8 +46,23 @@ void bind_analysis(nb::module_& m) {
         return an::error_bound({gap, mu, step_size, {left_out.data(), left_out.size()}, noise});
       },
       nb::kw_only(), "gap"_a, "mu"_a, "step_size"_a, "left_out"_a, "noise"_a = 0.0,
-      "Bounds E[f(x_T)] - f* of top-k descent, without error feedback (docs/adaptive.md).\\n"
+      "Bounds E[f(x_T)] - f* of top-k descent, without error feedback (docs/adaptive.md).\n"
       "  left_out  [T] of |g_t - Top_k(g_t)|^2; mu  of the PL inequality");
+  m.def(
+      "feedback_bound",
+      [](double gap, double mu, double smoothness, const Doubles& step_sizes,
+         const Doubles& residuals, double noise) {
+        return an::feedback_bound({gap,
+                                   mu,
+                                   smoothness,
+                                   {step_sizes.data(), step_sizes.size()},
+                                   {residuals.data(), residuals.size()},
+                                   noise});
+      },
+      nb::kw_only(), "gap"_a, "mu"_a, "smoothness"_a, "step_sizes"_a, "residuals"_a,
+      "noise"_a = 0.0,
+      "The same with error feedback, of x_T less what the residual still holds.\n"
+      "  residuals  [T] of |e_t|^2 before step t, in units of x; step_sizes  [T]");
   m.def(
       "one_way_constant",
       [](const std::vector<Floats>& u, const Floats& g, std::size_t k) {

@@ -45,7 +45,8 @@ ReducerOptions costing(const ExchangeChoice& exchange, std::size_t dense_below) 
 }
 
 AdaptiveOptions adaptive(StepCost cost, double budget, const std::string& form, bool in_bytes,
-                         double density_min, double density_max, double contraction, std::size_t n,
+                         double density_min, double density_max, double contraction,
+                         std::function<double(std::uint64_t)> learning_rate, std::size_t n,
                          int ranks) {
   AdaptiveOptions o;
   o.form = enum_of<AdaptiveForm>("form", form, adaptive_form_names());
@@ -55,6 +56,7 @@ AdaptiveOptions adaptive(StepCost cost, double budget, const std::string& form, 
   o.density_min = density_min;
   o.density_max = density_max;
   o.contraction = contraction;
+  o.learning_rate = std::move(learning_rate);
   o.n = n;
   o.ranks = ranks;
   return o;
@@ -172,19 +174,22 @@ void bind_schedule(nb::module_& m) {
   m.def(
       "adaptive_density",
       [](StepCost cost, double budget, const std::string& form, bool in_bytes, double density_min,
-         double density_max, double contraction, std::size_t n, int ranks) {
-        const AdaptiveOptions o = adaptive(std::move(cost), budget, form, in_bytes, density_min,
-                                           density_max, contraction, n, ranks);
+         double density_max, double contraction, std::function<double(std::uint64_t)> learning_rate,
+         std::size_t n, int ranks) {
+        const AdaptiveOptions o =
+            adaptive(std::move(cost), budget, form, in_bytes, density_min, density_max, contraction,
+                     std::move(learning_rate), n, ranks);
         return BoundSchedule([o] { return adaptive_density(o); });
       },
-      nb::kw_only(), "cost"_a, "budget"_a, "form"_a = "laplace", "in_bytes"_a = true,
+      nb::kw_only(), "cost"_a, "budget"_a, "form"_a = "feedback", "in_bytes"_a = true,
       "density_min"_a = AdaptiveOptions{}.density_min,
-      "density_max"_a = AdaptiveOptions{}.density_max, "contraction"_a = 1.0, "n"_a = 0,
-      "ranks"_a = 0,
+      "density_max"_a = AdaptiveOptions{}.density_max, "contraction"_a = 1.0,
+      "learning_rate"_a = nb::none(), "n"_a = 0, "ranks"_a = 0,
       "Spends a budget where it lowers the bound on the final error most (docs/adaptive.md).\n"
       "  cost    of a step at a density: most_bytes() or predicted_seconds(), or a function\n"
       "  budget  of the whole run, in the unit of cost; Reducer.set_total_steps tells its length\n"
       "  form    one of skim.adaptive_forms; 'measured' needs n, over all slots, and ranks\n"
+      "  learning_rate  of a step, by its number; equal on all ranks\n"
       "  in_bytes  what was spent is what the group counted; False: what cost says\n"
       "Raises InvalidArgument, at the first step too: a budget that is less than all steps take at "
       "density_min.");

@@ -72,6 +72,11 @@ class Convergence(unittest.TestCase):
             analysis.error_bound(gap=7.0, mu=0.5, step_size=0.1, left_out=left_out),
             a**3 * 7 + 0.05 * np.sum(weights * left_out),
         )
+        # mu = 0: L^2 / 2 times the sum of what was late.
+        late = analysis.feedback_bound(
+            gap=7.0, mu=0.0, smoothness=3.0, step_sizes=np.array([0.2, 0.1]), residuals=np.array([0.0, 4.0])
+        )
+        self.assertAlmostEqual(late, 7 + 4.5 * 0.1 * 4.0)
 
     def test_mistakes(self):
         for call in (

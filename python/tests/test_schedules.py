@@ -93,6 +93,14 @@ class Budgets(unittest.TestCase):
             self.train(skim.adaptive_density(cost=lambda density: cost(density), budget=budget)),
         )
 
+    def test_it_spends_by_the_learning_rate(self):
+        cost = skim.most_bytes([self.n], ranks=self.ranks, dense_below=0)
+        schedule = skim.adaptive_density(
+            cost=cost, budget=self.steps * cost(0.01), learning_rate=lambda step: 0.1 if step < 5 else 0.01
+        )
+        _, ks = self.train(schedule)
+        self.assertGreater(min(ks[:5]), 3 * max(ks[5:-2]))  # the last steps take what is left
+
     def test_seconds(self):
         link = skim.Link(1e-4, 1e-8)
         cost = skim.predicted_seconds([self.n], ranks=self.ranks, link=link, compute_s=0.5, dense_below=0)

@@ -171,6 +171,8 @@ class Adaptive final : public DensitySchedule {
     SKIM_EXPECTS(o_.cost != nullptr, std::string(kWho) + ": needs a cost");
     SKIM_EXPECTS(o_.form != AdaptiveForm::measured || (o_.n > 0 && o_.ranks > 0),
                  std::string(kWho) + ": measured needs n and ranks");
+    SKIM_EXPECTS(!o_.norms_of_updates || o_.learning_rate != nullptr,
+                 std::string(kWho) + ": norms of updates need a learning rate");
   }
 
   Density density(const Progress& p) override {
@@ -263,7 +265,9 @@ class Adaptive final : public DensitySchedule {
     }
     planned_last_ = planned_;
     if (!has_norms(p.last)) return;
-    trend_.observe(p.last.gradient_norm2);
+    // In units of the step before this one: what the rate does next is known, and not for trends.
+    const double unit = o_.norms_of_updates ? rate(p.step - 1) : 1.0;
+    trend_.observe(p.last.gradient_norm2 / unit / unit);
     mean_square_ = p.last.accumulated_norm2 / (static_cast<double>(o_.n) * o_.ranks);
     if (o_.form == AdaptiveForm::measured && p.used.threshold > 0.0F) {
       observe_threshold(p);
@@ -296,8 +300,8 @@ class Adaptive final : public DensitySchedule {
     // there is room for.
     const double early = std::floor(4.0 * std::max(0.0, 1.0 / ratio_ - 1.0));
     const double planned_steps = std::max(1.0, steps - early);
-    const double x = multiplier(planned_steps, expected);
-    const double wanted = planned_steps > 1.0 ? std::clamp(std::exp(log_kappa(x, 1.0)),
+    const double x = multiplier(p.step, planned_steps, expected);
+    const double wanted = planned_steps > 1.0 ? std::clamp(std::exp(log_kappa(x, factor(0.0))),
                                                            o_.density_min, o_.density_max)
                                               : o_.density_max;
 
@@ -334,15 +338,17 @@ class Adaptive final : public DensitySchedule {
     return std::max(o_.density_min, std::exp(low));
   }
 
-  // ln kappa of a step whose weight w_s = |g_s|^2 / a^s is to that of this one as factor() says,
-  // for a multiplier x >= 0: it falls as x grows. It minimises sum_s w_s phi(kappa_s) + lambda
-  // kappa_s:
+  // ln kappa of a step whose weight w is to that of this one as factor() says, for a multiplier
+  // x >= 0: it falls as x grows. It minimises sum_s w_s phi(kappa_s) + lambda kappa_s:
   //   water_filling  2 w (1 - kappa) = lambda        x = lambda / (2 w_0)
   //   laplace        w tau^2 / (2 width) = lambda    x = tau of this step
+  //   feedback       2 w / kappa^3 = lambda          x = -ln kappa of this step
   double log_kappa(double x, double factor) const {
     switch (o_.form) {
       case AdaptiveForm::even:
         return -x;
+      case AdaptiveForm::feedback:
+        return factor - x;
       case AdaptiveForm::water_filling: {
         const double kappa = 1.0 - x * factor;
         return kappa > 0.0 ? std::log(kappa) : -std::numeric_limits<double>::infinity();
@@ -354,7 +360,22 @@ class Adaptive final : public DensitySchedule {
     return tail_.log_width() - x * factor;
   }
   double factor(double log_weight) const {
+    if (o_.form == AdaptiveForm::feedback) return log_weight / 3.0;
     return std::exp(o_.form == AdaptiveForm::water_filling ? -log_weight : -0.5 * log_weight);
+  }
+  double rate(std::uint64_t step) const {
+    // Of 0, nothing would be learned; this is as good as that, and has a logarithm.
+    constexpr double kLeast = 1e-100;
+    return o_.learning_rate ? std::max(kLeast, o_.learning_rate(step)) : 1.0;
+  }
+  // ln of the weight of the step that is `ahead` of this one over that of this one.
+  //   feedback    w_t = eta_t^3: what is late is eta |g|, squared, and counts eta; later steps
+  //               shrink its error as they shrink |g|^2, so norms cancel
+  //   the others  w_t = eta_t |g_t|^2 a^-t
+  double log_weight(std::uint64_t step, double ahead) const {
+    const double rates = std::log(rate(step + static_cast<std::uint64_t>(ahead)) / rate(step));
+    if (o_.form == AdaptiveForm::feedback) return 3.0 * rates;
+    return rates + trend_.growth(ahead) - ahead * std::log(o_.contraction);
   }
   // At which this step gets density_min.
   double largest_multiplier() const {
@@ -365,15 +386,16 @@ class Adaptive final : public DensitySchedule {
   // The x at which the steps that are left are expected to cost `budget`; the largest, if less is
   // left than that costs. Few of them stand for all where there are many: each in the middle of its
   // share.
-  double multiplier(double steps, double budget) const {
+  double multiplier(std::uint64_t step, double steps, double budget) const {
     constexpr std::size_t kNodes = 64;
     std::array<double, kNodes> factors{}, count{};
     const auto nodes = static_cast<std::size_t>(std::min<double>(steps, kNodes));
-    factors[0] = count[0] = 1.0;  // this step
+    factors[0] = factor(0.0);  // this step
+    count[0] = 1.0;
     for (std::size_t i = 1; i < nodes; ++i) {
       count[i] = (steps - 1.0) / static_cast<double>(nodes - 1);
       const double at = 0.5 + (static_cast<double>(i) - 0.5) * count[i];
-      factors[i] = factor(trend_.growth(at) - at * std::log(o_.contraction));
+      factors[i] = factor(log_weight(step, at));
     }
     const auto cost = [&](double x) {
       double sum = 0.0;
@@ -532,8 +554,8 @@ class Accordion final : public DensitySchedule {
 }  // namespace
 
 std::span<const std::string_view> adaptive_form_names() noexcept {
-  static constexpr std::array<std::string_view, 4> kNames{"even", "water-filling", "laplace",
-                                                          "measured"};
+  static constexpr std::array<std::string_view, 5> kNames{"even", "water-filling", "laplace",
+                                                          "measured", "feedback"};
   return kNames;
 }
 

@@ -43,6 +43,20 @@ class Rules(Case):
                 self.assertEqual((row["density"], row["budget_bytes"]), ("adaptive", 600e3))
                 self.assertRegex(people, r"density 0\.\d+  budget \d+\.\d\d %")
 
+    def test_the_form_is_that_of_the_feedback_and_follows_the_learning_rate(self):
+        adaptive = ["--threads", 1, "--density", "adaptive", "--budget", "600kB"]
+        for form, more in [("feedback", []), ("water-filling", ["--feedback", "none"]),
+                           ("laplace", ["--adaptive-form", "laplace"]),
+                           ("feedback", ["--exchange", "param-server", "--memory", "updates"])]:
+            with self.subTest(more):
+                densities = []
+                for schedule in ("constant", "cosine"):
+                    row, steps, _ = self.simulate(*adaptive, *more, "--lr-schedule", schedule)
+                    self.assertEqual(row["adaptive_form"], form)
+                    densities.append([s["density"] for s in steps])
+                constant, falling = ([sum(d[:len(d) // 2]), sum(d[len(d) // 2:])] for d in densities)
+                self.assertGreater(falling[0] / falling[1], 1.2 * constant[0] / constant[1])
+
     def test_a_predicted_time(self):
         # Twice what computing takes; the simulated time of a link without processors is predicted.
         row, steps, _ = self.simulate("--density", "adaptive", "--target-time", "0.5s",

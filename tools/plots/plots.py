@@ -349,7 +349,7 @@ def budgets(arguments):
         names = list(dict.fromkeys(r["at"] for r in found if r["feedback"] == kind))
         middle = names[len(names) // 2]
         for i, rule in enumerate(rules):
-            style = {"color": COLOURS[i % len(COLOURS)], "label": rule}
+            style = {"color": COLOURS[i % len(COLOURS)], "linestyle": "-" if i < len(COLOURS) else "--", "label": rule}
             mine = [r for r in found if (r["feedback"], r["rule"]) == (kind, rule)]
             for axis, quality in zip(row, shown):
                 key, y_label, factor = QUALITIES[quality]
@@ -366,6 +366,10 @@ def budgets(arguments):
             for r in [r for r in mine if r["at"] == middle][:1]:
                 share = [j / len(r["densities"]) for j in range(len(r["densities"]))]
                 row[2].plot(share, r["densities"], **style)
+        in_mb = sorted({r["budget"] / 1e6 for r in found if r["feedback"] == kind})
+        for axis in row[:2]:
+            axis.set_xticks(in_mb, labels=[f"{x:.3g}" for x in in_mb])
+            axis.minorticks_off()
         row[0].set_title("error feedback" if kind == "residual" else "no error feedback")
         row[2].set(yscale="log", xlabel="part of the run", ylabel="density", title=f"budget of {middle}")
     handles, labels = axes[0][0].get_legend_handles_labels()
