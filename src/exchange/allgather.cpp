@@ -25,10 +25,17 @@ class Allgather final : public Exchange {
 
       parts_.resize(ranks);
       views_.resize(ranks);
+      const GroupStats own = stats;
       stats = {};
       for (std::size_t r = 0; r < ranks; ++r) {
+        const int rank = static_cast<int>(r);
+        if (rank == comm.rank()) {  // what its frame says is known
+          combine(stats, own);
+          views_[r] = mine;
+          continue;
+        }
         GroupStats of_rank;
-        decode_message(codec_, frames_[r], mine.dim, parts_[r], of_rank, comm, static_cast<int>(r));
+        decode_message(codec_, frames_[r], mine.dim, parts_[r], of_rank, comm, rank);
         combine(stats, of_rank);
         views_[r] = parts_[r].view();
       }
