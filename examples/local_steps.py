@@ -2,8 +2,8 @@
 
 As in SparseLoCo (arXiv 2508.15706): H local AdamW steps, then the parameters' differences since the last exchange
 go through an aggregator, whose residuals are the error feedback; their mean is the gradient of an outer step of SGD.
-That has no momentum there; --outer-momentum gives it Nesterov's, as in DiLoCo (arXiv 2311.08105). SparseLoCo's decay of
-residuals and its selection in chunks are not here.
+That has no momentum there; --outer-momentum gives it Nesterov's, as in DiLoCo (arXiv 2311.08105). SparseLoCo's selection
+in chunks is not here.
 
 torchrun --nproc-per-node 2 examples/local_steps.py
 """
@@ -24,6 +24,7 @@ def main():
     parser.add_argument("--local-steps", type=int, default=15, metavar="H")
     parser.add_argument("--density", type=float, default=0.0156, help="share of the differences that is sent")
     parser.add_argument("--values", choices=skim.value_codes, default="q2", help="how their values are sent")
+    parser.add_argument("--residual-decay", type=float, default=0.95, help="of what is not sent, a round")
     parser.add_argument("--outer-lr", type=float, default=1.0)
     parser.add_argument("--outer-momentum", type=float, default=0.0)
     options = parser.parse_args()
@@ -41,7 +42,9 @@ def main():
     momentum = options.outer_momentum
     outer = torch.optim.SGD(shared, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0)
     try:
-        aggregator = skim.Aggregator(shared, density=options.density, values=options.values)
+        aggregator = skim.Aggregator(
+            shared, density=options.density, values=options.values, residual_decay=options.residual_decay
+        )
     except skim.InvalidArgument as e:
         sys.exit(str(e))
 

@@ -36,6 +36,7 @@ class Options:
     nesterov: bool = False
     clip_norm: float = 0.0
     error_feedback: bool = True
+    residual_decay: float = 1.0
     dense_below: int = 4096
     non_finite: str = "pass_on"
     total_steps: int = 0
@@ -44,6 +45,11 @@ class Options:
         exchange = self.exchange
         if isinstance(exchange, str):
             exchange = _core.ExchangeOptions(exchange, codec=_core.CodecOptions(value=self.values))
+        elif self.values != "f32":
+            raise _core.InvalidArgument(
+                f"skim: values='{self.values}': with ExchangeOptions their codec says how values travel: "
+                f"ExchangeOptions(..., codec=skim.CodecOptions(value='{self.values}'))"
+            )
         by_name = isinstance(self.select, (str, _core.SelectOptions))
         reducer = _core.Reducer(
             comm,
@@ -54,6 +60,7 @@ class Options:
                 momentum=self.momentum,
                 nesterov=self.nesterov,
                 clip_norm=self.clip_norm,
+                decay=self.residual_decay,
             ),
             dense_below=self.dense_below,
             non_finite="pass_on",
@@ -310,7 +317,8 @@ class _Phases:
 
 
 def _is_profiling() -> bool:
-    return bool(torch.autograd.profiler._is_profiler_enabled)
+    # PyTorch 2.0 does not tell; to mark phases that nobody sees costs microseconds.
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
 def array(tensor: torch.Tensor) -> Any:

@@ -30,6 +30,7 @@ def attach(
     nesterov: bool = False,
     clip_norm: float = 0.0,
     error_feedback: bool = True,
+    residual_decay: float = 1.0,
     dense_below: int = 4096,
     non_finite: str = "pass_on",
     total_steps: int = 0,
@@ -48,10 +49,12 @@ def attach(
     exchange: "auto", or the name of one of skim.exchange_kinds, or skim.ExchangeOptions.
     select: the rule that chooses them: one of skim.select_algos, or skim.SelectOptions, or an
         object of your own (skim.protocols).
-    values: how values travel: one of skim.value_codes. With skim.ExchangeOptions: their codec's.
+    values: how values travel: one of skim.value_codes. With skim.ExchangeOptions their codec says it.
     scaler: the GradScaler, if there is one: residuals are kept unscaled.
     momentum, nesterov: momentum correction, instead of the optimizer's momentum.
     clip_norm: of this rank's gradient, before it is compressed; 0: none.
+    error_feedback: False: what is not sent is lost.
+    residual_decay: factor of the residual in every step, in (0, 1]; below 1 what waits is forgotten.
     dense_below: buckets with fewer entries are summed whole.
     non_finite: what a NaN or an infinity in a gradient of any rank does. The step is taken back on
         all ranks. "pass_on": the gradient then holds a NaN, for a GradScaler (or the user) to see;
@@ -82,6 +85,7 @@ def attach(
         nesterov=nesterov,
         clip_norm=clip_norm,
         error_feedback=error_feedback,
+        residual_decay=residual_decay,
         dense_below=dense_below,
         non_finite=non_finite,
         total_steps=total_steps,

@@ -120,6 +120,22 @@ def case_options_of_ddp():
     train(attached(bucket_cap_mb=25), range(6))
 
 
+def case_residuals_decay():
+    model = attached(attach={"residual_decay": 0.5})
+    aggregator = skim.Aggregator(Linear().parameters(), 0.02, "allgather", residual_decay=0.5)
+    left = of_aggregator = torch.zeros(sum(LENGTHS)).double()
+    for step in range(5):
+        c = gradients(step)
+        model(c).backward()
+        before, left = left, kept(model)
+        same(total(0.5 * before + flat(c)), SIZE * means(model) + total(left))
+        mean = [g.clone() for g in c]
+        assert aggregator.reduce(mean)
+        before, of_aggregator = of_aggregator, flat(aggregator.residuals().values())
+        same(total(0.5 * before + flat(c)), SIZE * flat(mean) + total(of_aggregator))
+    assert left.any() and of_aggregator.any()
+
+
 def case_density_1_is_a_dense_sum():
     model = attached(attach={"density": 1.0})
     given, got = train(model, range(4))
@@ -182,8 +198,26 @@ def case_several_models():
     check_law(b, given, got_b)
 
 
+def left_out(what):
+    """Says what this PyTorch, an old one, cannot do, and so is not tested."""
+    assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), what
+    if RANK == 0:
+        print(f"left out, with PyTorch {torch.__version__}: {what}", flush=True)
+
+
+def gloo_takes(dtype):
+    try:
+        dist.broadcast(torch.zeros(1, dtype=dtype), 0)
+    except RuntimeError:
+        return False
+    return True
+
+
 def case_16_bit_gradients():
     for dtype in (torch.bfloat16, torch.float16):
+        if not gloo_takes(dtype):
+            left_out(f"DDP on gloo with parameters of {dtype}")
+            continue
         model = attached(Linear(dtype=dtype))
         given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
         for step in range(6):
@@ -197,7 +231,10 @@ def case_16_bit_gradients():
 
 
 def case_an_infinite_step_is_taken_back():
-    for through_scaler in (True, False):
+    has_scaler = hasattr(torch.amp, "GradScaler")
+    if not has_scaler:
+        left_out("a GradScaler without CUDA")
+    for through_scaler in (True, False) if has_scaler else (False,):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) if through_scaler else None
         model = attached(attach={"scaler": scaler})
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -375,6 +412,9 @@ def case_state_on_another_number_of_ranks():
 def case_distributed_checkpoint():
     import torch.distributed.checkpoint as dcp
 
+    if not hasattr(dcp, "save"):
+        left_out("torch.distributed.checkpoint, which could not save nested states")
+        return
     model = attached()
     train(model, range(4))
     folder = [tempfile.mkdtemp() if RANK == 0 else None]
@@ -423,6 +463,9 @@ def case_refusals():
     expect(wrong, "'0' makes sparse gradients", skim.attach, DDP(sparse))
     expect(wrong, "no 'ring'; there are: dense,", skim.attach, DDP(Linear()), exchange="ring")
     expect(wrong, "density", skim.attach, DDP(Linear()), density=0.0)
+    expect(wrong, "values='f16': with ExchangeOptions", skim.attach, DDP(Linear()),
+           exchange=skim.ExchangeOptions("gtopk"), values="f16")
+    expect(wrong, "decay", skim.attach, DDP(Linear()), residual_decay=1.5)
     expect(wrong, "no 'ignore'; there are: pass_on, raise", skim.attach, DDP(Linear()), non_finite="ignore")
     hooked = DDP(Linear())
     hooked.register_comm_hook(None, lambda state, bucket: None)
@@ -438,13 +481,17 @@ def case_refusals():
 
 
 def case_fsdp_is_refused():
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     text = "use DistributedDataParallel, or skim.Aggregator"
-    sharded = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
-    expect(skim.InvalidArgument, text, skim.attach, sharded)
     try:
+        sharded = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    except RuntimeError as e:
+        left_out(f"FSDP without CUDA: {str(e).splitlines()[0]}")
+    else:
+        expect(skim.InvalidArgument, text, skim.attach, sharded)
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
     except ImportError:  # before torch 2.6
         return
@@ -466,13 +513,18 @@ def case_report_writer_and_profiler():
     model = attached(attach={"writer": Writer(), "density": 0.01})
     before = skim.compression_of(model).comm.traffic.sent_bytes
     train(model, range(5))
-    everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    try:
+        everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
+        everything = None
+        left_out("a profiler of all threads")
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=everything
     ) as profile:
         model(gradients(0)).backward()
-    events = {e.key for e in profile.key_averages()}
-    assert {"skim::select", "skim::exchange", "skim::apply"} <= events, events
+    if everything is not None:
+        events = {e.key for e in profile.key_averages()}
+        assert {"skim::select", "skim::exchange", "skim::apply"} <= events, events
     assert set(written) >= {"skim/sent_bytes", "skim/captured", "skim/exposed_ms"}, written
     report = skim.report(model)
     text = str(report)
@@ -532,10 +584,10 @@ def case_aggregator():
 def main():
     global RANK, SIZE
     torch.set_num_threads(1)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = int(BUCKET_MB * 2**20)  # a megabyte in older versions of PyTorch
     dist.init_process_group("gloo")
     RANK, SIZE = dist.get_rank(), dist.get_world_size()
     wanted = sys.argv[1:]
-    failed = 0
     for name, case in list(globals().items()):
         if not name.startswith("case_") or (wanted and name.removeprefix("case_") not in wanted):
             continue
@@ -545,7 +597,6 @@ def main():
             verdict = "ok"
         except Exception:
             verdict = "failed"
-            failed += 1
             print(f"rank {RANK}: {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         verdicts = gathered(verdict)
         if RANK == 0:
@@ -553,7 +604,10 @@ def main():
         if set(verdicts) != {"ok"}:
             os._exit(1)  # ranks may not agree any more on what comes next
     dist.destroy_process_group()
-    sys.exit(1 if failed else 0)
+    sys.stdout.flush()
+    # Not through Python's end: a thread of gloo may free the last all-gather's tensors only then, and
+    # that aborts the process (PyTorch 2.13 under load).
+    os._exit(0)
 
 
 if __name__ == "__main__":
