@@ -184,6 +184,7 @@ nlohmann::json to_json(const Row& row, int ranks) {
   const train::TrainOptions& o = row.options;
   const train::Summary& s = row.summary;
   const bool text = o.data.name == "text";
+  const auto quality = [&](double x) { return s.evaluated() ? finite(x) : nlohmann::json(); };
   nlohmann::json j{{"run", row.name},
                    {"exchange", o.exchange},
                    {"select", o.select},
@@ -213,8 +214,8 @@ nlohmann::json to_json(const Row& row, int ranks) {
                    {"steps", s.steps},
                    {"stopped", s.stopped},
                    {"skipped_steps", s.skipped_steps},
-                   {"train_loss", finite(s.last.train_loss)},
-                   {"test_loss", finite(s.last.test_loss)},
+                   {"train_loss", quality(s.last.train_loss)},
+                   {"test_loss", quality(s.last.test_loss)},
                    {"sent_bytes_per_step", s.sent_bytes_per_step},
                    {"received_bytes_per_step", s.received_bytes_per_step},
                    {"max_sent_bytes_per_step", s.max_sent_bytes_per_step},
@@ -229,7 +230,7 @@ nlohmann::json to_json(const Row& row, int ranks) {
                    {"exposed_ms", s.median.exposed_ms},
                    {"optimizer_ms", s.median.optimizer_ms},
                    {"peak_rss_bytes", s.peak_rss_bytes}};
-  if (!text) j["test_accuracy"] = s.last.test_accuracy;
+  if (!text) j["test_accuracy"] = quality(s.last.test_accuracy);
   if (!o.density_rule.empty()) {
     j["density"] = o.density_rule;
     j["density_min"] = o.density_min;
@@ -260,8 +261,10 @@ void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool t
     const train::Summary& s = row.summary;
     const auto ms = [](double x) { return fmt::format("{:.2f}", x); };
     cells.push_back(
-        {row.name, fmt::format("{:.4f}", s.last.train_loss),
-         text ? fmt::format("{:.4f}", s.last.test_loss) : percent(s.last.test_accuracy),
+        {row.name, s.evaluated() ? fmt::format("{:.4f}", s.last.train_loss) : "-",
+         !s.evaluated() ? "-"
+         : text         ? fmt::format("{:.4f}", s.last.test_loss)
+                        : percent(s.last.test_accuracy),
          human_bytes(s.sent_bytes_per_step),
          s.dense_bytes_per_step > 0.0
              ? fmt::format("{:.3g} %", 100.0 * s.sent_bytes_per_step / s.dense_bytes_per_step)

@@ -58,6 +58,9 @@ struct Summary {
   std::uint64_t skipped_steps = 0;
   bool stopped = false;      // before its end, by `stop`
   std::string checkpoint{};  // the last one written; empty: none
+
+  // False: stopped before its first evaluation, and `last` says nothing.
+  bool evaluated() const { return last.step > 0; }
 };
 
 // A slot of n entries is exchanged by another scheme from the next step on, or by its first one in

@@ -571,7 +571,7 @@ class Failures(Case):
 
     def test_ctrl_c_ends_all_ranks(self):
         metrics = self.dir / "m.jsonl"
-        run = self.start(*self.LONG, "--metrics", metrics)
+        run = self.start(*self.LONG, "--metrics", metrics, "--summary", self.dir / "s.json")
         self.wait_for_step(run, metrics, 5)
         ranks = pids_of(self.dir)
         run.send_signal(signal.SIGINT)
@@ -579,6 +579,9 @@ class Failures(Case):
         self.assertEqual(run.returncode, 128 + signal.SIGINT, out + err)
         self.assertIn("stopped after step", err)
         self.assertTrue(lines(metrics))
+        (row,) = json.loads((self.dir / "s.json").read_text())  # it was never evaluated
+        self.assertEqual([row[x] for x in ("train_loss", "test_loss", "test_accuracy")], [None] * 3)
+        self.assertRegex(out, r"(?m)^\S+ +- +- ")
         for pid in ranks.values():
             self.assertFalse(is_running(pid), f"pid {pid} is still there")
 
