@@ -32,7 +32,7 @@ class Measured(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder) / "out.json"
             cls.done = bench(
-                "ddp", "--json", str(out), "--hooks", "none,allreduce,bf16,skim", "--bucket-mb", "8", "--density",
+                "ddp", "--json", str(out), "--hooks", "none,barrier,allreduce,bf16,skim", "--bucket-mb", "8", "--density",
                 "0.01", "--steps", "3", "--rounds", "2", "--warm-up", "4",
             )  # fmt: skip
             if cls.done.returncode:
@@ -40,13 +40,13 @@ class Measured(unittest.TestCase):
             cls.rows = {row["hook"]: row for row in json.loads(out.read_text())}
 
     def test_every_hook_has_its_row(self):
-        self.assertEqual(list(self.rows), ["none", "allreduce", "bf16", "skim"])
+        self.assertEqual(list(self.rows), ["none", "barrier", "allreduce", "bf16", "skim"])
         table = self.done.stdout.splitlines()
         self.assertEqual([line.split()[0] for line in table], ["hook", *self.rows])
 
     def test_times_are_of_the_same_rounds(self):
         self.assertEqual(self.rows["none"]["ratio_to_none"], 1)
-        for hook in ("none", "allreduce", "skim"):
+        for hook in ("none", "barrier", "allreduce", "skim"):
             row = self.rows[hook]
             self.assertLessEqual(row["min_ms"], row["step_ms"])
             self.assertGreater(row["ratio_to_none"], 0)
@@ -54,11 +54,13 @@ class Measured(unittest.TestCase):
 
     def test_ranks_end_with_equal_weights_if_gradients_were_exchanged(self):
         equal = {hook: row["weights_equal"] for hook, row in self.rows.items()}
-        self.assertEqual(equal, {"none": None, "allreduce": True, "bf16": None, "skim": True})
+        self.assertEqual(equal, {"none": None, "barrier": None, "allreduce": True, "bf16": None, "skim": True})
 
     @unittest.skipUnless(sys.platform == "linux", "only Linux tells what a socket has sent")
     def test_bytes_are_those_that_the_sockets_sent(self):
         self.assertLess(self.rows["none"]["sent_bytes"], 1000)
+        self.assertLess(0, self.rows["barrier"]["sent_bytes"])
+        self.assertLess(self.rows["barrier"]["sent_bytes"], 2000)
         # A ring of two: every rank sends each gradient once.
         dense = 4 * PARAMETERS
         self.assertAlmostEqual(self.rows["allreduce"]["sent_bytes"] / dense, 1, delta=0.01)

@@ -12,7 +12,8 @@ from typing import Any
 
 from skim import _core
 
-HOOKS = ("none", "allreduce", "fp16", "bf16", "powersgd", "skim")
+HOOKS = ("none", "barrier", "allreduce", "fp16", "bf16", "powersgd", "skim")
+DEFAULT = [*(hook for hook in HOOKS if hook != "barrier"), "skim-auto"]
 
 DDP = """\
 Time of a training step under PyTorch's DistributedDataParallel, with one communication hook after the other.
@@ -36,7 +37,7 @@ JSON: an array with an object for each hook. hook, exchange and density (skim's,
 step_ms, the median over all timed steps, and min_ms, where the slowest rank counts in each step; ratio_to_none, the
 median over rounds of the hook's median over none's; runs, failures (crashed, hung or refused), failure (the first
 one's reason); weights_equal (all ranks' parameters bit by bit, at the end of every run; null: none ended, or
-hook none); sent_bytes a step over TCP, headers aside, by the rank that sent most (null where the system does not tell);
+hook none or barrier); sent_bytes a step over TCP, headers aside, by the rank that sent most (null where the system does not tell);
 parts_ms (skim: its own times a step) and decisions (skim: what each bucket did last).
 """
 
@@ -55,9 +56,9 @@ def main() -> int:
     ddp.error = _refuse  # type: ignore[assignment, method-assign]
     add = ddp.add_argument
     add("--json", metavar="FILE", help="write the results there")
-    add("--hooks", type=_hooks, default=[*HOOKS, "skim-auto"], metavar="LIST",
-        help="of none, allreduce, fp16, bf16, powersgd, skim (with --exchange), skim-EXCHANGE; default: "
-        "none,allreduce,fp16,bf16,powersgd,skim,skim-auto")  # fmt: skip
+    add("--hooks", type=_hooks, default=DEFAULT, metavar="LIST",
+        help="of none (no communication), barrier (ranks wait for one another, and exchange nothing), allreduce, fp16, "
+        f"bf16, powersgd, skim (with --exchange), skim-EXCHANGE; default: {','.join(DEFAULT)}")  # fmt: skip
     add("--ranks", type=_whole(1, 250), default=2, metavar="P", help="processes (2)")
     add("--rate", type=_rate, metavar="RATE", help="of the link of every rank, each way: 1gbit, 100mbit, ..; loopback")
     add("--latency", type=_latency, metavar="TIME", help="one way, with --rate: 0.2ms, 50us, ..; none")

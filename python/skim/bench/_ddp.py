@@ -243,7 +243,7 @@ class Hook:
             "runs": runs,
             "failures": len(self.failures),
             "failure": self.failures[0] if self.failures else None,
-            "weights_equal": all(self.equal) if self.equal and self.name != "none" else None,
+            "weights_equal": all(self.equal) if self.equal and self.name not in ("none", "barrier") else None,
             "sent_bytes": statistics.median(self.sent) if self.sent else None,
             "parts_ms": {k: 1e3 * max(p[k] for p in parts) for k in parts[0]} if self.is_skim and parts else None,
             "decisions": self.outcomes[0].decisions if self.is_skim and self.outcomes else None,

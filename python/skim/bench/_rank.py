@@ -112,6 +112,7 @@ class _Trainer:
         else:
             hooks = {
                 "none": _no_exchange,
+                "barrier": _wait_only,
                 "allreduce": default_hooks.allreduce_hook,
                 "fp16": default_hooks.fp16_compress_hook,
                 "bf16": default_hooks.bf16_compress_hook,
@@ -154,6 +155,12 @@ def _no_exchange(state, bucket):  # type: ignore[no-untyped-def]
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
+
+
+def _wait_only(state, bucket):  # type: ignore[no-untyped-def]
+    """What every exchange costs at least: each rank waits, bucket by bucket, for the slowest."""
+    met = dist.all_reduce(torch.zeros(1), async_op=True).get_future()
+    return met.then(lambda _: bucket.buffer())
 
 
 def _sent_bytes() -> int | None:
