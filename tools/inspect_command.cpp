@@ -178,7 +178,7 @@ class InspectingSelector final : public Selector {
   Snapshot& snapshot_;
 };
 
-// One file a bucket, in the smallest code.
+// One file a bucket, in the code that the encoder chooses.
 void write_frame(const std::filesystem::path& folder, std::int64_t step, const Snapshot::Part& b) {
   std::vector<std::byte> frame;
   Codec().encode(b.selected.view(), nullptr, frame);

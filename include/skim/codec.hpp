@@ -45,7 +45,9 @@ enum class Rounding : std::uint8_t {
 std::span<const std::string_view> rounding_names() noexcept;
 
 struct CodecOptions {
-  std::optional<IndexCode> index = {};  // none: the smallest, found for each frame
+  // None: for each frame the smallest, but huffman beyond 4096 entries only where it saves a bit an
+  // entry: it takes longest to write and read.
+  std::optional<IndexCode> index = {};
   ValueCode value = ValueCode::f32;
   Rounding rounding = Rounding::nearest;
   std::uint64_t seed = 0;  // of stochastic rounding

@@ -108,7 +108,7 @@ std::size_t Codec::encode(const SparseView& s, const GroupStats* stats,
   const std::size_t stats_bytes = stats != nullptr ? kFrameStatsBytes : 0;
   const codes::IndexPlan plan = options_.index
                                     ? codes::plan_indices(*options_.index, s.index, s.dim)
-                                    : codes::smallest_plan(s.index, s.dim);
+                                    : codes::cheapest_plan(s.index, s.dim);
   const std::size_t length =
       kFrameHeaderBytes + stats_bytes + plan.bytes + codes::value_bytes(options_.value, s.nnz());
   if (out.capacity() < begin + length) {

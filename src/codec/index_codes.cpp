@@ -502,17 +502,20 @@ IndexPlan plan_indices(IndexCode code, std::span<const Index> index, std::size_t
   return {.code = IndexCode::raw32, .bytes = index.size_bytes()};
 }
 
-IndexPlan smallest_plan(std::span<const Index> index, std::size_t dim) noexcept {
+IndexPlan cheapest_plan(std::span<const Index> index, std::size_t dim) noexcept {
   IndexPlan best = plan_indices(IndexCode::raw32, index, dim);
   if (index.empty()) return best;
-  const auto consider = [&best](const IndexPlan& plan) {
-    if (plan.bytes < best.bytes) best = plan;
+  const auto consider = [&best](const IndexPlan& plan, std::size_t time = 0) {
+    if (plan.bytes + time < best.bytes) best = plan;
   };
   const GapSums sums(index);
   consider(packed_plan(sums.all, index.size()));
   consider(sums.best_rice(index.size()));
   consider(plan_indices(IndexCode::bitmap, index, dim));
-  if (index.size() >= kLeastHuffman) consider(huffman_plan(index, dim));
+  if (index.size() >= kLeastHuffman) {
+    const std::size_t slow = index.size() - std::min(index.size(), kQuickEntries);
+    consider(huffman_plan(index, dim), bytes_of_bits(slow));
+  }
   return best;
 }
 
