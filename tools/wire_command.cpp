@@ -183,10 +183,8 @@ int run(const WireOptions& o) {
   }
   fmt::print(people,
              "*: what the encoder chooses: the smallest, but huffman beyond 4096 entries only "
-             "where it saves "
-             "a bit an entry.\nindex: bytes of the index section; entropy: log2 of the number of "
-             "k-subsets of "
-             "n, in bytes; ratio: index over\nentropy. Values: {}.\n",
+             "where it saves a bit\nan entry. index: bytes of the index section; entropy: log2 of "
+             "the number of k-subsets of n, in bytes;\nratio: index over entropy. Values: {}.\n",
              value_code_names()[static_cast<std::size_t>(o.value)]);
   json.write(results);
   return 0;
