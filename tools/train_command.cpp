@@ -213,7 +213,8 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
   line.call("--fit", read, "FILE",
             "auto: link and local speeds as skim bench network --json wrote them; without, the "
             "link is measured");
-  line.choice("--index-code", t.index_code, "indices in frames; auto: the smallest for each",
+  line.choice("--index-code", t.index_code,
+              "indices in frames; auto: the smallest for each that is worth its time",
               train::index_code_choices());
   line.choice("--value-code", t.value_code, "values in frames: q8, q4, q2 with scales for blocks",
               value_code_names());
