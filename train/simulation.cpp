@@ -496,6 +496,8 @@ double exchange_memory(ExchangeKind kind, int ranks, std::size_t n, std::size_t 
     case ExchangeKind::global_topk:
     case ExchangeKind::sparcml:
       return p * p * entries * 60.0;
+    case ExchangeKind::param_server:
+      return p * std::min(p * entries, static_cast<double>(n)) * 60.0;
     default:
       return p * entries * 200.0;
   }

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
 from skim._report import Report
@@ -86,6 +87,24 @@ def same_on_all_ranks(comm: _core.Communicator, what: str, mine: Sequence[str]) 
                 raise _core.InvalidArgument(
                     f"skim: {what} differ between ranks: rank 0 has {there}, rank {r} has {here}"
                 )
+
+
+class HookState:
+    """What DDP keeps of whoever its hook works for. DDP gives a copy of the model no hook, so that copies have nobody."""
+
+    def __init__(self, owner: Any = None) -> None:
+        self.owner = owner
+
+    def __reduce__(self) -> Any:
+        return HookState, ()
+
+
+def set_hook(ddp: DistributedDataParallel, hook: Callable[..., Any], owner: Any) -> None:
+    """Throws InvalidArgument, if DDP refuses it."""
+    try:
+        ddp.register_comm_hook(HookState(owner), hook)
+    except RuntimeError as e:
+        raise _core.InvalidArgument(f"skim.attach: DDP refused the hook: {e}") from None
 
 
 class Compression:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options
+from skim._compression import STATE, Compression, Options, set_hook
 from skim._report import Report
 from skim.dry_run import DryRun
 
@@ -167,10 +167,7 @@ class DdpCompression(Compression):
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
         self._seen_before: list[tuple[int, ...]] = []
-        try:
-            ddp.register_comm_hook(self, _hook)
-        except RuntimeError as e:
-            raise _core.InvalidArgument(f"skim.attach: DDP refused the hook: {e}") from None
+        set_hook(ddp, _hook, self)
 
     def rollback(self) -> None:
         """The trainer skips the step whose backward has just ended: nothing of it counts as
@@ -224,8 +221,9 @@ class DdpCompression(Compression):
 
 # Without annotations: DDP compares them with the types themselves, which these are not as strings.
 def _hook(state, bucket):  # type: ignore[no-untyped-def]
+    compression = state.owner
     flat = bucket.buffer()
-    members = tuple(state._index_of[p] for p in bucket.parameters())
+    members = tuple(compression._index_of[p] for p in bucket.parameters())
     index, last = bucket.index(), bucket.is_last()
     devices = None if flat.device.type == "cpu" else [flat.device]
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -237,11 +235,11 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
         try:
             if ready is not None:
                 ready.synchronize()
-            state._reduce_bucket(index, last, members, flat)
+            compression._reduce_bucket(index, last, members, flat)
             if last:
-                state.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
+                compression.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
         except BaseException as e:  # noqa: BLE001 - backward raises it
-            state.fail(e)
+            compression.fail(e)
             failure.append(e)
         done.set_result(flat)
 
@@ -256,9 +254,9 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     if last and len(_attached) == 1:
         # Backward has nothing left to hide it behind, so a change of threads would only cost time. Not
         # with a second model: its last bucket might be first on another rank, and each wait for the other.
-        state.run_after_others(job)
+        compression.run_after_others(job)
     else:
-        state.submit(job)
+        compression.submit(job)
     return answer
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import array
+from skim._compression import array, set_hook
 from skim._transport import connect
 
 DENSITIES = (0.001, 0.01, 0.1)
@@ -47,10 +47,7 @@ class DryRun:
         self._pending: list[Any] = []
         self._times: list[tuple[float, float]] = []  # (step, exposed) of each step measured
         self._gradients: list[torch.Tensor] = []
-        try:
-            ddp.register_comm_hook(self, _hook)
-        except RuntimeError as e:
-            raise _core.InvalidArgument(f"skim.attach: DDP refused the hook: {e}") from None
+        set_hook(ddp, _hook, self)
 
     def __str__(self) -> str:
         if not self.verdict:
@@ -165,15 +162,16 @@ LOCAL = _core.LocalSpeeds(merge_s=10e-9, add_s=0.35e-9)  # as the exchange auto 
 # Without annotations: see ddp.py.
 def _hook(state, bucket):  # type: ignore[no-untyped-def]
     """What DDP does without a hook, and a clock."""
+    run = state.owner
     flat = bucket.buffer()
     if bucket.index() == 0:
-        state._step_begins()
-        state._pending = []
-    flat.div_(dist.get_world_size(state._group))
-    work = dist.all_reduce(flat, group=state._group, async_op=True)
-    state._pending.append((work, flat))
+        run._step_begins()
+        run._pending = []
+    flat.div_(dist.get_world_size(run._group))
+    work = dist.all_reduce(flat, group=run._group, async_op=True)
+    run._pending.append((work, flat))
     if bucket.is_last():
-        state._backward_ends([w for w, _ in state._pending], [f for _, f in state._pending])
+        run._backward_ends([w for w, _ in run._pending], [f for _, f in run._pending])
     return work.get_future().then(lambda future: future.value()[0])
 
 

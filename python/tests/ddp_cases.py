@@ -7,7 +7,9 @@ numbers that are multiples of the number of ranks all sums are exact, so the law
 """
 
 import contextlib
+import copy
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -196,6 +198,22 @@ def case_several_models():
         got_b += means(b)
     check_law(a, given, got_a)
     check_law(b, given, got_b)
+
+
+def case_copies_are_not_attached():
+    watched, model = DDP(Linear()), attached()
+    skim.attach(watched, dry_run=3)
+    copy.deepcopy(watched)
+    train(model, range(3))
+    before = kept(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        c = gradients(3)
+        twin(c).backward()
+        same(total(flat(c)), SIZE * means(twin))  # DDP's own sum
+        expect(skim.InvalidArgument, "has not been attached", skim.report, twin)
+        skim.attach(twin, density=0.02, exchange="allgather", timeout=60.0)
+        train(twin, range(3))
+    assert torch.equal(kept(model), before)
 
 
 def left_out(what):

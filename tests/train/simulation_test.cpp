@@ -442,6 +442,11 @@ TEST(Simulation, SaysWhatMemoryItNeeds) {
             4.0 * exchange_memory(ExchangeKind::allgather, 4, 1000, 10));
   EXPECT_EQ(exchange_memory(ExchangeKind::gtopk, 8, 1000, 10),
             2.0 * exchange_memory(ExchangeKind::gtopk, 4, 1000, 10));
+  // Each gets what any rank sent, where the server leaves nothing out: up to the whole gradient.
+  EXPECT_EQ(exchange_memory(ExchangeKind::param_server, 8, 100000, 10),
+            exchange_memory(ExchangeKind::allgather, 8, 100000, 10));
+  EXPECT_EQ(exchange_memory(ExchangeKind::param_server, 200, 1000, 10),
+            2.0 * exchange_memory(ExchangeKind::param_server, 100, 1000, 10));
 }
 
 }  // namespace
