@@ -98,8 +98,10 @@ std::size_t merge(const SparseView& a, const SparseView& b, Index* __restrict in
 // with one another.
 std::size_t add_windows(std::span<const SparseView> parts, std::span<std::size_t> next,
                         Index* index, float* value) {
-  constexpr std::size_t kWindow = 1U << 16U, kWord = 64;
-  alignas(64) std::array<float, kWindow> window;  // an entry counts only if its bit is set
+  constexpr std::size_t kWindow = 1U << 15U, kWord = 64;
+  // -0 where nothing has been added: the one number that a sum with leaves every other as it is.
+  alignas(64) std::array<float, kWindow> window;
+  std::fill_n(window.begin(), std::min(kWindow, parts.front().dim), -0.0F);
   std::array<std::uint64_t, kWindow / kWord> bits{};
   std::array<std::uint64_t, kWindow / kWord / kWord> words{};  // which of bits are not 0
   std::size_t out = 0, left = 0;
@@ -110,10 +112,8 @@ std::size_t add_windows(std::span<const SparseView> parts, std::span<std::size_t
       std::size_t e = next[p];
       for (; e < part.nnz() && part.index[e] - begin < kWindow; ++e) {
         const std::size_t at = part.index[e] - begin;
-        std::uint64_t& word = bits[at / kWord];
-        const std::uint64_t bit = std::uint64_t{1} << at % kWord;
-        window[at] = (word & bit) != 0 ? window[at] + part.value[e] : part.value[e];
-        word |= bit;
+        window[at] += part.value[e];
+        bits[at / kWord] |= std::uint64_t{1} << at % kWord;
         words[at / kWord / kWord] |= std::uint64_t{1} << at / kWord % kWord;
       }
       left -= e - next[p];
@@ -126,7 +126,7 @@ std::size_t add_windows(std::span<const SparseView> parts, std::span<std::size_t
           const std::size_t at =
               word * kWord + static_cast<std::size_t>(std::countr_zero(bits[word]));
           index[out] = static_cast<Index>(begin + at);
-          value[out++] = window[at];
+          value[out++] = std::exchange(window[at], -0.0F);
         }
       }
     }

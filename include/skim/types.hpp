@@ -148,7 +148,7 @@ bool is_canonical(const SparseView& s) noexcept;
 // out = parts[0] + parts[1] + ... , added in that order for every index, so equal inputs give
 // bitwise equal sums on every rank. An index stays in the union even where its values cancel to 0.
 // Requires: equal dims; out not aliased by a part. Cost: O(total nnz), and for more than two parts
-// O(parts * dim / 2^16); no allocation once out is warm and parts <= 64. Throws: InvalidArgument if
+// O(parts * dim / 2^15); no allocation once out is warm and parts <= 64. Throws: InvalidArgument if
 // dims differ or parts is empty.
 void sum(std::span<const SparseView> parts, SparseBuffer& out);
 
