@@ -37,8 +37,8 @@ JSON: an array with an object for each hook. hook, exchange and density (skim's,
 step_ms, the median over all timed steps, and min_ms, where the slowest rank counts in each step; ratio_to_none, the
 median over rounds of the hook's median over none's; runs, failures (crashed, hung or refused), failure (the first
 one's reason); weights_equal (all ranks' parameters bit by bit, at the end of every run; null: none ended, or
-hook none or barrier); sent_bytes a step over TCP, headers aside, by the rank that sent most (null where the system does not tell);
-parts_ms (skim: its own times a step) and decisions (skim: what each bucket did last).
+hook none or barrier); sent_bytes a step over TCP, headers aside, by the rank that sent most (null where the system does
+not tell); parts_ms (skim: its own times a step) and decisions (skim: what each bucket did last).
 """
 
 
