@@ -93,8 +93,8 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
   line.plain("--steps", t.steps, "N", "steps, instead of epochs")->check(positive());
   line.choice(
       "--split", t.split,
-      "iid: every rank draws from all examples; shards: from its own, which are cut from the "
-      "examples sorted by label",
+      "iid: every rank draws from all examples; partition: from its own, dealt at random once; "
+      "shards: from its own, which are cut from the examples sorted by label",
       train::split_names());
   line.option("--shards-per-rank", t.shards_per_rank, "N", "shards: how many a rank gets")
       ->check(positive());
@@ -168,7 +168,7 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
   line.choice(
       "--adaptive-form", t.adaptive_form,
       "adaptive: what is assumed of the entries that are left out; auto: feedback with error "
-      "feedback, else water-filling",
+      "feedback, else measured",
       train::adaptive_form_choices());
   line.option("--density-min", t.density_min, "D", "the least that a rule but accordion gives")
       ->check(CLI::Range(1e-12, 1.0));

@@ -624,33 +624,49 @@ Sampler::Sampler(std::int64_t examples, std::int64_t ranks, std::int64_t batch, 
   order_.resize(u(examples));
 }
 
-Sampler::Sampler(std::span<const std::uint8_t> labels, std::int64_t ranks, std::int64_t batch,
-                 std::uint64_t seed, std::int64_t per_rank)
-    : ranks_(ranks), batch_(batch), seed_(seed) {
+Sampler Sampler::partition(std::int64_t examples, std::int64_t ranks, std::int64_t batch,
+                           std::uint64_t seed) {
+  Sampler sampler(examples, ranks, batch, seed);
+  std::vector<std::int64_t> order(u(examples));
+  std::iota(order.begin(), order.end(), 0);
+  shuffle(order, {kDeal, seed});
+  order.resize(u(ranks * (examples / ranks)));
+  sampler.deal(std::move(order));
+  return sampler;
+}
+
+Sampler Sampler::shards(std::span<const std::uint8_t> labels, std::int64_t ranks,
+                        std::int64_t batch, std::uint64_t seed, std::int64_t per_rank) {
   const auto examples = static_cast<std::int64_t>(labels.size());
   expect_positive(examples, ranks, batch);
   if (per_rank < 1) {
     throw InvalidArgument("data: shards of a rank must be at least 1 (got " + str(per_rank) + ")");
   }
   const std::int64_t length = examples / ranks / per_rank;  // of a shard
-  const std::int64_t own = per_rank * length;
-  steps_ = own / batch;
-  if (steps_ < 1) {
+  if (per_rank * length < batch) {
     throw InvalidArgument("data: a rank's shards must have at least a batch of the " +
                           str(examples) + " training examples (ranks " + str(ranks) +
                           ", shards of a rank " + str(per_rank) + " of " + str(length) +
                           ", batch " + str(batch) + ")");
   }
-  std::vector<std::int64_t> by_label(u(examples)), shards(u(ranks * per_rank));
+  std::vector<std::int64_t> by_label(u(examples)), numbers(u(ranks * per_rank)), dealt;
   std::iota(by_label.begin(), by_label.end(), 0);
   std::ranges::stable_sort(by_label, {}, [&](std::int64_t i) { return labels[u(i)]; });
-  std::iota(shards.begin(), shards.end(), 0);
-  shuffle(shards, {kDeal, seed});
-  for (const std::int64_t shard : shards) {
-    const auto first = by_label.begin() + shard * length;
-    dealt_.insert(dealt_.end(), first, first + length);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  shuffle(numbers, {kDeal, seed});
+  for (const std::int64_t number : numbers) {
+    const auto first = by_label.begin() + number * length;
+    dealt.insert(dealt.end(), first, first + length);
   }
+  Sampler sampler(examples, ranks, batch, seed);
+  sampler.deal(std::move(dealt));
+  return sampler;
+}
+
+void Sampler::deal(std::vector<std::int64_t> examples) {
+  dealt_ = std::move(examples);
   order_.resize(dealt_.size());
+  steps_ = std::ssize(dealt_) / ranks_ / batch_;
 }
 
 std::span<const std::int64_t> Sampler::examples(std::int64_t epoch, std::int64_t step,

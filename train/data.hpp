@@ -110,16 +110,22 @@ class Sampler {
   // Throws: InvalidArgument if a number is not positive or `examples` < ranks * batch.
   Sampler(std::int64_t examples, std::int64_t ranks, std::int64_t batch, std::uint64_t seed);
 
-  // Each rank from examples of its own, which are of few classes. Sorted by label, equal ones by
-  // index, the examples are cut into ranks * per_rank equal shards (fewer than that many are left
-  // over, at the end, and never taken), and each rank gets per_rank of them, by a permutation of
-  // the seed. In an epoch it goes through its own in an order by (seed, epoch, rank), and leaves
-  // out what is less than a batch.
-  // Throws: InvalidArgument if a number is not positive or a rank's shards are less than a batch.
+  // Each rank from examples of its own: a permutation of the seed is cut into `ranks` equal parts
+  // (fewer than that many examples are left over, and never taken). In an epoch a rank goes through
+  // its own in an order by (seed, epoch, rank), and leaves out what is less than a batch.
+  // Throws: as the constructor.
   // Source: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized
-  // Data, arXiv 1602.05629, section 3.
-  Sampler(std::span<const std::uint8_t> labels, std::int64_t ranks, std::int64_t batch,
-          std::uint64_t seed, std::int64_t per_rank);
+  // Data, arXiv 1602.05629, section 3 ("IID").
+  static Sampler partition(std::int64_t examples, std::int64_t ranks, std::int64_t batch,
+                           std::uint64_t seed);
+
+  // As partition, but a rank's own are of few classes: sorted by label, equal ones by index, the
+  // examples are cut into ranks * per_rank equal shards, and each rank gets per_rank of them, by a
+  // permutation of the seed.
+  // Throws: InvalidArgument if a number is not positive or a rank's shards are less than a batch.
+  // Source: the same ("non-IID").
+  static Sampler shards(std::span<const std::uint8_t> labels, std::int64_t ranks,
+                        std::int64_t batch, std::uint64_t seed, std::int64_t per_rank);
 
   std::int64_t steps_per_epoch() const noexcept { return steps_; }
 
@@ -128,10 +134,13 @@ class Sampler {
   std::span<const std::int64_t> examples(std::int64_t epoch, std::int64_t step, std::int64_t rank);
 
  private:
+  // Equal numbers of examples for rank 0, then rank 1, ...
+  void deal(std::vector<std::int64_t> examples);
+
   std::int64_t ranks_, batch_, steps_ = 0, epoch_ = -1;
   std::uint64_t seed_;
-  std::vector<std::int64_t> dealt_;  // shards: of rank 0, then of rank 1, ...; else empty
-  std::vector<std::int64_t> order_;  // of this epoch; of shards, in the places of dealt_
+  std::vector<std::int64_t> dealt_;  // to rank 0, then to rank 1, ...; empty if all draw from all
+  std::vector<std::int64_t> order_;  // of this epoch; in the places of dealt_ where there is one
 };
 
 }  // namespace skim::train

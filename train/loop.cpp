@@ -70,10 +70,13 @@ std::vector<torch::Tensor> float_buffers(Model& model) {
 
 Sampler make_sampler(const TrainOptions& o, const Dataset& data, int ranks) {
   if (o.split == "iid") return {data.info().train_size, ranks, o.batch, o.seed};
+  if (o.split == "partition") {
+    return Sampler::partition(data.info().train_size, ranks, o.batch, o.seed);
+  }
   if (data.info().kind == InputKind::text) {
     throw InvalidArgument("--split " + o.split + " sorts examples by label, and text has none");
   }
-  return {data.train_labels(), ranks, o.batch, o.seed, o.shards_per_rank};
+  return Sampler::shards(data.train_labels(), ranks, o.batch, o.seed, o.shards_per_rank);
 }
 
 std::uint64_t dropout_seed(std::uint64_t seed, std::int64_t step, int rank) {

@@ -209,7 +209,7 @@ RunLength run_length(const TrainOptions& o, std::int64_t steps_per_epoch) {
           .evaluation = o.eval_epochs > 0.0 ? steps(o.eval_epochs) : total};
 }
 
-std::vector<std::string> split_names() { return {"iid", "shards"}; }
+std::vector<std::string> split_names() { return {"iid", "partition", "shards"}; }
 std::vector<std::string> feedback_names() { return {"residual", "none"}; }
 std::vector<std::string> memory_names() { return {"gradients", "updates"}; }
 std::vector<std::string> adaptive_form_choices() { return auto_and(adaptive_form_names()); }
@@ -386,7 +386,7 @@ float gradient_scale(const TrainOptions& o, double learning_rate) {
 
 AdaptiveForm adaptive_form(const TrainOptions& o) {
   if (o.adaptive_form == kAuto) {
-    return o.feedback == feedback_names()[0] ? AdaptiveForm::feedback : AdaptiveForm::water_filling;
+    return o.feedback == feedback_names()[0] ? AdaptiveForm::feedback : AdaptiveForm::measured;
   }
   return static_cast<AdaptiveForm>(
       index_of(o.adaptive_form, adaptive_form_names(), "--adaptive-form"));

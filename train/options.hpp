@@ -32,7 +32,7 @@ struct TrainOptions {
   // What is trained
   std::string model = "lenet5";
   DataOptions data;
-  std::string split = "iid";         // which examples a rank takes: or "shards"
+  std::string split = "iid";         // which examples a rank takes: of split_names()
   std::int64_t shards_per_rank = 2;  // shards
   std::int64_t layers = 0, hidden = 0, embedding = 0, heads = 0;  // text models; 0: their default
   std::int64_t batch = 32;                                        // per rank

@@ -45,8 +45,9 @@ class Rules(Case):
 
     def test_the_form_is_that_of_the_feedback_and_follows_the_learning_rate(self):
         adaptive = ["--threads", 1, "--density", "adaptive", "--budget", "600kB"]
-        for form, more in [("feedback", []), ("water-filling", ["--feedback", "none"]),
+        for form, more in [("feedback", []), ("measured", ["--feedback", "none"]),
                            ("laplace", ["--adaptive-form", "laplace"]),
+                           ("water-filling", ["--adaptive-form", "water-filling"]),
                            ("feedback", ["--exchange", "param-server", "--memory", "updates"])]:
             with self.subTest(more):
                 densities = []

@@ -290,19 +290,83 @@ std::vector<std::int64_t> taken(Sampler& sampler, std::int64_t epoch, std::int64
   return all;
 }
 
+std::vector<std::int64_t> sorted(std::vector<std::int64_t> v) {
+  std::ranges::sort(v);
+  return v;
+}
+
+TEST(Partition, EachRankHasItsOwnAndKeepsThem) {
+  for (const std::int64_t ranks : {1, 2, 5, 8}) {
+    Sampler sampler = Sampler::partition(103, ranks, 3, 9);
+    const std::int64_t own = 103 / ranks;
+    ASSERT_EQ(sampler.steps_per_epoch(), own / 3);
+    std::vector<std::set<std::int64_t>> of(static_cast<std::size_t>(ranks));
+    // What an epoch leaves out differs, so that some epochs show all of them.
+    for (std::int64_t epoch = 0; epoch < 40; ++epoch) {
+      std::set<std::int64_t> seen;
+      for (std::int64_t rank = 0; rank < ranks; ++rank) {
+        for (const std::int64_t example : taken(sampler, epoch, rank)) {
+          EXPECT_TRUE(seen.insert(example).second) << "twice: " << example;
+          of[static_cast<std::size_t>(rank)].insert(example);
+        }
+      }
+    }
+    std::set<std::int64_t> all;
+    for (const auto& mine : of) {
+      EXPECT_EQ(std::ssize(mine), own);
+      all.insert(mine.begin(), mine.end());
+    }
+    EXPECT_EQ(std::ssize(all), ranks * own) << "ranks share examples";
+    EXPECT_TRUE(*all.begin() >= 0 && *all.rbegin() < 103);
+  }
+}
+
+TEST(Partition, OrderIsAFunctionOfSeedEpochAndRankAlone) {
+  Sampler one = Sampler::partition(103, 4, 5, 5), other = Sampler::partition(103, 4, 5, 5),
+          seeded = Sampler::partition(103, 4, 5, 6);
+  std::set<std::vector<std::int64_t>> orders;
+  for (std::int64_t epoch = 0; epoch < 3; ++epoch) {
+    for (std::int64_t rank = 0; rank < 4; ++rank) orders.insert(taken(one, epoch, rank));
+  }
+  EXPECT_EQ(orders.size(), 12U);
+  EXPECT_EQ(taken(other, 2, 3), taken(one, 2, 3));
+  EXPECT_EQ(taken(other, 0, 1), taken(one, 0, 1));
+  EXPECT_NE(sorted(taken(seeded, 0, 1)), sorted(taken(one, 0, 1)));
+}
+
+TEST(Partition, EveryDealIsAboutAsLikely) {
+  std::map<std::vector<std::int64_t>, int> counts;
+  constexpr int kSeeds = 24000;
+  for (int seed = 0; seed < kSeeds; ++seed) {
+    Sampler sampler = Sampler::partition(4, 4, 1, static_cast<std::uint64_t>(seed));
+    std::vector<std::int64_t> deal;
+    for (std::int64_t rank = 0; rank < 4; ++rank) deal.push_back(sampler.examples(0, 0, rank)[0]);
+    ++counts[deal];
+  }
+  ASSERT_EQ(counts.size(), 24U);
+  for (const auto& [deal, count] : counts) EXPECT_NEAR(count, 1000, 5 * std::sqrt(1000.0));
+}
+
+TEST(Partition, RefusesMoreThanThereIs) {
+  EXPECT_EQ(Sampler::partition(100, 4, 25, 1).steps_per_epoch(), 1);
+  expect_message(
+      message_of([] { Sampler::partition(100, 4, 26, 1); }),
+      {"InvalidArgument", "ranks x batch", "100 training examples", "ranks 4", "batch 26"});
+}
+
 TEST(Shards, AreRunsOfTheExamplesSortedByLabelEachDealtOnce) {
   const auto all = labels();
-  std::vector<std::pair<int, std::int64_t>> sorted;
-  for (std::size_t i = 0; i < all.size(); ++i) sorted.emplace_back(all[i], i);
-  std::ranges::sort(sorted);
+  std::vector<std::pair<int, std::int64_t>> by_label;
+  for (std::size_t i = 0; i < all.size(); ++i) by_label.emplace_back(all[i], i);
+  std::ranges::sort(by_label);
   for (const std::int64_t ranks : {1, 2, 5, 8}) {
     for (const std::int64_t per_rank : {1, 2, 3}) {
       const std::int64_t length = 103 / (ranks * per_rank);
-      Sampler sampler(all, ranks, 1, 9, per_rank);
+      Sampler sampler = Sampler::shards(all, ranks, 1, 9, per_rank);
       ASSERT_EQ(sampler.steps_per_epoch(), per_rank * length);
       std::map<std::int64_t, std::int64_t> shard_of;  // example to shard
       for (std::int64_t i = 0; i < ranks * per_rank * length; ++i) {
-        shard_of[sorted[static_cast<std::size_t>(i)].second] = i / length;
+        shard_of[by_label[static_cast<std::size_t>(i)].second] = i / length;
       }
       std::set<std::int64_t> dealt;
       for (std::int64_t rank = 0; rank < ranks; ++rank) {
@@ -324,7 +388,8 @@ TEST(Shards, AreRunsOfTheExamplesSortedByLabelEachDealtOnce) {
 
 TEST(Shards, OrderIsAFunctionOfSeedEpochAndRankAlone) {
   const auto all = labels();
-  Sampler one(all, 4, 3, 5, 2), other(all, 4, 3, 5, 2), seeded(all, 4, 3, 6, 2);
+  Sampler one = Sampler::shards(all, 4, 3, 5, 2), other = Sampler::shards(all, 4, 3, 5, 2),
+          seeded = Sampler::shards(all, 4, 3, 6, 2);
   ASSERT_EQ(one.steps_per_epoch(), 8);  // 24 examples a rank
   std::set<std::vector<std::int64_t>> orders;
   for (std::int64_t epoch = 0; epoch < 3; ++epoch) {
@@ -337,10 +402,6 @@ TEST(Shards, OrderIsAFunctionOfSeedEpochAndRankAlone) {
   const auto same = one.examples(2, 7, 3);
   EXPECT_EQ(batch, std::vector<std::int64_t>(same.begin(), same.end()));
   EXPECT_EQ(taken(other, 0, 1), taken(one, 0, 1));
-  const auto sorted = [](std::vector<std::int64_t> v) {
-    std::ranges::sort(v);
-    return v;
-  };
   EXPECT_EQ(sorted(taken(one, 0, 2)), sorted(taken(one, 1, 2)));
   int moved = 0;
   for (std::int64_t rank = 0; rank < 4; ++rank) {
@@ -354,7 +415,7 @@ TEST(Shards, EveryDealIsAboutAsLikely) {
   std::map<std::vector<std::int64_t>, int> counts;
   constexpr int kSeeds = 24000;
   for (int seed = 0; seed < kSeeds; ++seed) {
-    Sampler sampler(all, 4, 1, static_cast<std::uint64_t>(seed), 1);
+    Sampler sampler = Sampler::shards(all, 4, 1, static_cast<std::uint64_t>(seed), 1);
     std::vector<std::int64_t> deal;
     for (std::int64_t rank = 0; rank < 4; ++rank) deal.push_back(sampler.examples(0, 0, rank)[0]);
     ++counts[deal];
@@ -371,7 +432,7 @@ TEST(Shards, OfTheUsualSizeLeaveNothingOut) {
   for (std::size_t c = 0; c < kSizes.size(); ++c) {
     all.insert(all.end(), static_cast<std::size_t>(kSizes.at(c)), static_cast<std::uint8_t>(c));
   }
-  Sampler sampler(all, 100, 10, 1, 2);
+  Sampler sampler = Sampler::shards(all, 100, 10, 1, 2);
   ASSERT_EQ(sampler.steps_per_epoch(), 60);
   std::set<std::int64_t> seen;
   for (std::int64_t rank = 0; rank < 100; ++rank) {
@@ -387,15 +448,17 @@ TEST(Shards, OfTheUsualSizeLeaveNothingOut) {
 
 TEST(Shards, RefusesMoreThanThereIs) {
   const auto all = labels();
-  EXPECT_EQ(Sampler(all, 10, 10, 1, 2).steps_per_epoch(), 1);
-  expect_message(message_of([&] { Sampler(all, 10, 11, 1, 2); }),
+  EXPECT_EQ(Sampler::shards(all, 10, 10, 1, 2).steps_per_epoch(), 1);
+  expect_message(message_of([&] { Sampler::shards(all, 10, 11, 1, 2); }),
                  {"InvalidArgument", "at least a batch", "103 training examples", "ranks 10",
                   "shards of a rank 2 of 5", "batch 11"});
   const std::int64_t huge = std::int64_t{1} << 62;
-  expect_message(message_of([&] { Sampler(all, huge, 1, 1, huge); }), {"at least a batch"});
-  expect_message(message_of([&] { Sampler(all, 2, 1, 1, 0); }), {"shards of a rank", "got 0"});
-  expect_message(message_of([&] { Sampler(all, 0, 1, 1, 2); }), {"at least 1", "ranks 0"});
-  expect_message(message_of([&] { Sampler({}, 1, 1, 1, 2); }), {"at least 1", "examples 0"});
+  expect_message(message_of([&] { Sampler::shards(all, huge, 1, 1, huge); }), {"at least a batch"});
+  expect_message(message_of([&] { Sampler::shards(all, 2, 1, 1, 0); }),
+                 {"shards of a rank", "got 0"});
+  expect_message(message_of([&] { Sampler::shards(all, 0, 1, 1, 2); }), {"at least 1", "ranks 0"});
+  expect_message(message_of([&] { Sampler::shards({}, 1, 1, 1, 2); }),
+                 {"at least 1", "examples 0"});
 }
 
 // IDX.

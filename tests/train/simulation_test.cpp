@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -191,17 +192,20 @@ TEST(Simulation, CountsTheUnionOfWhatServersAddUp) {
   }
 }
 
-TEST(Simulation, DealsShardsAsAGroupDoes) {
+TEST(Simulation, SplitsExamplesAsAGroupDoes) {
   TrainOptions o = options("allgather");
   o.epochs = 1.25;  // beyond an epoch, each rank's examples come in another order
   o.steps = 0;
   o.batch = 16;
-  o.split = "shards";
-  const Course simulated = by_simulation(o, {.ranks = 4});
-  EXPECT_EQ(simulated.losses.size(), 10U);
-  expect_same(simulated, by_group(o, 4));
-  o.split = "iid";
-  EXPECT_NE(by_simulation(o, {.ranks = 4}).losses, simulated.losses);
+  std::set<std::vector<double>> courses;
+  for (const std::string& split : split_names()) {
+    o.split = split;
+    const Course simulated = by_simulation(o, {.ranks = 4});
+    EXPECT_EQ(simulated.losses.size(), 10U) << split;
+    expect_same(simulated, by_group(o, 4));
+    courses.insert(simulated.losses);
+  }
+  EXPECT_EQ(courses.size(), split_names().size());
 }
 
 // ---- delta --------------------------------------------------------------------------------------
