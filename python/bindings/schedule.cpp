@@ -44,24 +44,6 @@ ReducerOptions costing(const ExchangeChoice& exchange, std::size_t dense_below) 
   return o;
 }
 
-AdaptiveOptions adaptive(StepCost cost, double budget, const std::string& form, bool in_bytes,
-                         double density_min, double density_max, double contraction,
-                         std::function<double(std::uint64_t)> learning_rate, std::size_t n,
-                         int ranks) {
-  AdaptiveOptions o;
-  o.form = enum_of<AdaptiveForm>("form", form, adaptive_form_names());
-  o.budget = budget;
-  o.cost = std::move(cost);
-  o.in_bytes = in_bytes;
-  o.density_min = density_min;
-  o.density_max = density_max;
-  o.contraction = contraction;
-  o.learning_rate = std::move(learning_rate);
-  o.n = n;
-  o.ranks = ranks;
-  return o;
-}
-
 }  // namespace
 
 std::unique_ptr<DensitySchedule> schedule_of(const nb::object& schedule) {
@@ -176,9 +158,17 @@ void bind_schedule(nb::module_& m) {
       [](StepCost cost, double budget, const std::string& form, bool in_bytes, double density_min,
          double density_max, double contraction, std::function<double(std::uint64_t)> learning_rate,
          std::size_t n, int ranks) {
-        const AdaptiveOptions o =
-            adaptive(std::move(cost), budget, form, in_bytes, density_min, density_max, contraction,
-                     std::move(learning_rate), n, ranks);
+        AdaptiveOptions o;
+        o.form = enum_of<AdaptiveForm>("form", form, adaptive_form_names());
+        o.budget = budget;
+        o.cost = std::move(cost);
+        o.in_bytes = in_bytes;
+        o.density_min = density_min;
+        o.density_max = density_max;
+        o.contraction = contraction;
+        o.learning_rate = std::move(learning_rate);
+        o.n = n;
+        o.ranks = ranks;
         return BoundSchedule([o] { return adaptive_density(o); });
       },
       nb::kw_only(), "cost"_a, "budget"_a, "form"_a = "feedback", "in_bytes"_a = true,
