@@ -36,7 +36,7 @@ namespace {
 
 using bench::median;
 
-constexpr int kUsageError = 2, kRunError = 1;
+constexpr int kUsageError = 2;
 constexpr std::string_view kNthElement = "std::nth_element", kTorchTopk = "torch.topk";
 
 // ---- baselines: what one does without Skim, as selectors
@@ -572,32 +572,8 @@ int bench_command(int argc, char** argv) {
                  what.empty() ? "" : ", got ", std::string(what).c_str());
     return kUsageError;
   }
-  try {
-    app.parse(what == "select" ? argc - 1 : argc, what == "select" ? argv + 1 : argv);
-  } catch (const CLI::CallForHelp& e) {
-    return app.exit(e);
-  } catch (const CLI::CallForVersion& e) {
-    return app.exit(e);
-  } catch (const CLI::ParseError& e) {
-    std::fprintf(stderr, "skim bench select: %s (skim bench select --help lists all options)\n",
-                 e.what());
-    return kUsageError;
-  }
-  try {
-    return run(o);
-  } catch (const InvalidArgument& e) {
-    std::fprintf(stderr, "skim bench select: %s\n", e.what());
-    return kUsageError;
-  } catch (const train::DataError& e) {
-    std::fprintf(stderr, "skim bench select: %s\n", e.what());
-    return kUsageError;
-  } catch (const std::bad_alloc&) {
-    std::fprintf(stderr, "skim bench select: out of memory\n");
-    return kRunError;
-  } catch (const std::exception& e) {
-    std::fprintf(stderr, "skim bench select: %s\n", e.what());
-    return kRunError;
-  }
+  const int words = what == "select" ? 1 : 0;
+  return parse_and_run(app, argc - words, argv + words, [&] { return run(o); });
 }
 
 }  // namespace skim::tool

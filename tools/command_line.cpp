@@ -1,5 +1,7 @@
 #include "tools/command_line.hpp"
 
+#include <c10/util/Exception.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -8,6 +10,7 @@
 
 #include "skim/error.hpp"
 #include "skim/version.hpp"
+#include "train/data.hpp"
 
 namespace skim::tool {
 namespace {
@@ -115,6 +118,11 @@ int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int(
     return run();
   } catch (const InvalidArgument& e) {
     return failed(e.what(), kUsageError);
+  } catch (const train::DataError& e) {
+    return failed(e.what(), kUsageError);
+  } catch (const c10::Error& e) {
+    const std::string why = e.what_without_backtrace();
+    return failed(why.substr(0, why.find('\n')), kRunError);
   } catch (const std::bad_alloc&) {
     return failed("out of memory", kRunError);
   } catch (const std::exception& e) {

@@ -66,8 +66,8 @@ class CommandLine {
   std::string group_;
 };
 
-// Parses, then runs. Status 2 for a wrong command line and for InvalidArgument, 1 for any other
-// failure, each with one line on standard error that begins with the app's name.
+// Parses, then runs. Status 2 for a wrong command line, InvalidArgument and train::DataError, 1 for
+// any other failure, each with one line on standard error that begins with the app's name.
 int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int()>& run);
 
 // For numbers: CLI11's own messages for ranges print the largest double.

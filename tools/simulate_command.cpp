@@ -479,16 +479,7 @@ int simulate_training(int argc, char** argv) {
       "stopped by signal N.\n\n"
       "Example:\n"
       "  skim simulate --train --ranks 100 --link 1gbit --latency 0.4ms --model mlp --steps 20");
-  return parse_and_run(app, argc, argv, [&] {
-    try {
-      return run(o);
-    } catch (const train::DataError& e) {
-      throw InvalidArgument(e.what());
-    } catch (const c10::Error& e) {
-      const std::string why = e.what_without_backtrace();
-      throw Error(why.substr(0, why.find('\n')));
-    }
-  });
+  return parse_and_run(app, argc, argv, [&] { return run(o); });
 }
 
 }  // namespace

@@ -540,23 +540,11 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
 }  // namespace
 
 int run_training_command(const TrainingCommand& command, int argc, char** argv) {
-  const std::string name = "skim " + command.name;
   Arguments a;
   if (const char* dir = std::getenv("SKIM_DATA")) a.train.data.dir = dir;
-  CLI::App app(command.description, name);
+  CLI::App app(command.description, "skim " + command.name);
   declare(app, a, command);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp& e) {
-    return app.exit(e);
-  } catch (const CLI::CallForVersion& e) {
-    return app.exit(e);
-  } catch (const CLI::ParseError& e) {
-    std::fprintf(stderr, "%s: %s (%s --help lists all options)\n", name.c_str(), e.what(),
-                 name.c_str());
-    return kUsageError;
-  }
-  try {
+  return parse_and_run(app, argc, argv, [&] {
     check(a);
     std::vector<Row> rows = plan(a);
     if (command.before) {
@@ -575,16 +563,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
     std::vector<std::string> arguments{command.name};
     arguments.insert(arguments.end(), argv + 1, argv + argc);
     return launch(a.ranks, arguments);
-  } catch (const InvalidArgument& e) {
-    std::fprintf(stderr, "%s: %s\n", name.c_str(), e.what());
-    return kUsageError;
-  } catch (const train::DataError& e) {
-    std::fprintf(stderr, "%s: %s\n", name.c_str(), e.what());
-    return kUsageError;
-  } catch (const std::exception& e) {
-    std::fprintf(stderr, "%s: %s\n", name.c_str(), e.what());
-    return kRunError;
-  }
+  });
 }
 
 int train_command(int argc, char** argv) {
