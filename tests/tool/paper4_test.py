@@ -31,7 +31,7 @@ class Runs(Case):
         self.assert_ok(done)
         names = [line.split("  ")[-1] for line in done.stdout.splitlines()]
         self.assertEqual(len(names), len(set(names)))
-        self.assertEqual(names[0], "mnist-mlp sgd P 100 iid seed 1")
+        self.assertEqual(names[0], "mnist-mlp sgd P 100 partition seed 1")
         # 7 pairs of task and ranks, and 2 tasks on shards, with 3 methods and 3 seeds; 5 values of k_d; 4 pairs, once.
         self.assertEqual(len(names), (7 + 2) * 3 * 3 + 2 * 5 + 4 * 3)
         self.assertEqual([n for n in names if n.endswith("seed 1")], names[:9 * 3 + 10 + 12])
@@ -39,7 +39,7 @@ class Runs(Case):
         self.assertFalse(self.out.exists())
 
     def test_runs_once_what_is_not_there(self):
-        case = ["--only", "mnist-mlp sgd P 10 iid seed 1,mnist-mlp bi k_d 0.001 P 10 iid seed 1", "--jobs"]
+        case = ["--only", "mnist-mlp sgd P 10 partition seed 1,mnist-mlp bi k_d 0.001 P 10 partition seed 1", "--jobs"]
         done = self.start(*case, 1, *SHORT)
         self.assert_ok(done)
         rows = {row["method"]: row for row in lines(self.out)}
@@ -47,13 +47,13 @@ class Runs(Case):
         sgd, bi = rows["sgd"], rows["bi"]
         for row, rate, exchange in [(sgd, 0.03, "dense"), (bi, 0.1, "param-server")]:
             self.assertEqual((row["task"], row["ranks"], row["split"], row["seed"], row["batch"], row["steps"]),
-                             ("mnist-mlp", 10, "iid", 1, 10, 2))
+                             ("mnist-mlp", 10, "partition", 1, 10, 2))
             self.assertEqual((row["lr"], row["exchange"], row["model"]), (rate, exchange, "mlp-64"))
         self.assertEqual((sgd["union_entries_per_step"], sgd["down"], bi["down"]), (0, 1, 0.001))
         self.assertTrue(50 <= bi["union_entries_per_step"] <= 500, bi)
         before = self.out.read_text()
         # Once more, and one that is new.
-        case[1] += ",mnist-mlp uni P 10 iid seed 1"
+        case[1] += ",mnist-mlp uni P 10 partition seed 1"
         done = self.start(*case, 1, *SHORT)
         self.assert_ok(done)
         self.assertEqual(done.stderr.count("on core"), 1, done.stderr)
@@ -63,10 +63,10 @@ class Runs(Case):
         self.assertLess(bi["max_sent_bytes_per_step"], uni["max_sent_bytes_per_step"])
 
     def test_a_run_that_fails_is_told_and_the_others_go_on(self):
-        done = self.start("--only", "mnist-mlp sgd P 10 iid seed 1,mnist-mlp sgd P 20 iid seed 1", *SHORT[:-4],
+        done = self.start("--only", "mnist-mlp sgd P 10 partition seed 1,mnist-mlp sgd P 20 partition seed 1", *SHORT[:-4],
                           "--generated-train", 150, "--steps", 2)
         self.assertEqual(done.returncode, 1, done.stderr)
-        self.assertIn("mnist-mlp sgd P 20 iid seed 1: status 2: skim simulate: data: ranks x batch must be", done.stderr)
+        self.assertIn("mnist-mlp sgd P 20 partition seed 1: status 2: skim simulate: data: ranks x batch must be", done.stderr)
         self.assertEqual([row["ranks"] for row in lines(self.out)], [10])
 
     def test_sigterm_ends_the_simulation_too(self):
@@ -97,7 +97,7 @@ class Plots(Case):
         super().setUp()
         self.file = self.dir / "out.jsonl"
 
-        def row(task, method, ranks, accuracy, split="iid", down=1.0, seed=1, union=0.0):
+        def row(task, method, ranks, accuracy, split="partition", down=1.0, seed=1, union=0.0):
             return {"task": task, "method": method, "ranks": ranks, "split": split, "down": down, "seed": seed, "lr": 0.1,
                     "test_accuracy": accuracy, "parameters": 50000, "union_entries_per_step": union}
 
@@ -117,13 +117,13 @@ class Plots(Case):
         self.assert_ok(done)
         # Published: sgd 97.61, 97.72, 97.66; bi 97.47, 97.31, 97.36 and, at 0.0001, 96.61.
         self.assertEqual(done.stdout.splitlines()[2:], [
-            "| mnist-mlp | iid | 20 | uni | - | 0.1 | 97.00 (1) | 97.49 [97.33, 97.58] | -0.49 | - | - |",
-            "| mnist-mlp | iid | 100 | sgd | - | 0.1 | 97.66 (1) | 97.66 [97.61, 97.72] | -0.00 | - | - |",
-            "| mnist-mlp | iid | 100 | bi | 0.0001 | 0.1 | 96.00 (1) | 96.61 | -0.61 | 800.0 | - |",
-            "| mnist-mlp | iid | 100 | bi | 0.001 | 0.1 | 97.48 ± 0.14 (2) | 97.38 [97.31, 97.47] | +0.10 | 84.0 | 90.7 |",
+            "| mnist-mlp | partition | 20 | uni | - | 0.1 | 97.00 (1) | 97.49 [97.33, 97.58] | -0.49 | - | - |",
+            "| mnist-mlp | partition | 100 | sgd | - | 0.1 | 97.66 (1) | 97.66 [97.61, 97.72] | -0.00 | - | - |",
+            "| mnist-mlp | partition | 100 | bi | 0.0001 | 0.1 | 96.00 (1) | 96.61 | -0.61 | 800.0 | - |",
+            "| mnist-mlp | partition | 100 | bi | 0.001 | 0.1 | 97.48 ± 0.14 (2) | 97.38 [97.31, 97.47] | +0.10 | 84.0 | 90.7 |",
             "| mnist-mlp | shards | 100 | uni | - | 0.1 | 97.00 (1) | 97.50 [97.38, 97.63] | -0.50 | - | - |",
-            "| mnist-cnn | iid | 20 | bi | 0.001 | 0.1 | 99.28 (1) | 99.28 [99.25, 99.31] | +0.00 | 18.0 | 19.3 |",
-            "| mnist-cnn | iid | 30 | sgd | - | 0.1 | 99.00 (1) | - | - | - | - |"])
+            "| mnist-cnn | partition | 20 | bi | 0.001 | 0.1 | 99.28 (1) | 99.28 [99.25, 99.31] | +0.00 | 18.0 | 19.3 |",
+            "| mnist-cnn | partition | 30 | sgd | - | 0.1 | 99.00 (1) | - | - | - | - |"])
 
     def test_figure(self):
         out = self.dir / "x.svg"

@@ -667,19 +667,19 @@ def scaling_table(arguments):
 # arXiv 2209.15203. Repeated runs where there are some, without the one that the rate was chosen by; of shards the
 # least and the most.
 ZOU_RUNS = {  # (task, split, ranks): sgd, uni, bi
-    ("mnist-mlp", "iid", 10): ([97.75, 97.72, 97.71], [97.68, 97.51, 97.72], [97.52, 97.68, 97.51]),
-    ("mnist-mlp", "iid", 20): ([97.68, 97.73, 97.70], [97.33, 97.58, 97.57], [97.71, 97.48, 97.71]),
-    ("mnist-mlp", "iid", 50): ([97.73, 97.77, 97.47], [97.68, 97.68, 97.77], [97.41, 97.46, 97.58]),
-    ("mnist-mlp", "iid", 100): ([97.61, 97.72, 97.66], [97.49, 97.47, 97.53], [97.47, 97.31, 97.36]),
+    ("mnist-mlp", "partition", 10): ([97.75, 97.72, 97.71], [97.68, 97.51, 97.72], [97.52, 97.68, 97.51]),
+    ("mnist-mlp", "partition", 20): ([97.68, 97.73, 97.70], [97.33, 97.58, 97.57], [97.71, 97.48, 97.71]),
+    ("mnist-mlp", "partition", 50): ([97.73, 97.77, 97.47], [97.68, 97.68, 97.77], [97.41, 97.46, 97.58]),
+    ("mnist-mlp", "partition", 100): ([97.61, 97.72, 97.66], [97.49, 97.47, 97.53], [97.47, 97.31, 97.36]),
     ("mnist-mlp", "shards", 100): ([97.53], [97.38, 97.63], [97.22, 97.58]),
-    ("fashion-mlp", "iid", 20): ([88.13], [89.20, 88.86, 88.63, 89.23], [88.93, 89.03, 88.80, 88.60]),
-    ("fashion-mlp", "iid", 50): ([89.64], [88.47, 88.67, 89.06, 88.84], [88.21, 88.91, 88.53, 88.91]),
-    ("fashion-mlp", "iid", 100): ([87.96], [88.59, 88.67, 88.76, 88.19], [88.21, 88.66, 88.65, 88.72]),
+    ("fashion-mlp", "partition", 20): ([88.13], [89.20, 88.86, 88.63, 89.23], [88.93, 89.03, 88.80, 88.60]),
+    ("fashion-mlp", "partition", 50): ([89.64], [88.47, 88.67, 89.06, 88.84], [88.21, 88.91, 88.53, 88.91]),
+    ("fashion-mlp", "partition", 100): ([87.96], [88.59, 88.67, 88.76, 88.19], [88.21, 88.66, 88.65, 88.72]),
     ("fashion-mlp", "shards", 100): ([88.97], [87.50, 88.85], [87.66, 88.40]),
-    ("mnist-cnn", "iid", 20): ([99.21], [99.24, 99.19, 99.24], [99.28, 99.31, 99.25]),
-    ("mnist-cnn", "iid", 100): ([99.10], [99.05, 99.02, 99.12], [99.12, 99.15, 99.14]),
-    ("fashion-cnn", "iid", 20): ([90.48], [90.13], [90.35]),
-    ("fashion-cnn", "iid", 100): ([90.08], [90.51], [90.77]),
+    ("mnist-cnn", "partition", 20): ([99.21], [99.24, 99.19, 99.24], [99.28, 99.31, 99.25]),
+    ("mnist-cnn", "partition", 100): ([99.10], [99.05, 99.02, 99.12], [99.12, 99.15, 99.14]),
+    ("fashion-cnn", "partition", 20): ([90.48], [90.13], [90.35]),
+    ("fashion-cnn", "partition", 100): ([90.08], [90.51], [90.77]),
 }
 ZOU_SWEEP = {  # k_d/n of bi on 100 ranks
     "mnist-mlp": {1e-4: 96.61, 5e-4: 97.21, 2e-3: 97.35, 5e-3: 97.56, 1e-2: 97.52},
@@ -697,7 +697,7 @@ ZOU_METHODS = ["sgd", "uni", "bi"]
 def zou_accuracy(task, split, ranks, method, down):
     """The published ones; none: []."""
     if method == "bi" and down != 0.001:
-        known = ZOU_SWEEP.get(task, {}).get(down) if (split, ranks) == ("iid", 100) else None
+        known = ZOU_SWEEP.get(task, {}).get(down) if (split, ranks) == ("partition", 100) else None
         return [known] if known else []
     return ZOU_RUNS.get((task, split, ranks), ([], [], []))[ZOU_METHODS.index(method)]
 
@@ -744,7 +744,7 @@ def downlink_table(arguments):
         mean, spread = accuracy_of(rows)
         known = zou_accuracy(task, split, ranks, method, down)
         bi = method == "bi"
-        saving = ZOU_SAVING.get(task, {}).get(ranks) if (split, down) == ("iid", 0.001) else None
+        saving = ZOU_SAVING.get(task, {}).get(ranks) if (split, down) == ("partition", 0.001) else None
         cells = [task, split, str(ranks), method, f"{down:g}" if bi else "-", f"{rows[0]['lr']:g}",
                  f"{mean:.2f}" + (f" ± {spread:.2f}" if len(rows) > 1 else "") + f" ({len(rows)})",
                  "-" if not known else f"{statistics.mean(known):.2f}" + (
@@ -761,8 +761,8 @@ def downlink(arguments):
     tasks = list(dict.fromkeys(task for task, *_ in found))
     figure, axes = plt.subplots(len(tasks), 3, figsize=(PAGE, 0.4 + 2.0 * len(tasks)), squeeze=False)
     for (by_ranks_axis, by_down, by_saving), task in zip(axes, tasks):
-        iid = {key[2:]: rows for key, rows in found.items() if key[:2] == (task, "iid")}
-        most = max(ranks for ranks, *_ in iid) if iid else 0
+        parted = {key[2:]: rows for key, rows in found.items() if key[:2] == (task, "partition")}
+        most = max(ranks for ranks, *_ in parted) if parted else 0
 
         def draw(axis, points, method, value, published):
             """points: [(x, rows)]; published: of an x, or None."""
@@ -777,13 +777,13 @@ def downlink(arguments):
 
         for method in ZOU_METHODS:
             same = {"sgd": 1.0, "uni": 1.0, "bi": 0.001}[method]
-            draw(by_ranks_axis, [(p, rows) for (p, m, d), rows in iid.items() if (m, d) == (method, same)], method,
-                 accuracy_of, lambda p, m=method, d=same: mean_or_none(zou_accuracy(task, "iid", p, m, d)))
-        draw(by_down, [(d, rows) for (p, m, d), rows in iid.items() if (p, m) == (most, "bi")], "bi", accuracy_of,
-             lambda d: mean_or_none(zou_accuracy(task, "iid", most, "bi", d)))
-        draw(by_saving, [(p, rows) for (p, m, d), rows in iid.items() if (m, d) == ("bi", 0.001)], "bi",
+            draw(by_ranks_axis, [(p, rows) for (p, m, d), rows in parted.items() if (m, d) == (method, same)], method,
+                 accuracy_of, lambda p, m=method, d=same: mean_or_none(zou_accuracy(task, "partition", p, m, d)))
+        draw(by_down, [(d, rows) for (p, m, d), rows in parted.items() if (p, m) == (most, "bi")], "bi", accuracy_of,
+             lambda d: mean_or_none(zou_accuracy(task, "partition", most, "bi", d)))
+        draw(by_saving, [(p, rows) for (p, m, d), rows in parted.items() if (m, d) == ("bi", 0.001)], "bi",
              lambda rows: (saving_of(rows), 0.0), lambda p: ZOU_SAVING.get(task, {}).get(p))
-        ranks = sorted({p for p, *_ in iid})
+        ranks = sorted({p for p, *_ in parted})
         for axis in (by_ranks_axis, by_saving):
             ranks_axis(axis, ranks)
             axis.set_xlabel("ranks")
