@@ -21,7 +21,7 @@
 namespace skim::test {
 
 // Sanitizers make code several times as slow, and look at what it does, not at its results: tests
-// of laws run fewer steps or settings under them, over the same exchanges and ranks.
+// of laws run fewer steps, settings or sizes under them, over the same exchanges.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr bool kSanitized = true;
 #else
