@@ -334,17 +334,23 @@ TEST(Partition, OrderIsAFunctionOfSeedEpochAndRankAlone) {
   EXPECT_NE(sorted(taken(seeded, 0, 1)), sorted(taken(one, 0, 1)));
 }
 
-TEST(Partition, EveryDealIsAboutAsLikely) {
+// make(seed): 4 examples on 4 ranks.
+void expect_every_deal_about_as_likely(const std::function<Sampler(std::uint64_t)>& make) {
   std::map<std::vector<std::int64_t>, int> counts;
-  constexpr int kSeeds = 24000;
-  for (int seed = 0; seed < kSeeds; ++seed) {
-    Sampler sampler = Sampler::partition(4, 4, 1, static_cast<std::uint64_t>(seed));
+  constexpr std::uint64_t kSeeds = 24000;
+  for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
+    Sampler sampler = make(seed);
     std::vector<std::int64_t> deal;
     for (std::int64_t rank = 0; rank < 4; ++rank) deal.push_back(sampler.examples(0, 0, rank)[0]);
     ++counts[deal];
   }
   ASSERT_EQ(counts.size(), 24U);
   for (const auto& [deal, count] : counts) EXPECT_NEAR(count, 1000, 5 * std::sqrt(1000.0));
+}
+
+TEST(Partition, EveryDealIsAboutAsLikely) {
+  expect_every_deal_about_as_likely(
+      [](std::uint64_t seed) { return Sampler::partition(4, 4, 1, seed); });
 }
 
 TEST(Partition, RefusesMoreThanThereIs) {
@@ -412,16 +418,8 @@ TEST(Shards, OrderIsAFunctionOfSeedEpochAndRankAlone) {
 
 TEST(Shards, EveryDealIsAboutAsLikely) {
   const std::vector<std::uint8_t> all{0, 1, 2, 3};
-  std::map<std::vector<std::int64_t>, int> counts;
-  constexpr int kSeeds = 24000;
-  for (int seed = 0; seed < kSeeds; ++seed) {
-    Sampler sampler = Sampler::shards(all, 4, 1, static_cast<std::uint64_t>(seed), 1);
-    std::vector<std::int64_t> deal;
-    for (std::int64_t rank = 0; rank < 4; ++rank) deal.push_back(sampler.examples(0, 0, rank)[0]);
-    ++counts[deal];
-  }
-  ASSERT_EQ(counts.size(), 24U);
-  for (const auto& [deal, count] : counts) EXPECT_NEAR(count, 1000, 5 * std::sqrt(1000.0));
+  expect_every_deal_about_as_likely(
+      [&](std::uint64_t seed) { return Sampler::shards(all, 4, 1, seed, 1); });
 }
 
 // 60,000 examples of ten classes as large as MNIST's, 100 ranks with two shards of 300, batches of
