@@ -3,8 +3,8 @@
 
   bench/paper4.py OUT [--only TEXT,TEXT,...] [--seeds 1,2,3] [--jobs N] [--tool FILE] [--list] [-- ARGUMENT...]
 
-Trains the paper's models at its learning rates, each rank on examples of its own (--split partition; the paper's
-"IID"), in batches of 10, without momentum; the CNNs for 20 epochs (published: 100):
+Trains the paper's models at its learning rates, each rank on examples of its own (--split partition: its unions
+agree with the published ones), in batches of 10, without momentum; the CNNs for 20 epochs (published: 100):
   sgd  dense
   uni  top-k of what the ranks send, k/n = 0.001, error feedback of updates (the rate is inside the residuals)
   bi   the same, and top-k of what the server sends, k_d/n = 0.001
