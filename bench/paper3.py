@@ -3,7 +3,7 @@
 
   bench/paper3.py TASK [--densities 0.0005,0.002,0.01] [--seeds 1,2,3] [--feedback residual,none]
                   [--rules RULE,RULE,...] [--exchange gtopk] [--ranks 4] [--epochs E] [--lr X]
-                  [--generated N] [--keep FILE] [--out FILE]
+                  [--generated N] [--memory gradients|updates] [--keep FILE] [--out FILE]
 
 TASK: mnist-mlp, mnist-lenet5, cifar-lenet5, cifar-resnet20. Everything runs in `skim simulate --train`. A budget is
 the bytes that the busiest rank sends in a run of constant density (--densities; the first seed), and all rules are
@@ -19,7 +19,8 @@ brought to it:
 The table says what each sent, in per cent of the budget. --out: a JSON array, one object a run, with its curve
 (bytes, epoch, test loss, accuracy) and densities; tools/plots/plots.py budgets draws it. --keep: what was run stays
 in FILE, and an interrupted study goes on. --generated N: N images that Skim makes itself instead of the data set, to
-try this out. Needs SKIM_DATA otherwise, and build/release/skim. Lines on standard error say what is run.
+try this out. --memory updates: residuals hold gradients times the learning rate. Needs SKIM_DATA but for
+--generated, and build/release/skim. Lines on standard error say what is run.
 """
 
 import argparse
@@ -155,6 +156,7 @@ def main():
     parser.add_argument("--epochs", type=float)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--generated", type=int)
+    parser.add_argument("--memory", choices=["gradients", "updates"], default="gradients")
     parser.add_argument("--keep", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
@@ -169,6 +171,8 @@ def main():
         arguments += ["--generated-train", str(options.generated), "--generated-test", "200"]
     elif not os.environ.get("SKIM_DATA"):
         sys.exit("SKIM_DATA must name the folder with the data sets")
+    if options.memory != "gradients":
+        arguments += ["--memory", options.memory]
     study = Study(options, options.lr or rate, arguments)
     seeds = options.seeds.split(",")
 

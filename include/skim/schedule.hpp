@@ -80,7 +80,7 @@ enum class AdaptiveForm : std::uint8_t {
   laplace,        // of a Laplace distribution over so many of the entries as fits what was measured
   measured,       // as it is: one threshold for all ranks and buckets, and k what reaches it
   // With error feedback what is left out is late, not lost: kappa^-2, by what top-k surely captures
-  // of u in a step, kappa. The optimum has k in proportion to the learning rate.
+  // of u in a step, kappa. The optimum has k in proportion to the learning rate to the power 2/3.
   feedback,
 };
 // The names that the command line knows, in enumerator order.
@@ -96,7 +96,7 @@ struct AdaptiveOptions {
   double density_min = 1e-4, density_max = 0.25;  // in (0, 1], min <= max
   // a = 1 - mu eta in (0, 1], by which a step of size eta shrinks the error where the loss is
   // mu-PL: what a step leaves out weighs a^(steps that follow). 1: all steps alike. Not with
-  // feedback, where norms tell how errors shrink.
+  // feedback, where errors are taken to shrink as the rate does.
   double contraction = 1.0;
   // eta of a step, >= 0, the same on all ranks and in a resumed run; empty: the same in all steps.
   std::function<double(std::uint64_t step)> learning_rate{};

@@ -11,9 +11,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options, set_hook
+from skim._compression import STATE, Compression, Options, same_on_all_ranks, set_hook
 from skim._report import Report
 from skim.dry_run import DryRun
+
+LEAST_RATE = 1e-20  # stands for 0 where there was no other yet
 
 _attached: weakref.WeakKeyDictionary[DistributedDataParallel, DdpCompression] = weakref.WeakKeyDictionary()
 
@@ -26,6 +28,7 @@ def attach(
     select: Any = "exact",
     values: str = "f32",
     scaler: Any = None,
+    updates_of: Any = None,
     momentum: float = 0.0,
     nesterov: bool = False,
     clip_norm: float = 0.0,
@@ -51,6 +54,8 @@ def attach(
         object of your own (skim.protocols).
     values: how values travel: one of skim.value_codes. With skim.ExchangeOptions their codec says it.
     scaler: the GradScaler, if there is one: residuals are kept unscaled.
+    updates_of: the optimizer (SGD): residuals then hold gradients times its learning rate, that of its
+        first group, so that a rate that falls does not shrink what waits.
     momentum, nesterov: momentum correction, instead of the optimizer's momentum.
     clip_norm: of this rank's gradient, before it is compressed; 0: none.
     error_feedback: False: what is not sent is lost.
@@ -90,7 +95,15 @@ def attach(
         non_finite=non_finite,
         total_steps=total_steps,
     )
-    compression = DdpCompression(ddp, options, scaler, timeout, writer)
+    if updates_of is not None and clip_norm > 0.0:
+        raise _core.InvalidArgument(
+            "skim.attach: updates_of and clip_norm exclude each other: the limit is one of gradients"
+        )
+    if updates_of is not None and not hasattr(updates_of, "param_groups"):
+        raise _core.InvalidArgument(
+            f"skim.attach: updates_of must be an optimizer, with param_groups, not {type(updates_of).__name__}"
+        )
+    compression = DdpCompression(ddp, options, scaler, updates_of, timeout, writer)
     _attached[ddp] = compression
     return compression
 
@@ -147,7 +160,13 @@ class DdpCompression(Compression):
     """What skim.attach returns."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, options: Options, scaler: Any, timeout: float, writer: Any
+        self,
+        ddp: DistributedDataParallel,
+        options: Options,
+        scaler: Any,
+        updates_of: Any,
+        timeout: float,
+        writer: Any,
     ) -> None:
         named = {
             name.replace("_orig_mod.", ""): p
@@ -162,8 +181,12 @@ class DdpCompression(Compression):
                     f"skim.attach: '{name}' makes sparse gradients, which the hook cannot take; use sparse=False"
                 )
         super().__init__(named, options, ddp.process_group, timeout, writer)
+        whose = "None" if updates_of is None else type(updates_of).__name__
+        same_on_all_ranks(self.comm, "options", [f"updates_of={whose}"])
         self._index_of = {p: i for i, p in enumerate(named.values())}
         self._scaler = scaler
+        self._updates_of = updates_of
+        self._rate = LEAST_RATE  # of the last step with one above 0
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
         self._seen_before: list[tuple[int, ...]] = []
@@ -193,7 +216,7 @@ class DdpCompression(Compression):
         with self.lock:
             self.begin_bucket(index, members)
             self._seen.append(members)
-            scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+            scale = self._scale()
             unused = self._unused_by_all(members, flat) if self._finds_unused else []
             for slot, offset, length in self.slots_of(members, index):
                 self.reduce_part(slot, flat[offset : offset + length], scale)
@@ -205,6 +228,15 @@ class DdpCompression(Compression):
                 if not self._finite and self.options.non_finite == "raise":
                     self.finish_step()
                     raise _core.NonFiniteError("skim: a gradient entry of the group is NaN or infinite")
+
+    def _scale(self) -> float:
+        """By which the gradients of this step are larger than what residuals hold."""
+        scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+        if self._updates_of is None:
+            return scale
+        # At 0 what is sent moves nothing, and what waits cannot be told in gradients of that rate.
+        self._rate = float(self._updates_of.param_groups[0]["lr"]) or self._rate
+        return scale / self._rate
 
     def _unused_by_all(self, members: tuple[int, ...], flat: torch.Tensor) -> list[tuple[int, int]]:
         """[begin, end) in the bucket of parameters without a gradient on any rank: DDP will not

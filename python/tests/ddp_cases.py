@@ -284,6 +284,29 @@ def case_an_infinite_step_is_taken_back():
         assert skim.report(model).skipped >= 1
 
 
+def case_residuals_of_updates_do_not_change_with_the_rate():
+    rates = [1.0, 1.0, 0.25, 0.5, 0.0, 0.125, 2.0]
+    for exchange in ("allgather", "param-server"):
+        inner = Linear()
+        optimizer = torch.optim.SGD(inner.parameters(), lr=rates[0])
+        model = attached(inner, attach={"exchange": exchange, "updates_of": optimizer})
+        given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+        for step, rate in enumerate(rates):
+            optimizer.param_groups[0]["lr"] = rate
+            c = gradients(step)
+            model(c).backward()
+            if rate == 0.0:  # as the rate before: what was sent moves nothing
+                given += rates[step - 1] * flat(c)
+                got += rates[step - 1] * means(model)
+                continue
+            given += rate * flat(c)
+            before = flat(model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            got += before - flat(model.parameters())
+        check_law(model, given, got)
+
+
 def case_raise_where_a_gradient_is_not_finite():
     model = attached(attach={"non_finite": "raise"})
     c = gradients(0)
@@ -485,6 +508,9 @@ def case_refusals():
            exchange=skim.ExchangeOptions("gtopk"), values="f16")
     expect(wrong, "decay", skim.attach, DDP(Linear()), residual_decay=1.5)
     expect(wrong, "no 'ignore'; there are: pass_on, raise", skim.attach, DDP(Linear()), non_finite="ignore")
+    expect(wrong, "updates_of must be an optimizer", skim.attach, DDP(Linear()), updates_of=0.1)
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    expect(wrong, "updates_of and clip_norm exclude", skim.attach, DDP(Linear()), updates_of=sgd, clip_norm=1.0)
     hooked = DDP(Linear())
     hooked.register_comm_hook(None, lambda state, bucket: None)
     expect(wrong, "DDP refused the hook", skim.attach, hooked)
@@ -496,6 +522,7 @@ def case_refusals():
             DDP(Linear()),
             density=0.1 * (1 + min(RANK, 1)),
         )
+        expect(wrong, "rank 0 has updates_of=None", skim.attach, DDP(Linear()), updates_of=sgd if RANK else None)
 
 
 def case_fsdp_is_refused():

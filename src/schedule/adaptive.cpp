@@ -369,12 +369,12 @@ class Adaptive final : public DensitySchedule {
     return o_.learning_rate ? std::max(kLeast, o_.learning_rate(step)) : 1.0;
   }
   // ln of the weight of the step that is `ahead` of this one over that of this one.
-  //   feedback    w_t = eta_t^3: what is late is eta |g|, squared, and counts eta; later steps
-  //               shrink its error as they shrink |g|^2, so norms cancel
+  //   feedback    w_t = eta_t^2: what is late is eta |g|, squared, and counts eta; later steps
+  //               shrink its error as they shrink what noise leaves above the least loss, about eta
   //   the others  w_t = eta_t |g_t|^2 a^-t
   double log_weight(std::uint64_t step, double ahead) const {
     const double rates = std::log(rate(step + static_cast<std::uint64_t>(ahead)) / rate(step));
-    if (o_.form == AdaptiveForm::feedback) return 3.0 * rates;
+    if (o_.form == AdaptiveForm::feedback) return 2.0 * rates;
     return rates + trend_.growth(ahead) - ahead * std::log(o_.contraction);
   }
   // At which this step gets density_min.
