@@ -171,8 +171,7 @@ def main():
         arguments += ["--generated-train", str(options.generated), "--generated-test", "200"]
     elif not os.environ.get("SKIM_DATA"):
         sys.exit("SKIM_DATA must name the folder with the data sets")
-    if options.memory != "gradients":
-        arguments += ["--memory", options.memory]
+    arguments += ["--memory", options.memory]
     study = Study(options, options.lr or rate, arguments)
     seeds = options.seeds.split(",")
 

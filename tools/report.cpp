@@ -201,7 +201,7 @@ nlohmann::json to_json(const Row& row, int ranks) {
                    {"density", o.exchange == "dense" ? 1.0 : o.density},
                    {"down_density", o.down_density},
                    {"server", o.server},
-                   {"memory", o.memory},
+                   {"memory", train::memory_of(o)},
                    {"density_warmup", o.density_warmup},
                    {"ranks", ranks},
                    {"threads", o.threads},

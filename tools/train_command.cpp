@@ -223,8 +223,9 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
   line.choice("--feedback", t.feedback, "what is not sent is kept, or lost",
               train::feedback_names());
   line.choice("--memory", t.memory,
-              "residuals of gradients, or of updates: gradients times the learning rate",
-              train::memory_names());
+              "residuals of gradients, or of updates: gradients times the learning rate; auto: "
+              "updates with --density adaptive, where the run allows it, else gradients",
+              train::memory_choices());
   line.option("--momentum-correction", t.momentum_correction, "X",
               "momentum of each rank, before selection, in place of --momentum; 0: none")
       ->check(not_negative());

@@ -31,7 +31,8 @@ std::vector<std::string> auto_and(std::span<const std::string_view> names) {
   return all;
 }
 
-bool holds_updates(const TrainOptions& o) { return o.memory == memory_names()[1]; }
+constexpr std::string_view kGradients = "gradients", kUpdates = "updates";
+bool holds_updates(const TrainOptions& o) { return memory_of(o) == kUpdates; }
 
 template <class Names>
 std::size_t index_of(const std::string& name, const Names& names, const char* option) {
@@ -211,7 +212,9 @@ RunLength run_length(const TrainOptions& o, std::int64_t steps_per_epoch) {
 
 std::vector<std::string> split_names() { return {"iid", "partition", "shards"}; }
 std::vector<std::string> feedback_names() { return {"residual", "none"}; }
-std::vector<std::string> memory_names() { return {"gradients", "updates"}; }
+std::vector<std::string> memory_choices() {
+  return auto_and(std::array<std::string_view, 2>{kGradients, kUpdates});
+}
 std::vector<std::string> adaptive_form_choices() { return auto_and(adaptive_form_names()); }
 std::vector<std::string> index_code_choices() { return auto_and(index_code_names()); }
 std::vector<std::string> select_seeds_names() { return {"same", "own"}; }
@@ -321,7 +324,8 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
                           " returns all that was sent; it needs an exchange that selects from the "
                           "sum, such as param-server");
   }
-  if (index_of(o.memory, memory_names(), "--memory") == 1) {
+  index_of(o.memory, memory_choices(), "--memory");
+  if (holds_updates(o)) {
     if (o.optimizer != OptimizerKind::sgd) {
       throw InvalidArgument(
           "--memory updates needs --optimizer sgd: the update of another is not the gradient times "
@@ -390,6 +394,14 @@ AdaptiveForm adaptive_form(const TrainOptions& o) {
   }
   return static_cast<AdaptiveForm>(
       index_of(o.adaptive_form, adaptive_form_names(), "--adaptive-form"));
+}
+
+std::string memory_of(const TrainOptions& o) {
+  if (o.memory != kAuto) return o.memory;
+  const bool late = o.feedback == feedback_names()[0] && o.density_rule == kAdaptive &&
+                    adaptive_form(o) == AdaptiveForm::feedback;
+  const bool allowed = o.optimizer == OptimizerKind::sgd && !(o.local_clip > 0.0);
+  return std::string(late && allowed ? kUpdates : kGradients);
 }
 
 void set_density(TrainOptions& o, const std::string& who, const std::string& text) {

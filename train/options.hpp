@@ -63,7 +63,8 @@ struct TrainOptions {
   std::string server = "rank0";                                     // param-server
   double down_density = 0.0;  // of the result, in (0, 1]; 0: as up
   // What residuals are made of: "gradients", or "updates", gradients times the learning rate.
-  std::string memory = "gradients";
+  // "auto": what memory_of() says.
+  std::string memory = "auto";
   std::vector<std::string> auto_among{};  // empty: AutoOptions::among
   // What auto predicts from, on rank 0; none: it measures the link. And what target_s does.
   std::optional<Link> auto_link = {};
@@ -117,7 +118,7 @@ nlohmann::json identity(const TrainOptions& options);
 // Valid names of the options that are names, for messages and help.
 std::vector<std::string> split_names();
 std::vector<std::string> feedback_names();
-std::vector<std::string> memory_names();
+std::vector<std::string> memory_choices();         // auto, then gradients and updates
 std::vector<std::string> adaptive_form_choices();  // auto, then those of the library
 std::vector<std::string> index_code_choices();     // auto, then those of the library
 std::vector<std::string> select_seeds_names();
@@ -149,6 +150,9 @@ std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& options, i
                                                   const RunLength& run = {});
 // The form of --density adaptive: as named, or the one whose bound is for the run's feedback.
 AdaptiveForm adaptive_form(const TrainOptions& options);
+// gradients or updates: as named, or updates where the form of --density adaptive is feedback,
+// whose bound is of those, and --optimizer and --local-clip allow it.
+std::string memory_of(const TrainOptions& options);
 // The largest that the schedule may give.
 double largest_density(const TrainOptions& options);
 

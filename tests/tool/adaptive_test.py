@@ -58,6 +58,18 @@ class Rules(Case):
                 constant, falling = ([sum(d[:len(d) // 2]), sum(d[len(d) // 2:])] for d in densities)
                 self.assertGreater(falling[0] / falling[1], 1.2 * constant[0] / constant[1])
 
+    def test_residuals_are_of_updates_where_its_bound_is_of_those(self):
+        adaptive = ["--density", "adaptive", "--budget", "600kB"]
+        for memory, more in [("gradients", []), ("updates", adaptive),
+                             ("gradients", [*adaptive, "--memory", "gradients"]),
+                             ("gradients", [*adaptive, "--feedback", "none"]),
+                             ("gradients", [*adaptive, "--adaptive-form", "even"]),
+                             ("gradients", [*adaptive, "--optimizer", "adam", "--lr", 0.001]),
+                             ("gradients", [*adaptive, "--local-clip", 1])]:
+            with self.subTest(more):
+                row, _, _ = self.simulate(*more)
+                self.assertEqual(row["memory"], memory)
+
     def test_a_predicted_time(self):
         # Twice what computing takes; the simulated time of a link without processors is predicted.
         row, steps, _ = self.simulate("--density", "adaptive", "--target-time", "0.5s",
