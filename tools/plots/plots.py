@@ -366,7 +366,8 @@ def budgets(arguments):
             for r in [r for r in mine if r["at"] == middle][:1]:
                 share = [j / len(r["densities"]) for j in range(len(r["densities"]))]
                 row[2].plot(share, r["densities"], **style)
-        in_mb = sorted({r["budget"] / 1e6 for r in found if r["feedback"] == kind})
+        # One tick a budget: those of several files may differ by little.
+        in_mb = sorted({r["at"]: r["budget"] / 1e6 for r in found if r["feedback"] == kind}.values())
         for axis in row[:2]:
             axis.set_xticks(in_mb, labels=[f"{x:.3g}" for x in in_mb])
             axis.minorticks_off()
