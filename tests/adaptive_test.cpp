@@ -729,12 +729,15 @@ TEST(adaptive, refuses_what_cannot_be) {
     adaptive_density(good)->density({.total_steps = 11});
     ADD_FAILURE() << "nothing was thrown";
   } catch (const InvalidArgument& e) {
-    EXPECT_NE(std::string(e.what()).find(
-                  "a budget of 10 is too small: 11 steps at the least density, 0.001, take 11"),
+    EXPECT_NE(std::string(e.what()).find("a budget of 10 bytes is too small: 11 steps at the least "
+                                         "density, 0.001, take 11 bytes"),
               std::string::npos)
         << e.what();
   }
   EXPECT_EQ(s->describe(), "adaptive (feedback), budget 10 bytes");
+  EXPECT_EQ(adaptive_density({.budget = 1.5, .cost = [](double d) { return d; }, .in_bytes = false})
+                ->describe(),
+            "adaptive (feedback), budget 1.5 predicted seconds");
   EXPECT_NE(why([](AdaptiveOptions& o) { o.norms_of_updates = true; }).find("learning rate"),
             std::string::npos);
 }

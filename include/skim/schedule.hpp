@@ -90,8 +90,8 @@ struct AdaptiveOptions {
   AdaptiveForm form = AdaptiveForm::feedback;
   double budget = 0.0;  // of the whole run, in the unit of cost; > 0
   StepCost cost;
-  // True: cost is in bytes, and what was spent is what the group's statistics tell. False: it is
-  // seconds, say, and cost itself is what was spent: clocks differ between ranks.
+  // True: cost is in bytes, and what was spent is what the group's statistics tell. False: it is in
+  // predicted seconds, and cost itself is what was spent: clocks differ between ranks.
   bool in_bytes = true;
   double density_min = 1e-4, density_max = 0.25;  // in (0, 1], min <= max
   // a = 1 - mu eta in (0, 1], by which a step of size eta shrinks the error where the loss is

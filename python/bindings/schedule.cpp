@@ -180,7 +180,9 @@ void bind_schedule(nb::module_& m) {
       "  budget  of the whole run, in the unit of cost; Reducer.set_total_steps tells its length\n"
       "  form    one of skim.adaptive_forms; 'measured' needs n, over all slots, and ranks\n"
       "  learning_rate  of a step, by its number; equal on all ranks\n"
-      "  in_bytes  what was spent is what the group counted; False: what cost says\n"
+      "  in_bytes  what was spent is what the group counted; False: cost is in predicted seconds, "
+      "and\n"
+      "            what it says was spent\n"
       "Raises InvalidArgument, at the first step too: a budget that is less than all steps take at "
       "density_min.");
   m.def(

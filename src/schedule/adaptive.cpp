@@ -185,7 +185,7 @@ class Adaptive final : public DensitySchedule {
 
   std::string describe() const override {
     return "adaptive (" + std::string(adaptive_form_names()[static_cast<std::size_t>(o_.form)]) +
-           "), budget " + shortest(o_.budget) + (o_.in_bytes ? " bytes" : " predicted");
+           "), budget " + in_unit(o_.budget);
   }
 
   double spent() const noexcept override { return share_; }
@@ -222,12 +222,15 @@ class Adaptive final : public DensitySchedule {
     const double steps = left(p), need = steps * least;
     const double has = o_.budget - known(p) - unknown(p);
     if (need > has * (1.0 + 1e-12)) {
-      throw InvalidArgument("adaptive density: a budget of " + shortest(o_.budget) +
+      throw InvalidArgument("adaptive density: a budget of " + in_unit(o_.budget) +
                             " is too small: " + shortest(steps) + " steps at the least density, " +
-                            shortest(o_.density_min) + ", take " + shortest(need) +
+                            shortest(o_.density_min) + ", take " + in_unit(need) +
                             (has < o_.budget ? ", and " + shortest(has) + " is left" : ""));
     }
     total_ = p.total_steps;
+  }
+  std::string in_unit(double cost) const {
+    return shortest(cost) + (o_.in_bytes ? " bytes" : " predicted seconds");
   }
   static double left(const Progress& p) {
     return p.total_steps > p.step ? static_cast<double>(p.total_steps - p.step) : 1.0;

@@ -147,7 +147,7 @@ class Rules(Case):
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
     def test_a_budget_that_is_too_small_is_refused_with_numbers(self):
         done = skim("train", *SMALL, *MODEL, "--ranks", 2, "--density", "adaptive", "--budget", "1kB")
-        self.assert_refused(done, "a budget of 1000 is too small", "24 steps at the least density")
+        self.assert_refused(done, "a budget of 1000 bytes is too small", "24 steps at the least density")
 
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
     def test_rules_beside_one_another(self):
