@@ -1,9 +1,9 @@
 // mpirun as a child process, with its own process group, so that Ctrl-C reaches the launcher alone.
 //
 // Launcher and ranks meet in a folder, named by SKIM_RUN_DIR. A rank writes `rank-R.pid` when it
-// starts; when it ends it removes that and, if it failed, leaves `rank-R.cause` or `rank-R.effect`
-// with one line: its exit status and what happened. A `rank-R.pid` that is left when all is over is
-// a rank that died without a word.
+// starts. When it has left MPI and all went well, that becomes `rank-R.done`; otherwise it removes
+// it and, if it failed, leaves `rank-R.cause` or `rank-R.effect` with one line: its exit status and
+// what happened. A `rank-R.pid` that is left when all is over is a rank that died without a word.
 #include "tools/launcher.hpp"
 
 #include <fcntl.h>
@@ -139,6 +139,9 @@ class StderrFilter {
 };
 
 std::string mpirun() {
+  if (const char* given = std::getenv("SKIM_MPIRUN"); given != nullptr && *given != '\0') {
+    return given;
+  }
   const std::string built_with = SKIM_MPIRUN;
   if (!built_with.empty() && access(built_with.c_str(), X_OK) == 0) return built_with;
   return "mpirun";
@@ -168,6 +171,13 @@ void signal_ranks(const RunDir& dir, int ranks, int signal) {
   for (int r = 0; r < ranks; ++r) {
     if (const auto pid = dir.read(r, "pid")) kill(std::atoi(pid->c_str()), signal);
   }
+}
+
+bool all_done(const RunDir& dir, int ranks) {
+  for (int r = 0; r < ranks; ++r) {
+    if (!dir.read(r, "done")) return false;
+  }
+  return true;
 }
 
 struct Failure {
@@ -301,7 +311,8 @@ int launch(int ranks, const std::vector<std::string>& arguments) {
   }
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   if (seen_signals > 0) return 128 + g_last_signal.load();
-  if (code == 0) return 0;
+  // Open MPI 4 fails at times where all ranks have ended well (open-mpi/ompi#7833).
+  if (code == 0 || all_done(dir, ranks)) return 0;
   const Failure failure = explain(dir, ranks, code, filter.explanation());
   std::fprintf(stderr, "skim: %s\n", failure.message.c_str());
   return failure.code;
@@ -314,14 +325,18 @@ RankStatus::RankStatus(int rank) {
   std::ofstream(path_ + ".pid") << getpid() << '\n';
 }
 
-void RankStatus::finished() {
-  if (!path_.empty()) std::remove((path_ + ".pid").c_str());
+void RankStatus::finished(int code) {
+  if (path_.empty()) return;
+  const std::string pid = path_ + ".pid";
+  if (code != 0 || std::rename(pid.c_str(), (path_ + ".done").c_str()) != 0) {
+    std::remove(pid.c_str());
+  }
 }
 
 bool RankStatus::failed(const std::string& message, bool cause, int code) {
   if (path_.empty()) return false;
   std::ofstream(path_ + (cause ? ".cause" : ".effect")) << code << ' ' << message << '\n';
-  finished();
+  finished(code);
   return true;
 }
 
@@ -336,7 +351,8 @@ int run_as_rank(const std::string& command, const std::function<void(Communicato
     comm = connect(Backend::mpi, {.timeout = std::chrono::minutes(5)});
     status = std::make_unique<RankStatus>(comm->rank());
     body(*comm);
-    status->finished();
+    comm.reset();
+    status->finished(0);
     return 0;
   } catch (const CommError& e) {
     failure = e.what();

@@ -17,14 +17,16 @@ bool is_launched();
 // Runs `arguments` (argv[1..] of this program) as `ranks` ranks of this program on this machine,
 // also as root and with more ranks than cores. SIGINT and SIGTERM ask the ranks to end after their
 // step; a second one, or 20 seconds, ends them at once. Returns the exit status: 0 if all ranks
-// ended well; what the ranks returned; 128 + the signal that stopped them.
+// ended well; what the ranks returned; 128 + the signal that stopped them. SKIM_MPIRUN in the
+// environment names another mpirun than the one that the build found.
 int launch(int ranks, const std::vector<std::string>& arguments);
 
 // On the ranks' side, for the launcher's one line. No-ops for a process that it did not start.
 class RankStatus {
  public:
   explicit RankStatus(int rank);
-  void finished();  // orderly
+  // Orderly, with this exit status. Where it is 0, the rank has left MPI.
+  void finished(int code);
   // cause: this rank's own failure; otherwise it only saw that of another. True if the launcher
   // will print it. code: the exit status that the run should have.
   bool failed(const std::string& message, bool cause, int code);

@@ -332,7 +332,8 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
   add_training_options(line, a.train);
   app.footer(
       "Ctrl-C or SIGTERM end the run after the step, with a checkpoint if --checkpoint\n"
-      "is given; a second one ends it at once.\n\n"
+      "is given; a second one ends it at once. SKIM_MPIRUN in the environment names another\n"
+      "mpirun for --ranks.\n\n"
       "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N\n"
       "stopped by signal N.\n\n" +
       command.example);
@@ -519,9 +520,10 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
     failure = e.what();
   }
   if (failure.empty()) {
-    if (status) status->finished();
     if (code != 0 && g_signal.load() != 0) code = 128 + g_signal.load();
-    if (comm && with_mpi && code != 0) comm->barrier();  // nobody is cut off by mpirun
+    if (code == 0) comm.reset();
+    if (status) status->finished(code);
+    if (comm && with_mpi) comm->barrier();  // nobody is cut off by mpirun
     return code;
   }
   const std::string line = failure.substr(0, failure.find('\n'));

@@ -590,6 +590,34 @@ class Failures(Case):
             done = train("--ranks", 2, "--model", "linear", "--steps", 3, option, "/dev/full")
             self.assert_refused(done, option, "/dev/full", "No space left", status=1)
 
+    def test_mpirun_that_fails_after_all_ranks_ended_well(self):
+        # Open MPI 4 does so at times: open-mpi/ompi#7833, #9389.
+        def under(script):
+            wrapper = self.dir / "mpirun"
+            wrapper.write_text("#!/bin/sh\n" + script)
+            wrapper.chmod(0o755)
+            return train("--ranks", 2, "--model", "linear", "--steps", 2, "--summary", self.dir / "s.json",
+                         env=dict(os.environ, SKIM_MPIRUN=str(wrapper)))
+
+        complaint = f"""cat >&2 <<END
+{"-" * 74}
+mpirun has exited due to process rank 0 with PID 0 on
+node here exiting improperly.
+{"-" * 74}
+END
+exit 1
+"""
+        done = under(f'"{os.environ["SKIM_MPIRUN"]}" "$@" || exit\n{complaint}')
+        self.assert_ok(done)
+        self.assertNotIn("mpirun", done.stderr)
+        self.assertEqual(json.loads((self.dir / "s.json").read_text())[0]["steps"], 2)
+        # But where no rank came to its end, that is what there is to say.
+        self.assert_refused(under(complaint), "mpirun has exited due to process rank 0", status=1)
+        (self.dir / "mpirun").unlink()
+        gone = self.dir / "mpirun"
+        done = train("--ranks", 2, "--model", "linear", env=dict(os.environ, SKIM_MPIRUN=str(gone)))
+        self.assert_refused(done, str(gone), "No such file", status=1)
+
     def test_bad_data_on_all_ranks_is_one_line(self):
         done = train("--ranks", 3, "--data", "mnist", "--data-dir", self.dir)
         self.assert_refused(done, "mnist", str(self.dir))
