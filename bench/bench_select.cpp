@@ -64,13 +64,11 @@ void register_all() {
     if (n > std::size_t{1} << 24U) continue;
     benchmark::RegisterBenchmark(name("BM_Add", n).c_str(),
                                  [=](benchmark::State& s) { add_pass(s, n); });
-    const auto names = select_algo_names();
-    for (std::size_t a = 0; a < names.size(); ++a) {
+    for (const SelectAlgo algo : enumerators<SelectAlgo>()) {
       for (const Shape& shape : kShapes) {
         for (const double density : kDensities) {
-          const auto algo = static_cast<SelectAlgo>(a);
           benchmark::RegisterBenchmark(
-              name("BM_Select", names[a], shape.name, n, density).c_str(),
+              name("BM_Select", name_of(algo), shape.name, n, density).c_str(),
               [=](benchmark::State& s) { select(s, algo, shape.name, n, density); });
         }
       }

@@ -9,18 +9,19 @@ import sys
 from pathlib import Path
 
 LAYERS = [
-    {"types", "error", "version"},
-    {"select", "feedback", "codec", "analysis", "communicator", "mpi"},
+    {"types", "error", "names", "version"},
+    {"select", "feedback", "codec", "analysis", "communicator", "mpi", "report"},
     {"cost"},
     {"exchange"},
-    {"schedule"},
+    {"schedule", "chooser", "local_half"},
     {"reducer"},
+    {"fields"},
     {"train", "tools", "bench", "python"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
-# One module in two headers: the communicator, and the one of a caller's MPI_Comm; selection, and on a device.
-SAME = {"mpi": "communicator", "cuda": "select"}
-FREE = {"assert", "half", "normal", "random", "state"}  # internal headers that any module may use
+# One module in two headers: the communicator, and the one of a caller's MPI_Comm; the local half, and on a device.
+SAME = {"mpi": "communicator", "cuda": "local_half"}
+FREE = {"assert", "half", "normal", "numbers", "random", "state"}  # internal headers that any module may use
 
 
 def module_of(path: str) -> str:

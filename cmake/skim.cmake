@@ -1,5 +1,9 @@
 # Warnings, sanitizers, and how tests are registered.
 
+# For code that runs briefly and is mostly templates of other libraries: it compiles in a third less
+# time. Behind the build type's own -O.
+set(skim_little_optimization $<$<CONFIG:Release>:-O1>)
+
 function(skim_compile_options target)
   # The same bits on every CPU target: g++ contracts a*b+c by default.
   target_compile_options(${target} PRIVATE -ffp-contract=off
@@ -37,6 +41,7 @@ function(skim_add_test name)
   endif()
   add_executable(${name} ${arg_SOURCES})
   skim_compile_options(${name})
+  target_compile_options(${name} PRIVATE ${skim_little_optimization})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_link_libraries(${name} PRIVATE skim::skim GTest::gtest_main ${arg_LIBRARIES})
   gtest_discover_tests(${name} TEST_PREFIX ${name}. DISCOVERY_TIMEOUT 120 TEST_FILTER "${arg_FILTER}"
@@ -52,6 +57,7 @@ function(skim_add_mpi_test name)
   endif()
   add_executable(${name} ${arg_SOURCES})
   skim_compile_options(${name})
+  target_compile_options(${name} PRIVATE ${skim_little_optimization})
   target_compile_definitions(${name} PRIVATE SKIM_TEST_MPI)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_link_libraries(${name} PRIVATE skim::skim GTest::gtest MPI::MPI_CXX ${arg_LIBRARIES})

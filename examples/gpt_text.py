@@ -87,7 +87,7 @@ def validation_loss(model, data):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--exchange", choices=skim.exchange_kinds, default="auto")
+    parser.add_argument("--exchange", choices=["auto", *skim.exchanges], default="auto")
     parser.add_argument("--no-skim", action="store_true", help="DDP's own all-reduce, of all entries")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16, help="of a rank")

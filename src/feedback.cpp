@@ -131,8 +131,8 @@ float clamped(float v) {
   return std::min(std::max(v, -kMax), kMax);
 }
 
-// Momentum correction of one bucket: FeedbackOptions::momentum. `next(i)` is an entry of the
-// gradient; `ahead` is written for Nesterov's form, null for the plain one.
+// Momentum correction of one bucket: FeedbackOptions::momentum_correction. `next(i)` is an entry of
+// the gradient; `ahead` is written for Nesterov's form, null for the plain one.
 template <class Next>
 void advance(const Next& next, float reciprocal, float momentum, std::size_t n, float* m,
              float* ahead) {
@@ -195,15 +195,18 @@ struct ErrorFeedback::Impl {
 
 ErrorFeedback::ErrorFeedback(FeedbackOptions options) : impl_(std::make_unique<Impl>()) {
   const auto in_range = [](float v, float most) { return v >= 0.0F && v <= most; };
-  SKIM_EXPECTS(in_range(options.momentum, 1.0F) && options.momentum != 1.0F,
-               "feedback: momentum must be in [0, 1) (" + std::to_string(options.momentum) + ")");
+  SKIM_EXPECTS(in_range(options.momentum_correction, 1.0F) && options.momentum_correction != 1.0F,
+               "feedback: momentum_correction must be in [0, 1) (" +
+                   std::to_string(options.momentum_correction) + ")");
   SKIM_EXPECTS(
-      in_range(options.clip_norm, std::numeric_limits<float>::max()),
-      "feedback: clip_norm must be finite and >= 0 (" + std::to_string(options.clip_norm) + ")");
-  SKIM_EXPECTS(in_range(options.decay, 1.0F),
-               "feedback: decay must be in [0, 1] (" + std::to_string(options.decay) + ")");
-  SKIM_EXPECTS(options.enabled || (options.momentum == 0.0F && options.decay == 1.0F),
-               "feedback: momentum and decay need a residual (enabled)");
+      in_range(options.local_clip, std::numeric_limits<float>::max()),
+      "feedback: local_clip must be finite and >= 0 (" + std::to_string(options.local_clip) + ")");
+  SKIM_EXPECTS(in_range(options.residual_decay, 1.0F),
+               "feedback: residual_decay must be in [0, 1] (" +
+                   std::to_string(options.residual_decay) + ")");
+  SKIM_EXPECTS(
+      options.enabled || (options.momentum_correction == 0.0F && options.residual_decay == 1.0F),
+      "feedback: momentum_correction and residual_decay need a residual (enabled)");
   impl_->options = options;
 }
 ErrorFeedback::~ErrorFeedback() = default;
@@ -212,8 +215,7 @@ ErrorFeedback& ErrorFeedback::operator=(ErrorFeedback&&) noexcept = default;
 
 const FeedbackOptions& ErrorFeedback::options() const noexcept { return impl_->options; }
 
-void ErrorFeedback::set_layout(std::span<const Bucket> buckets, Device device) {
-  SKIM_EXPECTS(device == Device::cpu, "set_layout: residuals on a GPU are not in this build");
+void ErrorFeedback::set_layout(std::span<const Bucket> buckets) {
   SKIM_EXPECTS(!impl_->open(), "set_layout: a step is open; call end_step or rollback_step first");
 
   std::unordered_map<Slot, SlotState> slots;
@@ -270,8 +272,8 @@ void ErrorFeedback::set_layout(std::span<const Bucket> buckets, Device device) {
   };
   const FeedbackOptions& o = impl_->options;
   Arena arena = o.enabled ? moved(impl_->arena) : Arena();
-  Arena velocity = o.momentum > 0.0F ? moved(impl_->velocity) : Arena();
-  Arena ahead(o.momentum > 0.0F && o.nesterov ? largest : 0);
+  Arena velocity = o.momentum_correction > 0.0F ? moved(impl_->velocity) : Arena();
+  Arena ahead(o.momentum_correction > 0.0F && o.nesterov_correction ? largest : 0);
   impl_->arena = std::move(arena);
   impl_->velocity = std::move(velocity);
   impl_->ahead = std::move(ahead);
@@ -296,7 +298,7 @@ DenseView ErrorFeedback::residual(Slot slot) {
 
 DenseView ErrorFeedback::velocity(Slot slot) {
   const SlotState& s = impl_->at(slot, "velocity");
-  if (impl_->options.momentum == 0.0F) return {};
+  if (impl_->options.momentum_correction == 0.0F) return {};
   return std::span<float>(impl_->velocity.data() + s.at, s.n);
 }
 
@@ -307,20 +309,20 @@ GradView ErrorFeedback::begin(Slot slot, GradView grad, double norm2, int ranks)
                                   ")");
   SKIM_EXPECTS(grad.device == Device::cpu, "begin: the gradient must be on the CPU");
   const FeedbackOptions& o = impl_->options;
-  if (o.clip_norm > 0.0F) {
+  if (o.local_clip > 0.0F) {
     const double share = static_cast<double>(s.n) / (ranks * static_cast<double>(impl_->entries));
-    const double limit = double{o.clip_norm} * std::sqrt(share), norm = std::sqrt(norm2);
+    const double limit = double{o.local_clip} * std::sqrt(share), norm = std::sqrt(norm2);
     if (norm > limit) {
       grad.scale = static_cast<float>(
           std::min(double{grad.scale} * (norm / limit), double{std::numeric_limits<float>::max()}));
     }
   }
-  if (o.momentum == 0.0F) return grad;
+  if (o.momentum_correction == 0.0F) return grad;
 
   float* const m = impl_->velocity.data() + s.at;
-  float* const ahead = o.nesterov ? impl_->ahead.data() : nullptr;
+  float* const ahead = o.nesterov_correction ? impl_->ahead.data() : nullptr;
   const auto run = [&](const auto& next) {
-    advance(next, 1.0F / grad.scale, o.momentum, s.n, m, ahead);
+    advance(next, 1.0F / grad.scale, o.momentum_correction, s.n, m, ahead);
   };
   const auto* const floats = static_cast<const float*>(grad.data);
   const auto* const bits = static_cast<const std::uint16_t*>(grad.data);
@@ -331,7 +333,7 @@ GradView ErrorFeedback::begin(Slot slot, GradView grad, double norm2, int ranks)
   } else {
     run([=](std::size_t i) { return from_bf16(bits[i]); });
   }
-  return std::span<float>(o.nesterov ? ahead : m, s.n);
+  return std::span<float>(o.nesterov_correction ? ahead : m, s.n);
 }
 
 double ErrorFeedback::commit(Slot slot, const SparseView& sent, const SparseView& returned) {
@@ -377,7 +379,7 @@ double ErrorFeedback::commit(Slot slot, const SparseView& sent, const SparseView
   };
   add(sent, -1.0F);
   add(returned, 1.0F);
-  if (impl_->options.momentum > 0.0F && impl_->options.factor_masking) {
+  if (impl_->options.momentum_correction > 0.0F && impl_->options.factor_masking) {
     impl_->mask(s, sent, returned);
   }
   return even + odd;
@@ -394,7 +396,7 @@ void ErrorFeedback::end_step() noexcept {
   impl_->journal.clear();
   impl_->masked.clear();
   if (!impl_->open_dense) return;
-  const bool mask = impl_->options.momentum > 0.0F && impl_->options.factor_masking;
+  const bool mask = impl_->options.momentum_correction > 0.0F && impl_->options.factor_masking;
   for (auto& [slot, s] : impl_->slots) {
     if (s.delivered && s.n > 0) {
       std::memset(impl_->arena.data() + s.at, 0, s.n * sizeof(float));
@@ -419,7 +421,8 @@ void ErrorFeedback::save(std::ostream& out) const {
   SectionWriter w(out, kMagic, kVersion);
   std::uint64_t count = 0;
   for (const auto& [slot, s] : impl_->slots) count += s.parameters.size();
-  const bool has_residual = impl_->options.enabled, has_velocity = impl_->options.momentum > 0.0F;
+  const bool has_residual = impl_->options.enabled,
+             has_velocity = impl_->options.momentum_correction > 0.0F;
   w.put(static_cast<std::uint8_t>((has_residual ? kHasResidual : 0) |
                                   (has_velocity ? kHasVelocity : 0)));
   w.put(count);

@@ -56,6 +56,8 @@ void combine(GroupStats& into, const GroupStats& other) noexcept {
   const std::uint32_t room = std::numeric_limits<std::uint32_t>::max() - into.non_finite;
   into.non_finite += std::min(room, other.non_finite);
   into.signals |= other.signals;
+  into.bucket_s += other.bucket_s;
+  into.pair_s += other.pair_s;
 }
 
 bool is_canonical(const SparseView& s) noexcept {
@@ -161,6 +163,45 @@ void sum(std::span<const SparseView> parts, SparseBuffer& out) {
     std::vector<std::size_t> next(parts.size());
     out.resize(add_windows(parts, next, index, value));
   }
+}
+
+namespace {
+
+void filter(const SparseView& s, const SparseView& other, bool in_other, SparseBuffer& out) {
+  // A window of indices at a time, with a bit for each of `other`: no branch that depends on
+  // indices, as walking along both lists would have.
+  constexpr std::size_t kWindow = 1U << 18U, kWord = 64;
+  std::array<std::uint64_t, kWindow / kWord> bits{};
+  out.set_dim(s.dim);
+  out.resize(s.nnz());
+  const std::span<Index> index = out.indices();
+  const std::span<float> value = out.values();
+  std::size_t kept = 0, e = 0, o = 0;
+  for (std::size_t begin = 0; e < s.nnz() && begin < s.dim; begin += kWindow) {
+    const std::size_t first = o;
+    for (; o < other.nnz() && other.index[o] - begin < kWindow; ++o) {
+      const std::size_t at = other.index[o] - begin;
+      bits[at / kWord] |= std::uint64_t{1} << at % kWord;
+    }
+    for (; e < s.nnz() && s.index[e] - begin < kWindow; ++e) {
+      const std::size_t at = s.index[e] - begin;
+      const bool found = (bits[at / kWord] >> at % kWord & 1U) != 0;
+      index[kept] = s.index[e];
+      value[kept] = s.value[e];
+      kept += found == in_other ? 1U : 0U;
+    }
+    for (std::size_t i = first; i < o; ++i) bits[(other.index[i] - begin) / kWord] = 0;
+  }
+  out.resize(kept);
+}
+
+}  // namespace
+
+void entries_in(const SparseView& s, const SparseView& other, SparseBuffer& out) {
+  filter(s, other, true, out);
+}
+void entries_not_in(const SparseView& s, const SparseView& other, SparseBuffer& out) {
+  filter(s, other, false, out);
 }
 
 namespace {

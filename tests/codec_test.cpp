@@ -51,7 +51,8 @@ Codec raw() {
 bool same(const GroupStats& a, const GroupStats& b) {
   return a.gradient_norm2 == b.gradient_norm2 && a.accumulated_norm2 == b.accumulated_norm2 &&
          a.sent_norm2 == b.sent_norm2 && a.sent_bytes == b.sent_bytes &&
-         a.non_finite == b.non_finite && a.signals == b.signals;
+         a.non_finite == b.non_finite && a.signals == b.signals && a.bucket_s == b.bucket_s &&
+         a.pair_s == b.pair_s;
 }
 
 const GroupStats kStats{.gradient_norm2 = 1.0,
@@ -59,7 +60,9 @@ const GroupStats kStats{.gradient_norm2 = 1.0,
                         .sent_norm2 = 0.5,
                         .sent_bytes = 1000,
                         .non_finite = 3,
-                        .signals = 5};
+                        .signals = 5,
+                        .bucket_s = 0.75F,
+                        .pair_s = 1.5F};
 
 // Decodes a copy that ends where its heap block ends, so that the address sanitizer sees a read too
 // far; checks what holds for every input.

@@ -154,8 +154,7 @@ TEST(convergence, every_exchange_that_keeps_all_mass_trains_as_far_as_dense) {
       options.exchange.codec.value = value;
       options.exchange.codec.rounding = rounding;
       EXPECT_LT(distance(all, least, options), 1e-3 * start)
-          << value_code_names()[static_cast<std::size_t>(value)] << ' '
-          << rounding_names()[static_cast<std::size_t>(rounding)];
+          << name_of(value) << ' ' << name_of(rounding);
     }
   }
   options.exchange.codec = {};

@@ -3,11 +3,11 @@
 
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cmath>
 #include <vector>
 
 #include "skim/error.hpp"
+#include "skim/exchange.hpp"
 
 namespace skim {
 namespace {
@@ -20,10 +20,24 @@ constexpr FrameSize kPaperFrame{.header_bytes = 0.0,
                                 .value_bytes = 4.0,
                                 .index_bytes = 4.0};
 
-std::vector<Scheme> all_schemes() {
-  std::vector<Scheme> all;
-  for (std::size_t s = 0; s < scheme_names().size(); ++s) all.push_back(static_cast<Scheme>(s));
+std::vector<ExchangeKind> all_kinds() {
+  std::vector<ExchangeKind> all;
+  for (const ExchangeRow& row : exchange_rows()) all.push_back(row.kind);
   return all;
+}
+Cost predict(ExchangeKind kind, const Load& load, const Link& link, const LocalSpeeds& local = {}) {
+  return skim::predict(ExchangeOptions{.kind = kind}, load, link, local);
+}
+Choice cheapest(const std::vector<ExchangeKind>& among, const Load& load, const Link& link,
+                const LocalSpeeds& local = {}) {
+  return skim::cheapest(among, {}, load, link, local);
+}
+// An all-gather in the form that the paper has.
+double doubling_s(const Load& load, const Link& link) {
+  CostTerms terms;
+  add_allgather(terms, AllgatherForm::doubling, load.ranks, load.frame.bytes(load.k, load.n),
+                load.frame.length_bytes);
+  return cost_of(terms, true, load, link, {}).total_s();
 }
 
 // The model of the paper with its measured alpha and beta, for 25 million parameters at density
@@ -37,40 +51,42 @@ TEST(cost, published_values) {
        {Row{4, 1352.6, 6.3, 8.9}, Row{8, 1581.1, 13.9, 13.4}, Row{16, 1700.6, 28.7, 17.9},
         Row{32, 1770.8, 58.0, 22.4}, Row{64, 1826.8, 116.0, 26.8}, Row{128, 1896.7, 231.7, 31.3}}) {
     const Load load{.ranks = row.ranks, .n = 25e6, .k = 25e3, .frame = kPaperFrame};
-    const auto ms = [&](Scheme s) { return 1e3 * predict(s, load, kPaperLink).total_s(); };
-    EXPECT_NEAR(ms(Scheme::dense), row.dense, 0.05);
-    EXPECT_NEAR(ms(Scheme::allgather_doubling), row.topk, 0.05);
-    EXPECT_NEAR(ms(Scheme::gtopk_tree), row.gtopk, 0.05);
+    const auto ms = [&](ExchangeKind kind) {
+      return 1e3 * predict(kind, load, kPaperLink).total_s();
+    };
+    EXPECT_NEAR(ms(ExchangeKind::dense), row.dense, 0.05);
+    EXPECT_NEAR(1e3 * doubling_s(load, kPaperLink), row.topk, 0.05);
+    EXPECT_NEAR(ms(ExchangeKind::gtopk_tree), row.gtopk, 0.05);
   }
 }
 
 TEST(cost, one_rank_selects_and_sends_nothing) {
   const Load load{.ranks = 1, .n = 1e6, .k = 1e3};
-  for (const Scheme s : all_schemes()) {
-    const Cost c = predict(s, load, kPaperLink, {.select_s = 1e-9, .merge_s = 1, .add_s = 1});
+  for (const ExchangeKind kind : all_kinds()) {
+    const Cost c = predict(kind, load, kPaperLink, {.select_s = 1e-9, .merge_s = 1, .add_s = 1});
     EXPECT_EQ(c.rounds, 0.0);
     EXPECT_EQ(c.bytes, 0.0);
     EXPECT_EQ(c.exchange_s(), 0.0);
-    EXPECT_DOUBLE_EQ(c.total_s(), s == Scheme::dense ? 0.0 : 1e-3);
+    EXPECT_DOUBLE_EQ(c.total_s(), kind == ExchangeKind::dense ? 0.0 : 1e-3);
   }
 }
 
 // More ranks, more entries, a slower link or slower ranks never make an exchange cheaper.
 TEST(cost, grows_with_everything_that_costs) {
   const LocalSpeeds local{.select_s = 3e-10, .merge_s = 5e-9, .add_s = 3e-10};
-  for (const Scheme s : all_schemes()) {
+  for (const ExchangeKind kind : all_kinds()) {
     for (int ranks = 2; ranks <= 1024; ranks *= 2) {
       const Load load{.ranks = ranks, .n = 1e7, .k = 1e4};
-      const Cost base = predict(s, load, kPaperLink, local);
+      const Cost base = predict(kind, load, kPaperLink, local);
       EXPECT_DOUBLE_EQ(base.total_s(), base.link_s + base.merge_s + base.select_s);
       const auto more = [&](Load l, Link link, LocalSpeeds speeds) {
-        return predict(s, l, link, speeds).total_s() - base.total_s();
+        return predict(kind, l, link, speeds).total_s() - base.total_s();
       };
       Load wider = load, longer = load;
       wider.ranks *= 2;
       longer.n *= 2;
       longer.k *= 2;
-      EXPECT_GT(more(wider, kPaperLink, local), 0.0) << scheme_names()[static_cast<std::size_t>(s)];
+      EXPECT_GT(more(wider, kPaperLink, local), 0.0) << name_of(kind);
       EXPECT_GT(more(longer, kPaperLink, local), 0.0);
       EXPECT_NEAR(more(load, {2 * kPaperLink.alpha_s, kPaperLink.beta_s_per_byte}, local),
                   base.rounds * kPaperLink.alpha_s, 1e-12);
@@ -85,9 +101,8 @@ TEST(cost, allgather_and_gtopk_cross_where_the_paper_says) {
   const Link no_latency{.alpha_s = 0.0, .beta_s_per_byte = 9e-9};
   for (const int ranks : {2, 4, 8, 16, 32, 64}) {
     const Load load{.ranks = ranks, .n = 25e6, .k = 25e3, .frame = kPaperFrame};
-    const Choice best =
-        cheapest(std::array{Scheme::allgather_doubling, Scheme::gtopk_tree}, load, no_latency);
-    EXPECT_EQ(best.scheme == Scheme::gtopk_tree, ranks >= 8) << ranks << ": " << best.reason;
+    const double tree = predict(ExchangeKind::gtopk_tree, load, no_latency).total_s();
+    EXPECT_EQ(tree < doubling_s(load, no_latency), ranks >= 8) << ranks;
   }
 }
 
@@ -125,36 +140,71 @@ TEST(cost, a_fast_link_is_told_not_to_compress) {
   const Link fast{.alpha_s = 1e-5, .beta_s_per_byte = 2e-11};
   const LocalSpeeds local{.select_s = 4e-10, .merge_s = 5e-9, .add_s = 1e-10};
   const Load load{.ranks = 4, .n = 25e6, .k = 25e3};
-  const std::array schemes{Scheme::dense, Scheme::allgather_doubling, Scheme::gtopk_tree};
-  const Choice best = cheapest(schemes, load, fast, local);
-  EXPECT_EQ(best.scheme, Scheme::dense);
+  const std::vector kinds{ExchangeKind::dense, ExchangeKind::allgather, ExchangeKind::gtopk_tree};
+  const Choice best = cheapest(kinds, load, fast, local);
+  EXPECT_EQ(best.kind, ExchangeKind::dense);
   EXPECT_NE(best.reason.find("do not compress"), std::string::npos) << best.reason;
   EXPECT_NE(best.reason.find("selection 10 ms"), std::string::npos) << best.reason;
 
-  const Choice slow = cheapest(schemes, load, kPaperLink, local);
-  EXPECT_NE(slow.scheme, Scheme::dense);
+  const Choice slow = cheapest(kinds, load, kPaperLink, local);
+  EXPECT_NE(slow.kind, ExchangeKind::dense);
   EXPECT_EQ(slow.reason.find("do not compress"), std::string::npos) << slow.reason;
   EXPECT_NE(slow.reason.find("dense 1.35 s"), std::string::npos) << slow.reason;
-  for (const Scheme s : schemes) {
-    EXPECT_LE(slow.cost.total_s(), predict(s, load, kPaperLink, local).total_s());
+  for (const ExchangeKind kind : kinds) {
+    EXPECT_LE(slow.cost.total_s(), predict(kind, load, kPaperLink, local).total_s());
   }
 }
 
-TEST(cost, the_first_of_equals_is_chosen_and_impossible_ones_are_passed_over) {
+TEST(cost, forms_of_an_allgather) {
+  const auto terms = [](AllgatherForm form, int ranks) {
+    CostTerms t;
+    add_allgather(t, form, ranks, 100.0);
+    return t;
+  };
+  EXPECT_EQ(terms(AllgatherForm::ring, 6).rounds, 5.0);
+  EXPECT_EQ(terms(AllgatherForm::bruck, 6).rounds, 3.0);
+  EXPECT_EQ(terms(AllgatherForm::doubling, 8).rounds, 3.0);
+  EXPECT_EQ(terms(AllgatherForm::ring, 6).sent_bytes, 500.0);
+  EXPECT_EQ(terms(AllgatherForm::bruck, 6).sent_bytes, 500.0 + 2 * 8.0) << "lengths of packed ones";
+}
+
+TEST(cost, the_first_of_equals_is_chosen) {
   const Load load{.ranks = 6, .n = 1e6, .k = 1e3};
-  const std::vector<Scheme> rings{Scheme::allgather_doubling, Scheme::allgather_ring,
-                                  Scheme::allgather_bruck};
-  EXPECT_EQ(cheapest(rings, load, {.beta_s_per_byte = 1e-9}).scheme, Scheme::allgather_ring);
-  EXPECT_EQ(cheapest(rings, load, {.alpha_s = 1e-3}).scheme, Scheme::allgather_bruck);
-  EXPECT_FALSE(is_possible(Scheme::allgather_doubling, 6));
-  EXPECT_THROW(predict(Scheme::allgather_doubling, load, {}), InvalidArgument);
+  using K = ExchangeKind;
+  EXPECT_EQ(cheapest({K::gtopk_tree, K::gtopk}, load, {}).kind, K::gtopk_tree);
+  EXPECT_EQ(cheapest({K::gtopk, K::gtopk_tree}, load, {}).kind, K::gtopk);
   EXPECT_THROW(cheapest({}, load, {}), InvalidArgument);
+}
+
+// On a fast link inside hosts and a slow one between them, the exchange between hosts is all that
+// counts; with a host for every rank, or one for all, it is one of its parts.
+TEST(cost, hierarchical) {
+  const ExchangeOptions options{
+      .kind = ExchangeKind::hierarchical,
+      .hierarchy = {.inside = ExchangeKind::allgather, .between = ExchangeKind::gtopk}};
+  Load load{.ranks = 32, .n = 25e6, .k = 25e3, .frame = kPaperFrame, .hosts = 4};
+  const auto of = [](ExchangeKind kind, const Load& l) {
+    return predict(kind, l, kPaperLink).total_s();
+  };
+  // Eight ranks of a host send up to eight times as much on.
+  Load between = load;
+  between.ranks = 4;
+  between.k *= 8;
+  EXPECT_DOUBLE_EQ(skim::predict(options, load, kPaperLink).total_s(),
+                   of(ExchangeKind::gtopk, between));
+  load.inside = {.alpha_s = 1e-6, .beta_s_per_byte = 1e-10};
+  EXPECT_GT(skim::predict(options, load, kPaperLink).total_s(), of(ExchangeKind::gtopk, between));
+  load.hosts = 0;
+  EXPECT_DOUBLE_EQ(skim::predict(options, load, kPaperLink).total_s(),
+                   of(ExchangeKind::gtopk, load));
+  load.hosts = 33;
+  EXPECT_THROW(skim::predict(options, load, kPaperLink), InvalidArgument);
 }
 
 TEST(cost, arguments) {
   const Load good{.ranks = 2, .n = 10, .k = 1};
   const auto bad = [](Load load, Link link = {}, LocalSpeeds local = {}) {
-    EXPECT_THROW(predict(Scheme::dense, load, link, local), InvalidArgument);
+    EXPECT_THROW(predict(ExchangeKind::dense, load, link, local), InvalidArgument);
   };
   bad({.ranks = 0, .n = 10, .k = 1});
   bad({.ranks = 2, .n = 0, .k = 0});
@@ -171,10 +221,12 @@ TEST(cost, oktopk_needs_the_bytes_of_two_selections) {
   for (const int ranks : {4, 32, 256}) {
     const double p = ranks;
     const Load load{.ranks = ranks, .n = 25e6, .k = 25e3, .frame = kPaperFrame};
-    const Cost c = predict(Scheme::oktopk, load, kPaperLink);
+    const Cost c = predict(ExchangeKind::oktopk, load, kPaperLink);
     EXPECT_NEAR(c.bytes, 2 * 8 * 25e3 * (p - 1) / p + 24 * (p - 1), 1e-6);
-    EXPECT_EQ(c.rounds, p - 1 + 2 * std::log2(p));
-    EXPECT_EQ(cheapest(all_schemes(), load, {.beta_s_per_byte = 9e-9}).scheme, Scheme::oktopk);
+    // Parts, counts, and shares: long messages go around a ring.
+    const double shares = ranks > 4 ? p - 1 : std::log2(p);
+    EXPECT_EQ(c.rounds, p - 1 + std::log2(p) + shares);
+    EXPECT_EQ(cheapest(all_kinds(), load, {.beta_s_per_byte = 9e-9}).kind, ExchangeKind::oktopk);
   }
 }
 
@@ -185,7 +237,7 @@ TEST(cost, sparcml_fills_up) {
   coded.index_bytes = -1.0;
   const Load load{.ranks = 16, .n = 1000, .k = 100, .frame = coded};
   const auto frame = [](double k) { return 4 * k + subset_bits(k, 1000) / 8; };
-  const Cost c = predict(Scheme::sparcml, load, kPaperLink);
+  const Cost c = predict(ExchangeKind::sparcml, load, kPaperLink);
   EXPECT_EQ(c.rounds, 4.0);
   EXPECT_DOUBLE_EQ(c.bytes, frame(100) + frame(200) + frame(400) + 4 * 1000);
 
@@ -193,18 +245,11 @@ TEST(cost, sparcml_fills_up) {
   Load six = load;
   six.ranks = 6;
   six.k = 10;
-  const Cost folded = predict(Scheme::sparcml, six, kPaperLink);
+  const Cost folded = predict(ExchangeKind::sparcml, six, kPaperLink);
   EXPECT_EQ(folded.rounds, 4.0);
   EXPECT_DOUBLE_EQ(folded.bytes, frame(20) + frame(40) + frame(60));
   EXPECT_DOUBLE_EQ(folded.link_s, 4 * kPaperLink.alpha_s +
                                       kPaperLink.beta_s_per_byte * (frame(10) + folded.bytes));
-}
-
-TEST(cost, names_are_those_of_the_exchanges) {
-  EXPECT_EQ(exchange_of(Scheme::dense), "dense");
-  EXPECT_EQ(exchange_of(Scheme::allgather_bruck), "allgather");
-  EXPECT_EQ(exchange_of(Scheme::global_topk), "global-topk");
-  EXPECT_EQ(exchange_of(Scheme::sparcml), "sparcml");
 }
 
 // ---- the fit

@@ -1,17 +1,21 @@
-// The CUDA selector and delivery on a device: the cases of cuda_test.cpp, streams, memory. Skipped
-// where there is no device.
+// The CUDA selector, delivery and local half on a device: the cases of cuda_test.cpp, streams,
+// memory. Skipped where there is no device.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "allocations.hpp"
 #include "cuda_cases.hpp"
+#include "group.hpp"
 #include "skim/codec.hpp"
 #include "skim/cuda.hpp"
 #include "skim/error.hpp"
+#include "skim/reducer.hpp"
 
 namespace skim {
 namespace {
@@ -229,6 +233,96 @@ TEST(CudaDevice, AStepIsTheCpus) {
     EXPECT_TRUE(test::same_bits(residual, its_residual));
     EXPECT_TRUE(test::same_bits(want_grad, its_grad));
   }
+}
+
+// Ranks that train on one device, beside the same in host memory: a dense bucket, sparse ones,
+// every type, steps that are rolled back, a saved state in both directions.
+TEST(CudaDevice, TheReducerGetsTheSame) {
+  SKIM_NEEDS_DEVICE();
+  const std::vector<std::size_t> sizes = {50, 30011, 0, 7777};
+  std::vector<Bucket> layout;
+  for (Slot s = 0; s < sizes.size(); ++s) {
+    layout.push_back({s, {{std::to_string(s), 0, sizes[s]}}});
+  }
+  test::run_group(2, [&](Communicator& comm) {
+    const auto part = comm.split(0);
+    const auto reducer = [&](Communicator& on, std::unique_ptr<LocalHalf> local) {
+      ReducerParts parts;
+      parts.schedule = constant_density(0.01);
+      parts.local = std::move(local);
+      return std::make_unique<Reducer>(ReducerOptions{.dense_below = 64}, std::move(parts), on);
+    };
+    const auto host = reducer(comm, nullptr);
+    const auto device = reducer(*part, make_cuda_local_half({}, {}, 0));
+    host->set_layout(layout);
+    device->set_layout(layout);
+    const auto residual = [&](Slot slot) {
+      Floats copy(sizes[slot]);
+      const DenseView view = device->local().residual(slot);
+      EXPECT_EQ(view.device, Device::cuda);
+      EXPECT_EQ(cudaMemcpy(copy.data(), view.data, copy.size() * sizeof(float), cudaMemcpyDefault),
+                cudaSuccess);
+      return copy;
+    };
+    const auto expect_alike = [&] {
+      for (Slot s = 0; s < sizes.size(); ++s) {
+        const std::span<const float> own = host->local().residual(s).span();
+        EXPECT_TRUE(test::same_bits({own.begin(), own.end()}, residual(s))) << "slot " << s;
+      }
+    };
+    const auto load = [](Reducer& into, const std::string& state, Communicator& on) {
+      MessageList all;
+      on.allgather(std::as_bytes(std::span(state)), all);
+      std::vector<std::istringstream> in;
+      for (std::size_t r = 0; r < all.size(); ++r) {
+        in.emplace_back(std::string(reinterpret_cast<const char*>(all[r].data()), all[r].size()));
+      }
+      std::vector<std::istream*> streams;
+      for (auto& s : in) streams.push_back(&s);
+      into.load(streams);
+    };
+    const Stream stream;
+    for (std::uint64_t step = 0; step < 9; ++step) {
+      const DType type = step % 3 == 0 ? DType::f32 : step % 3 == 1 ? DType::f16 : DType::bf16;
+      for (Slot s = 0; s < sizes.size(); ++s) {
+        const Floats values =
+            test::normal(sizes[s], 100 * step + 10 * s + static_cast<std::uint64_t>(comm.rank()));
+        std::vector<std::byte> own(values.size() * bytes_of(type)), its(own.size());
+        for (std::size_t i = 0; i < values.size(); ++i) set_entry(type, own.data(), i, values[i]);
+        const OnDevice on_device(own.data(), own.size());
+        EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        GradView grad;
+        grad.data = own.data();
+        grad.n = values.size();
+        grad.dtype = type;
+        grad.scale = 2.0F;
+        host->reduce(s, grad);
+        grad.data = on_device.data();
+        grad.device = Device::cuda;
+        grad.stream = stream.get();
+        device->reduce(s, grad);
+        EXPECT_EQ(cudaStreamSynchronize(stream.get()), cudaSuccess);
+        on_device.read(its.data());
+        EXPECT_EQ(own, its) << "the mean of slot " << s << " in step " << step;
+      }
+      if (step % 4 == 2) {
+        host->rollback_step(0.0);
+        device->rollback_step(0.0);
+      } else {
+        host->end_step(0.0);
+        device->end_step(0.0);
+      }
+      expect_alike();
+      if (step == 5) {
+        std::ostringstream of_host, of_device;
+        host->save(of_host);
+        device->save(of_device);
+        load(*host, of_device.str(), comm);
+        load(*device, of_host.str(), *part);
+        expect_alike();
+      }
+    }
+  });
 }
 
 }  // namespace

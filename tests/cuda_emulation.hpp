@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <vector>
 
@@ -70,6 +71,7 @@ struct Machine {
   const std::function<void()>* kernel = nullptr;
 };
 inline Machine machine;
+inline std::mutex machine_is_taken;  // ranks that are threads take turns
 
 }  // namespace emulation
 
@@ -127,10 +129,22 @@ inline void enter() {
   yield();
 }
 
+// Not inlined: to the compiler getcontext may return twice, and loop variables would suffer.
+[[gnu::noinline]] inline void prepare(Thread& thread, std::size_t stack) {
+  thread.place = {};
+  ucontext_t& context = thread.place.context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = thread.stack.get();
+  context.uc_stack.ss_size = stack;
+  context.uc_link = nullptr;
+  makecontext(&context, enter, 0);
+}
+
 // One launch; all blocks are there at once, as in a cooperative one. Throws: std::runtime_error if
 // threads wait for ones that will not come. Requires: threads is a multiple of 32.
 inline void launch(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
   constexpr std::size_t kStack = 64 << 10, kShared = 16 << 10;
+  const std::lock_guard turn(machine_is_taken);
   Machine& m = machine;
   m.kernel = &kernel;
   m.grid = {.size = blocks * threads};
@@ -151,13 +165,7 @@ inline void launch(unsigned blocks, unsigned threads, const std::function<void()
     thread.exchanges = 0;
     thread.done = false;
     if (!thread.stack) thread.stack = std::make_unique<std::byte[]>(kStack);
-    thread.place = {};
-    ucontext_t& context = thread.place.context;
-    getcontext(&context);
-    context.uc_stack.ss_sp = thread.stack.get();
-    context.uc_stack.ss_size = kStack;
-    context.uc_link = nullptr;
-    makecontext(&context, enter, 0);
+    prepare(thread, kStack);
   }
   blockDim.x = threads;
   gridDim.x = blocks;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda_cases.hpp"
+#include "cuda_emulated.hpp"
 #include "half.hpp"
 #include "select/cuda_kernels.cuh"
 #include "select/cuda_rules.hpp"
@@ -21,7 +22,10 @@
 namespace skim {
 namespace {
 
+using test::emulated;
+using test::EmulatedEngine;
 using test::Floats;
+using test::Grid;
 using test::kInf;
 using test::kMax;
 using test::kNan;
@@ -107,76 +111,6 @@ TEST(CudaMath, IsTheArithmeticOfTheCpu) {
 
 // ---- the selectors
 
-struct Grid {
-  unsigned blocks = 2, threads = 64;
-};
-
-// As the device's engine, with memory of the right size to the entry, and nothing in it.
-class EmulatedEngine final : public cuda::Engine {
- public:
-  // spare: candidates there is room for beside 2 k; few of them reach the hard path with short
-  // gradients.
-  explicit EmulatedEngine(Grid grid = {}, std::size_t spare = 65536) : grid_(grid), spare_(spare) {}
-
-  void use(int, void*) override {}
-  void reserve(std::size_t n, std::size_t k, std::size_t most) override {
-    room_ = std::min(2 * k + spare_, n);
-    most_ = most;
-    reserved_ = n;
-  }
-  const cuda::Report& run(const kernels::Pass& pass, const cuda::Wanted& wanted) override {
-    EXPECT_EQ(pass.n, reserved_);
-    EXPECT_LE(wanted.k, wanted.most);
-    EXPECT_EQ(wanted.most, most_);
-    EXPECT_GE(wanted.above, wanted.floor);
-    const std::size_t blocks = cuda::parts(pass.n, cuda::kBlock);
-    cuda::Board board{};
-    std::vector<cuda::Norms> block_norms(blocks, {-1.0, -1.0});
-    std::vector<cuda::Norms> group_norms(cuda::parts(blocks, cuda::kBlocksOfGroup), {-1.0, -1.0});
-    std::vector<cuda::Run> runs(blocks, {~0U, ~0U});
-    std::vector<cuda::Counts> counts(cuda::parts(pass.n, cuda::kUnit), {~0U, ~0U});
-    std::vector<Index> index(room_, ~0U);
-    Floats value(room_, kNan);
-    body_.assign(2 * most_, 0xdeadbeef);
-    cuda::Work work{.board = &board,
-                    .block_norms = block_norms.data(),
-                    .group_norms = group_norms.data(),
-                    .runs = runs.data(),
-                    .counts = counts.data(),
-                    .index = index.data(),
-                    .value = value.data(),
-                    .room = static_cast<std::uint32_t>(room_),
-                    .report = &report_,
-                    .body = body_.data()};
-    emulation::launch(grid_.blocks, grid_.threads, [&] {
-      const bool has = pass.residual != nullptr;
-      if (pass.type == DType::f32) {
-        has ? cuda::select_entries<DType::f32, true>(pass, wanted, work)
-            : cuda::select_entries<DType::f32, false>(pass, wanted, work);
-      } else if (pass.type == DType::f16) {
-        has ? cuda::select_entries<DType::f16, true>(pass, wanted, work)
-            : cuda::select_entries<DType::f16, false>(pass, wanted, work);
-      } else {
-        has ? cuda::select_entries<DType::bf16, true>(pass, wanted, work)
-            : cuda::select_entries<DType::bf16, false>(pass, wanted, work);
-      }
-    });
-    return report_;
-  }
-  const std::uint32_t* body() const override { return body_.data(); }
-
- private:
-  Grid grid_;
-  std::size_t spare_, room_ = 0, most_ = 0, reserved_ = 0;
-  cuda::Report report_{};
-  std::vector<std::uint32_t> body_;
-};
-
-std::unique_ptr<Selector> emulated(SelectAlgo algo = SelectAlgo::exact, Grid grid = {},
-                                   std::size_t spare = 65536) {
-  return cuda::make_rule({.algo = algo}, std::make_unique<EmulatedEngine>(grid, spare));
-}
-
 // The emulated device's memory is the CPU's.
 struct Emulated {
   std::unique_ptr<Selector> selector;
@@ -242,7 +176,7 @@ TEST(CudaSelect, PassesAreCounted) {
   EXPECT_EQ(test::step(*cpu, device, {grad, {k}}, none).passes, 6) << "all pass";
 }
 
-TEST(CudaSelect, StateIsSavedAndThatOfGaussianIsTheCpus) {
+TEST(CudaSelect, StateIsSavedAndFitsTheCpu) {
   const auto saved = [](const Selector& selector) {
     std::ostringstream out;
     selector.save(out);
@@ -262,6 +196,10 @@ TEST(CudaSelect, StateIsSavedAndThatOfGaussianIsTheCpus) {
     if (algo == SelectAlgo::gaussian) {
       EXPECT_EQ(saved(*other.selector), saved(*cpu));
     }
+    std::istringstream of_cpu(saved(*cpu)), of_device(saved(*other.selector));
+    other.selector->load(of_cpu);
+    cpu->load(of_device);
+    test::step(*cpu, other, {test::normal(5000, 5), {50}}, none);
   }
 }
 
@@ -369,6 +307,7 @@ TEST(NoCuda, SaysSo) {
   EXPECT_EQ(cuda_device_count(), 0);
   EXPECT_THROW(make_cuda_selector({}), InvalidArgument);
   EXPECT_THROW(CudaDelivery(0), InvalidArgument);
+  EXPECT_THROW(make_cuda_local_half({}, {}, 0), InvalidArgument);
 }
 #endif
 

@@ -29,7 +29,7 @@ struct ExchangeOutcome {
 
 // With raw indices and f32 values.
 inline std::uint64_t frame_bytes(std::size_t nnz, bool stats = true) {
-  return 24 + (stats ? 40U : 0U) + 8 * nnz;
+  return 24 + (stats ? 48U : 0U) + 8 * nnz;
 }
 inline std::uint64_t log2_ceil(std::size_t p) {
   return static_cast<std::uint64_t>(std::bit_width(p - 1));
@@ -372,7 +372,7 @@ class GTopKOracle {
   GTopKOracle(const std::vector<SparseView>& mine, std::size_t k, const ExchangeOptions& options)
       : mine_(mine),
         k_(k),
-        tree_(options.gtopk_form == GTopKForm::tree),
+        tree_(options.kind == ExchangeKind::gtopk_tree),
         inner_(tree_ ? std::bit_ceil(mine.size()) : std::bit_floor(mine.size())),
         codec_(options.codec),
         dropped_(mine.size()),
@@ -615,6 +615,7 @@ class ExchangeOracle {
       case ExchangeKind::allgather:
         return allgather_oracle(mine);
       case ExchangeKind::gtopk:
+      case ExchangeKind::gtopk_tree:
         return GTopKOracle(mine, k, options_).outcome();
       case ExchangeKind::global_topk:
         return global_topk_oracle(mine, k);
@@ -627,7 +628,6 @@ class ExchangeOracle {
       case ExchangeKind::param_server:
         return server_.run(mine, k);
       case ExchangeKind::dense:
-      case ExchangeKind::automatic:  // is one of the others
         break;
     }
     return {};
@@ -718,10 +718,8 @@ inline std::vector<ExchangeOptions> sparse_exchanges() {
       {.kind = ExchangeKind::gtopk, .drop = DropPolicy::survivors},
       {.kind = ExchangeKind::gtopk, .drop = DropPolicy::merger_keeps},
       {.kind = ExchangeKind::gtopk, .drop = DropPolicy::sender_keeps},
-      {.kind = ExchangeKind::gtopk, .gtopk_form = GTopKForm::tree},
-      {.kind = ExchangeKind::gtopk,
-       .drop = DropPolicy::sender_keeps,
-       .gtopk_form = GTopKForm::tree},
+      {.kind = ExchangeKind::gtopk_tree},
+      {.kind = ExchangeKind::gtopk_tree, .drop = DropPolicy::sender_keeps},
       {.kind = ExchangeKind::global_topk},
       {.kind = ExchangeKind::oktopk},
       {.kind = ExchangeKind::oktopk, .oktopk = {.exact = true}},
@@ -734,17 +732,15 @@ inline std::vector<ExchangeOptions> sparse_exchanges() {
   return all;
 }
 inline std::string name_of(const ExchangeOptions& o) {
-  std::string name(exchange_kind_names()[static_cast<std::size_t>(o.kind)]);
-  if (o.kind == ExchangeKind::gtopk) {
+  std::string name(name_of(o.kind));
+  if (o.kind == ExchangeKind::gtopk || o.kind == ExchangeKind::gtopk_tree) {
     name += ' ';
-    name += drop_policy_names()[static_cast<std::size_t>(o.drop)];
-    name += ' ';
-    name += gtopk_form_names()[static_cast<std::size_t>(o.gtopk_form)];
+    name += name_of(o.drop);
   }
   if (o.kind == ExchangeKind::oktopk && o.oktopk.exact) name += " exact";
   if (o.kind == ExchangeKind::param_server) {
     name += ' ';
-    name += server_placement_names()[static_cast<std::size_t>(o.server.placement)];
+    name += name_of(o.server.placement);
   }
   return name;
 }

@@ -138,13 +138,10 @@ class Training {
   Reducer reducer_;
 };
 
-const std::vector<ExchangeKind> kKinds = {ExchangeKind::dense,       ExchangeKind::allgather,
-                                          ExchangeKind::gtopk,       ExchangeKind::global_topk,
-                                          ExchangeKind::oktopk,      ExchangeKind::sparcml,
-                                          ExchangeKind::hierarchical};
+const std::vector<ExchangeKind> kKinds =
+    test::kinds_of_table([](const ExchangeRow& row) { return row.holds_mass; });
 std::string text_of(ExchangeKind kind, bool async) {
-  return std::string(exchange_kind_names()[static_cast<std::size_t>(kind)]) +
-         (async ? ", async" : ", sync");
+  return std::string(name_of(kind)) + (async ? ", async" : ", sync");
 }
 
 class Throws final : public Selector {

@@ -35,9 +35,6 @@ constexpr std::array kCodes = {IndexCode::raw32, IndexCode::packed, IndexCode::r
 constexpr std::size_t kMaxDim = 0xffffffffU;
 const std::filesystem::path kGolden = std::filesystem::path(SKIM_GOLDEN_DIR) / "indices";
 
-std::string name_of(IndexCode code) {
-  return std::string(index_code_names()[static_cast<std::size_t>(code)]);
-}
 CodecOptions options(std::optional<IndexCode> code) {
   CodecOptions o;
   o.index = code;
@@ -147,7 +144,7 @@ TEST(index_codes, every_code_brings_every_set_back_in_the_bytes_that_it_planned)
   for (const IndexSet& set : many_sets()) {
     for (const IndexCode code : kCodes) {
       if (code == IndexCode::bitmap && set.dim > (1U << 26U)) continue;  // half a gigabyte each
-      SCOPED_TRACE(set.name + " in " + name_of(code));
+      SCOPED_TRACE(set.name + " in " + std::string(name_of(code)));
       const codes::IndexPlan plan = codes::plan_indices(code, set.index, set.dim);
       EXPECT_EQ(plan.code, code);
       EXPECT_LE(plan.bytes, codes::max_index_bytes(code, set.index.size(), set.dim));
@@ -531,7 +528,7 @@ TEST(index_codes, a_hostile_header_allocates_nothing) {
 }
 
 TEST(index_codes, a_code_that_does_not_exist_is_refused) {
-  EXPECT_EQ(index_code_names().size(), kCodes.size());
+  EXPECT_EQ(names_of<IndexCode>().size(), kCodes.size());
   EXPECT_THROW(Codec(options(static_cast<IndexCode>(kCodes.size()))), InvalidArgument);
   EXPECT_FALSE(codes::known(static_cast<IndexCode>(kCodes.size())));
 }

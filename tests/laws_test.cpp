@@ -55,7 +55,7 @@ std::vector<CodecOptions> lossy_codecs() {
     codec.rounding = rounding;
     codec.seed = 9;
   };
-  for (std::size_t value = 1; value < value_code_names().size(); ++value) {
+  for (std::size_t value = 1; value < names_of<ValueCode>().size(); ++value) {
     add(static_cast<ValueCode>(value), Rounding::nearest);
   }
   for (const ValueCode value : {ValueCode::f16, ValueCode::q4, ValueCode::q2}) {
@@ -64,8 +64,7 @@ std::vector<CodecOptions> lossy_codecs() {
   return all;
 }
 std::string name_of(const CodecOptions& codec) {
-  return std::string(value_code_names()[static_cast<std::size_t>(codec.value)]) + ' ' +
-         std::string(rounding_names()[static_cast<std::size_t>(codec.rounding)]);
+  return std::string(name_of(codec.value)) + ' ' + std::string(name_of(codec.rounding));
 }
 
 void expect_different_on_every_rank(Communicator& comm, const Floats& mine) {
@@ -132,13 +131,14 @@ constexpr std::size_t kRolledBack = test::kSanitized ? 5 : 9;
 constexpr std::size_t kDenseSteps = kSteps / 5;
 
 Imbalance imbalance(Communicator& comm, const ExchangeOptions& options, bool correlated,
-                    DType type = DType::f32) {
+                    DType type = DType::f32, const std::optional<ChooserOptions>& chooser = {}) {
   // 16 bits hold small sums only.
   const int limit = type == DType::f32 ? 400 : type == DType::f16 ? 3 : 1;
   const std::vector<std::size_t> sizes = {40, 300, 999};
   const int ranks = comm.size(), rank = comm.rank();
   ReducerOptions o;
   o.exchange = options;
+  o.chooser = chooser;
   o.dense_below = 64;
   ReducerParts parts;
   parts.schedule = std::make_unique<test::ScheduleBy>([](const Progress& p) {
@@ -232,27 +232,25 @@ TEST(laws, conservation) {
 }
 
 // Whatever it changes to and from: dense where a fifth is kept, sparse where a fiftieth is; and
-// with reviews, among all, whatever the clocks of this machine say.
+// with trials, among all, whatever the clocks of this machine say.
 TEST(laws, conservation_where_auto_changes_its_choice) {
   for (const int ranks : group_sizes()) {
-    for (const bool reviews : {false, true}) {
+    for (const bool trials : {false, true}) {
       run_group(ranks, [&](Communicator& comm) {
         SCOPED_TRACE(std::to_string(ranks) + " ranks");
-        AutoOptions automatic{
+        ChooserOptions chooser{
             .link = Link{0.0, 1e-9},
             .local = {.select_s = 1e-9 * (8.0 * (ranks - 1) / ranks - 0.45 * ranks)},
-            .review_every = 3,
-            .first_review = 3};
-        if (ranks == 1) automatic.local = {};
-        if (!reviews) {
-          automatic.among = {ExchangeKind::dense, ExchangeKind::allgather};
-          automatic.review_every = automatic.first_review = 1000;
+            .trial_share = 1.0};
+        if (ranks == 1) chooser.local = {};
+        if (!trials) {
+          chooser.among = {ExchangeKind::dense, ExchangeKind::allgather};
+          chooser.trial_share = 0.0;
         }
-        const ExchangeOptions options{.kind = ExchangeKind::automatic, .automatic = automatic};
-        const Imbalance found = imbalance(comm, options, true);
+        const Imbalance found = imbalance(comm, {}, true, DType::f32, chooser);
         if (comm.rank() != 0) return;
         EXPECT_EQ(found.largest, 0.0);
-        if (ranks == 1 || reviews) return;
+        if (ranks == 1 || trials) return;
         const std::size_t always =
             kSteps + kDenseSteps * 2;  // the short bucket, and the steps of density 1
         EXPECT_GT(found.dense_buckets, always);
@@ -364,8 +362,12 @@ TEST(laws, agreement) {
   for (const Kind& kind : kinds()) {
     cases.push_back({kind, DType::f32, {}});
     for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
-      cases.push_back(
-          {kind, type, {.momentum = 0.9F, .nesterov = true, .clip_norm = 1e20F, .decay = 0.9F}});
+      cases.push_back({kind,
+                       type,
+                       {.momentum_correction = 0.9F,
+                        .nesterov_correction = true,
+                        .local_clip = 1e20F,
+                        .residual_decay = 0.9F}});
     }
   }
   for (Kind kind : kinds()) {
@@ -559,7 +561,7 @@ TEST(laws, traffic) {
   const std::size_t n = 1003, k = 7;
   for (const int ranks : group_sizes()) {
     const auto p = static_cast<std::uint64_t>(ranks);
-    const std::uint64_t log = test::log2_ceil(p), frame = 24 + 40 + 8 * k;
+    const std::uint64_t log = test::log2_ceil(p), frame = 24 + 48 + 8 * k;
     for (const Kind& kind : kinds()) {
       const bool sharded = kind.options.server.placement == ServerPlacement::sharded;
       if (kind.options.kind == ExchangeKind::oktopk || sharded) continue;
@@ -582,8 +584,8 @@ TEST(laws, traffic) {
         std::uint64_t sent = 0, received = 0, rounds = 0, messages = 0;
         if (ranks > 1 && kind.name == "dense") {
           const auto chunk = [&](std::uint64_t c) { return n * (c % p + 1) / p - n * (c % p) / p; };
-          sent = 4 * (2 * n - chunk(r) - chunk(r + 1)) + 40 * (p - 1);
-          received = 4 * (2 * n - chunk(r) - chunk(r + p - 1)) + 40 * (p - 1);
+          sent = 4 * (2 * n - chunk(r) - chunk(r + 1)) + 48 * (p - 1);
+          received = 4 * (2 * n - chunk(r) - chunk(r + p - 1)) + 48 * (p - 1);
           rounds = messages = 2 * (p - 1);
         } else if (ranks > 1 && (kind.name == "allgather" || kind.name == "global-topk" ||
                                  kind.name == "hierarchical")) {
@@ -591,7 +593,7 @@ TEST(laws, traffic) {
           rounds = messages = p <= 3 ? p - 1 : log;
           sent = received = (p - 1) * frame + 8 * (p - 1 - rounds);
           if (kind.name == "hierarchical") {  // one host: then its leader tells the sum
-            const std::uint64_t all = 24 + 40 + 8 * k * p;
+            const std::uint64_t all = 24 + 48 + 8 * k * p;
             rounds += log;
             if (r > 0) received += all;
             for (std::uint64_t d = 1; d < p; d *= 2) {
@@ -610,7 +612,7 @@ TEST(laws, traffic) {
           const std::uint64_t inner = std::bit_floor(p), outer = p - inner;
           const auto of = [&](std::uint64_t first, std::uint64_t count) {  // a sum of these ranks
             const std::uint64_t more = first < outer ? std::min(count, outer - first) : 0;
-            return 24 + 40 + 8 * k * (count + more);
+            return 24 + 48 + 8 * k * (count + more);
           };
           rounds = std::bit_width(inner) - 1U + (outer > 0 ? 2U : 0U);
           if (r >= inner) {
@@ -629,7 +631,7 @@ TEST(laws, traffic) {
               ++messages;
             }
           }
-        } else if (ranks > 1 && kind.options.gtopk_form == GTopKForm::butterfly) {
+        } else if (ranks > 1 && kind.options.kind == ExchangeKind::gtopk) {
           const std::uint64_t inner = std::bit_floor(p), swaps = std::bit_width(inner) - 1U;
           const bool folds = r + inner < p;
           messages = r < inner ? swaps + (folds ? 1U : 0U) : 1U;

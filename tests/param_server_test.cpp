@@ -235,8 +235,8 @@ TEST(param_server, held_mass_survives_another_layout) {
       reducer.end_step(0.0);
     }
     const Floats kept = test::kept_by(reducer, 0);
-    ASSERT_TRUE(std::ranges::any_of(test::held_by(*reducer.exchange(), 60),
-                                    [](float v) { return v != 0.0F; }));
+    ASSERT_TRUE(
+        std::ranges::any_of(test::whole(reducer.held(0), 60), [](float v) { return v != 0.0F; }));
     const std::size_t third = 60 / 3;
     reducer.set_layout(
         std::vector<Bucket>{{7, {{"0.b", 0, 60 - third}, {"0.a", 60 - third, third}}}});

@@ -38,6 +38,15 @@ class ScheduleBy final : public DensitySchedule {
   Function f_;
 };
 
+// The kinds in the table, but for those that `without` is true for.
+inline std::vector<ExchangeKind> kinds_of_table(bool (*without)(const ExchangeRow&) = nullptr) {
+  std::vector<ExchangeKind> kinds;
+  for (const ExchangeRow& row : exchange_rows()) {
+    if (without == nullptr || !without(row)) kinds.push_back(row.kind);
+  }
+  return kinds;
+}
+
 // The exact selector, with another k than asked for: unequal on the ranks, more than k, or 0.
 class CountBy final : public Selector {
  public:
@@ -56,23 +65,25 @@ class CountBy final : public Selector {
 };
 
 inline std::vector<float> residual_of(Reducer& reducer, Slot slot) {
-  const std::span<float> r = reducer.feedback().residual(slot).span();
+  const std::span<float> r = reducer.local().residual(slot).span();
   return {r.begin(), r.end()};
 }
 
-// Mass of slot 0, or another, that this rank keeps inside the exchange, whole [n].
-inline std::vector<float> held_by(Exchange& exchange, std::size_t n, Slot slot = 0) {
+// Mass that this rank keeps inside an exchange, whole [n].
+inline std::vector<float> whole(const HeldMass::Piece& held, std::size_t n) {
   std::vector<float> all(n, 0.0F);
-  const HeldMass held = exchange.held(slot);
   std::ranges::copy(held.mass.span(), all.begin() + static_cast<std::ptrdiff_t>(held.first));
   return all;
+}
+inline std::vector<float> held_by(Exchange& exchange, std::size_t n, Slot slot = 0) {
+  HeldMass* const holder = exchange.held_mass();
+  return whole(holder != nullptr ? holder->held(slot) : HeldMass::Piece{}, n);
 }
 
 // All that this rank has and nobody got yet: its residual, and what its exchange holds.
 inline std::vector<float> kept_by(Reducer& reducer, Slot slot) {
   std::vector<float> kept = residual_of(reducer, slot);
-  if (reducer.exchange() == nullptr) return kept;
-  const std::vector<float> held = held_by(*reducer.exchange(), kept.size(), slot);
+  const std::vector<float> held = whole(reducer.held(slot), kept.size());
   for (std::size_t i = 0; i < kept.size(); ++i) {
     if (held[i] != 0.0F) kept[i] += held[i];
   }

@@ -677,12 +677,13 @@ TEST(Select, RefusesBadArgumentsBeforeAnythingChanges) {
 }
 
 TEST(Select, AlgorithmsHaveNames) {
-  EXPECT_EQ(select_algo_names()[static_cast<std::size_t>(SelectAlgo::exact)], "exact");
+  EXPECT_EQ(name_of(SelectAlgo::exact), "exact");
   EXPECT_EQ(make_selector({})->name(), "exact");
   const std::size_t last = static_cast<std::size_t>(SelectAlgo::blocktopk);
-  ASSERT_EQ(select_algo_names().size(), last + 1);
+  ASSERT_EQ(names_of<SelectAlgo>().size(), last + 1);
   for (std::size_t a = 0; a <= last; ++a) {
-    EXPECT_EQ(make_selector({.algo = static_cast<SelectAlgo>(a)})->name(), select_algo_names()[a]);
+    EXPECT_EQ(make_selector({.algo = static_cast<SelectAlgo>(a)})->name(),
+              names_of<SelectAlgo>()[a]);
   }
   EXPECT_THROW(make_selector({.algo = static_cast<SelectAlgo>(99)}), InvalidArgument);
 }

@@ -77,9 +77,7 @@ SelectOptions options_of(SelectAlgo algo) {
   return options;
 }
 
-std::string name_of(const Rule& rule) {
-  return std::string(select_algo_names()[static_cast<std::size_t>(rule.algo)]);
-}
+std::string name_of(const Rule& rule) { return std::string(name_of(rule.algo)); }
 
 class EveryRule : public testing::TestWithParam<std::size_t> {
  protected:

@@ -323,13 +323,17 @@ TEST(types, statistics_add_up_and_saturate) {
                .sent_norm2 = 3.0,
                .sent_bytes = 10,
                .non_finite = 0xfffffffdU,
-               .signals = 0b0101};
+               .signals = 0b0101,
+               .bucket_s = 0.25F,
+               .pair_s = 1.0F};
   const GroupStats b{.gradient_norm2 = 0.5,
                      .accumulated_norm2 = 0.25,
                      .sent_norm2 = 0.125,
                      .sent_bytes = 7,
                      .non_finite = 2,
-                     .signals = 0b0110};
+                     .signals = 0b0110,
+                     .bucket_s = 1.5F,
+                     .pair_s = 2.0F};
   combine(a, b);
   EXPECT_EQ(a.gradient_norm2, 1.5);
   EXPECT_EQ(a.accumulated_norm2, 2.25);
@@ -337,6 +341,8 @@ TEST(types, statistics_add_up_and_saturate) {
   EXPECT_EQ(a.sent_bytes, 10U) << "the maximum";
   EXPECT_EQ(a.non_finite, 0xffffffffU);
   EXPECT_EQ(a.signals, 0b0111U);
+  EXPECT_EQ(a.bucket_s, 1.75F);
+  EXPECT_EQ(a.pair_s, 3.0F);
   combine(a, b);
   EXPECT_EQ(a.non_finite, 0xffffffffU) << "stays at the largest";
 }

@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <bit>
 #include <ctime>
+#include <string>
 #include <vector>
 
 #include "bench/network.hpp"
 #include "group.hpp"
+#include "simulated.hpp"
 #include "skim/cost.hpp"
 #include "skim/error.hpp"
 #include "skim/exchange.hpp"
@@ -22,15 +24,7 @@ constexpr VirtualTime kLinkOnly{.link = kLink, .processor_time = false};
 
 using Message = std::vector<std::byte>;
 
-// When the last rank was done, in virtual ns.
-std::int64_t run_simulated(int ranks, const VirtualTime& time, const test::Body& body) {
-  std::vector<std::int64_t> end(static_cast<std::size_t>(ranks));
-  test::run_group_of(make_simulated_group(ranks, time), [&](Communicator& comm) {
-    body(comm);
-    end[static_cast<std::size_t>(comm.rank())] = comm.now_ns();
-  });
-  return std::ranges::max(end);
-}
+using test::run_simulated;
 
 // ---- the clock
 
@@ -233,8 +227,8 @@ Measured measure(int ranks, const ExchangeOptions& options) {
   });
 }
 
-Cost predicted(Scheme scheme, int ranks) {
-  return predict(scheme, {.ranks = ranks, .n = static_cast<double>(length_for(ranks)), .k = kKept},
+Cost predicted(const ExchangeOptions& options, int ranks) {
+  return predict(options, {.ranks = ranks, .n = static_cast<double>(length_for(ranks)), .k = kKept},
                  kLink);
 }
 
@@ -246,8 +240,8 @@ void expect_equal(const Measured& got, const Cost& expected) {
 
 // The same, but where ranks are no power of two a message may set out before a rank has done all of
 // its round: the formula is then an upper bound, and that of the next lower power a lower one.
-void expect_at_most(const Measured& got, Scheme scheme, int ranks) {
-  const Cost expected = predicted(scheme, ranks);
+void expect_at_most(const Measured& got, const ExchangeOptions& options, int ranks) {
+  const Cost expected = predicted(options, ranks);
   if (std::has_single_bit(static_cast<unsigned>(ranks))) {
     expect_equal(got, expected);
     return;
@@ -256,7 +250,7 @@ void expect_at_most(const Measured& got, Scheme scheme, int ranks) {
   EXPECT_DOUBLE_EQ(static_cast<double>(got.most.rounds), expected.rounds);
   EXPECT_LE(got.seconds, expected.exchange_s() + 1e-9);
   const auto below = static_cast<int>(std::bit_floor(static_cast<unsigned>(ranks)));
-  EXPECT_GE(got.seconds, predicted(scheme, below).exchange_s());
+  EXPECT_GE(got.seconds, predicted(options, below).exchange_s());
 }
 
 ExchangeOptions raw(ExchangeKind kind) {
@@ -272,7 +266,7 @@ TEST(cost_of_exchange, dense) {
       MessageList notes;
       comm.allreduce_sum(x, DenseSum::ring, note, notes);
     });
-    expect_equal(got, predicted(Scheme::dense, ranks));
+    expect_equal(got, predicted(raw(ExchangeKind::dense), ranks));
   }
 }
 
@@ -280,18 +274,7 @@ TEST(cost_of_exchange, allgather) {
   for (const int ranks : kSizes) {
     SCOPED_TRACE(ranks);
     const Measured got = measure(ranks, raw(ExchangeKind::allgather));
-    expect_equal(got,
-                 predicted(ranks > 3 ? Scheme::allgather_bruck : Scheme::allgather_ring, ranks));
-  }
-}
-
-TEST(cost_of_exchange, gtopk) {
-  for (const int ranks : kSizes) {
-    SCOPED_TRACE(ranks);
-    ExchangeOptions options = raw(ExchangeKind::gtopk);
-    expect_at_most(measure(ranks, options), Scheme::gtopk_butterfly, ranks);
-    options.gtopk_form = GTopKForm::tree;
-    expect_at_most(measure(ranks, options), Scheme::gtopk_tree, ranks);
+    expect_equal(got, predicted(raw(ExchangeKind::allgather), ranks));
   }
 }
 
@@ -299,14 +282,20 @@ TEST(cost_of_exchange, global_topk) {
   for (const int ranks : kSizes) {
     SCOPED_TRACE(ranks);
     expect_equal(measure(ranks, raw(ExchangeKind::global_topk)),
-                 predicted(Scheme::global_topk, ranks));
+                 predicted(raw(ExchangeKind::global_topk), ranks));
   }
 }
 
-TEST(cost_of_exchange, sparcml) {
-  for (const int ranks : kSizes) {
-    SCOPED_TRACE(ranks);
-    expect_at_most(measure(ranks, raw(ExchangeKind::sparcml)), Scheme::sparcml, ranks);
+// All in the table, but for those whose first run is not a typical one, or that have no single
+// link.
+TEST(cost_of_exchange, of_the_table) {
+  for (const ExchangeRow& row : exchange_rows()) {
+    using K = ExchangeKind;
+    if (row.make == nullptr || row.needs_hosts || row.holds_mass || row.kind == K::oktopk) continue;
+    for (const int ranks : kSizes) {
+      SCOPED_TRACE(std::string(row.name) + " on " + std::to_string(ranks));
+      expect_at_most(measure(ranks, raw(row.kind)), raw(row.kind), ranks);
+    }
   }
 }
 
@@ -335,7 +324,7 @@ TEST(cost_of_exchange, oktopk) {
     };
     const Measured two = measure_runs(2), three = measure_runs(3);
     const Cost expected =
-        predict(Scheme::oktopk,
+        predict(raw(ExchangeKind::oktopk),
                 {.ranks = ranks, .n = static_cast<double>(n), .k = static_cast<double>(k)}, kLink);
     EXPECT_EQ(static_cast<double>(three.most.sent_bytes - two.most.sent_bytes), expected.bytes);
     EXPECT_EQ(static_cast<double>(three.most.rounds - two.most.rounds), expected.rounds);
@@ -370,115 +359,6 @@ TEST(cost_of_exchange, the_measurement_of_a_link_has_a_budget) {
       EXPECT_LT(samples.size(), 13U);
       EXPECT_NEAR(fit_link(samples).alpha_s, kLink.alpha_s, 1e-9);
     });
-  }
-}
-
-// ---- auto
-
-// Buckets of one slot, as the Reducer has them; what each was exchanged by, on every rank.
-std::vector<std::vector<std::string>> automatic(int ranks, const VirtualTime& time, std::size_t n,
-                                                std::size_t k, int buckets,
-                                                const AutoOptions& options) {
-  std::vector<std::vector<std::string>> names(static_cast<std::size_t>(ranks));
-  run_simulated(ranks, time, [&](Communicator& comm) {
-    const auto exchange = make_exchange({.kind = ExchangeKind::automatic, .automatic = options});
-    SparseBuffer mine;
-    mine.reset(n);
-    for (std::size_t e = 0; e < k; ++e) {
-      mine.append(static_cast<Index>(e * (n / k)), 1.0F + static_cast<float>(e));
-    }
-    std::vector<float> gradient(n);
-    MessageList notes;
-    for (int b = 0; b < buckets; ++b) {
-      const StepId id{static_cast<std::uint64_t>(b), 0};
-      const bool dense = exchange->wants_dense(id, n, {.k = k}, comm);
-      if (b == 0) {
-        EXPECT_EQ(comm.traffic().sent_bytes, 0U) << "the measurement of the link is counted";
-      }
-      const std::int64_t start = comm.now_ns();
-      if (dense) {
-        comm.allreduce_sum(gradient, DenseSum::ring, {}, notes);
-      } else {
-        GroupStats stats;
-        exchange->run(id, mine.view(), {.k = k}, stats, comm);
-      }
-      exchange->took(id, 0, comm.now_ns() - start);
-      exchange->end_step();
-      const std::string_view why = exchange->decision(0);
-      names[static_cast<std::size_t>(comm.rank())].emplace_back(why.substr(0, why.find(' ')));
-      EXPECT_EQ(dense, why.starts_with("dense"));
-    }
-  });
-  return names;
-}
-
-// What it measures of the link leads to what the model finds cheapest on that link.
-TEST(automatic, takes_what_the_model_finds_cheapest) {
-  const std::size_t n = 20'000;
-  for (const int ranks : {2, 3, 8}) {
-    for (const Link& link : {Link{1e-3, 1e-9}, Link{1e-5, 1e-7}, Link{1e-7, 1e-12}}) {
-      for (const std::size_t k : {20U, 2000U}) {
-        AutoOptions options{.local = {}};
-        std::vector<Scheme> schemes;
-        for (std::size_t s = 0; s < scheme_names().size(); ++s) {
-          const auto scheme = static_cast<Scheme>(s);
-          if (scheme != Scheme::gtopk_tree) schemes.push_back(scheme);
-        }
-        std::erase(schemes, Scheme::global_topk);
-        const Load load{.ranks = ranks,
-                        .n = static_cast<double>(n),
-                        .k = static_cast<double>(k),
-                        .frame = frame_size({})};
-        const Choice best = cheapest(schemes, load, link);
-        const auto names = automatic(ranks, {link, false}, n, k, 1, options);
-        for (const auto& of_rank : names) {
-          // All-gather takes one of its forms by itself.
-          EXPECT_EQ(of_rank[0].substr(0, 9),
-                    scheme_names()[static_cast<std::size_t>(best.scheme)].substr(0, 9))
-              << best.reason;
-        }
-      }
-    }
-  }
-}
-
-// Told of a link a thousand times too fast, it begins dense, finds out, and changes, everywhere at
-// once; then it stays.
-TEST(automatic, measurements_correct_a_wrong_link) {
-  const AutoOptions options{.link = Link{1e-9, 1e-13},
-                            .local = {.select_s = 1e-10},
-                            .review_every = 16,
-                            .first_review = 4};
-  const auto names = automatic(4, {{1e-5, 1e-8}, false}, 100'000, 100, 40, options);
-  EXPECT_EQ(names[0].front(), "dense");
-  EXPECT_NE(names[0].back(), "dense");
-  for (const auto& of_rank : names) EXPECT_EQ(of_rank, names[0]);
-  int changes = 0;
-  for (std::size_t b = 1; b < names[0].size(); ++b) {
-    if (names[0][b] == names[0][b - 1]) continue;
-    ++changes;
-    EXPECT_EQ(b % 4, 0U) << "not after the first review of a scheme";
-  }
-  EXPECT_LE(changes, 6) << "each of the others is tried once at most, and then the best";
-  EXPECT_EQ(names[0][28], names[0].back());
-}
-
-TEST(automatic, dense_alone_is_a_choice_on_any_number_of_ranks) {
-  const AutoOptions options{.among = {ExchangeKind::dense}, .link = Link{1e-5, 1e-8}};
-  run_simulated(1, kLinkOnly, [&](Communicator& comm) {
-    const auto exchange = make_exchange({.kind = ExchangeKind::automatic, .automatic = options});
-    EXPECT_TRUE(exchange->wants_dense({}, 100, {.k = 10}, comm));
-  });
-  EXPECT_EQ(automatic(2, kLinkOnly, 1000, 10, 1, options)[0][0], "dense");
-}
-
-// It may not take what it was not given.
-TEST(automatic, among) {
-  const AutoOptions options{.among = {ExchangeKind::allgather, ExchangeKind::sparcml},
-                            .link = Link{1e-9, 1e-13}};
-  for (const auto& of_rank : automatic(3, kLinkOnly, 1000, 10, 3, options)) {
-    for (const auto& name : of_rank)
-      EXPECT_TRUE(name.starts_with("allgather") || name == "sparcml");
   }
 }
 

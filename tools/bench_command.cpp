@@ -1,8 +1,11 @@
 // skim bench select: how long selection takes, beside the bare pass r += g, on the CPU or a device.
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
 #include <hwy/targets.h>
-#include <torch/torch.h>
+#include <torch/cuda.h>
 
 #include <algorithm>
 #include <barrier>
@@ -75,16 +78,16 @@ class TorchTopk final : public Selector {
  public:
   std::string_view name() const noexcept override { return kTorchTopk; }
   SelectReport select(const SelectTask& task, SparseBuffer& out) override {
-    const torch::NoGradGuard no_grad;
+    const at::NoGradGuard no_grad;
     const auto n = static_cast<std::int64_t>(task.grad.n);
     const auto k = static_cast<std::int64_t>(task.keep.k);
-    const torch::Device device = task.grad.device == Device::cuda ? torch::Device(torch::kCUDA, 0)
-                                                                  : torch::Device(torch::kCPU);
-    const torch::Tensor r = torch::from_blob(task.residual.data, {n}, device);
-    r.add_(torch::from_blob(task.grad.data, {n}, device));
+    const at::Device device =
+        task.grad.device == Device::cuda ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);
+    const at::Tensor r = at::from_blob(task.residual.data, {n}, device);
+    r.add_(at::from_blob(task.grad.data, {n}, device));
     const auto top = r.abs().topk(k, 0, true, /*sorted=*/false);
-    const torch::Tensor index = std::get<0>(std::get<1>(top).sort());
-    const torch::Tensor value = r.index_select(0, index).cpu(), place = index.cpu();
+    const at::Tensor index = std::get<0>(std::get<1>(top).sort());
+    const at::Tensor value = r.index_select(0, index).cpu(), place = index.cpu();
     out.reset(task.grad.n);
     out.resize(task.keep.k);
     std::copy_n(place.data_ptr<std::int64_t>(), k, out.indices().begin());
@@ -108,7 +111,7 @@ struct BenchCase {
 };
 
 bool is_baseline(std::string_view algo) {
-  const auto names = select_algo_names();
+  const auto names = names_of<SelectAlgo>();
   return std::ranges::find(names, algo) == names.end();
 }
 bool is_exact(std::string_view algo) { return algo == "exact" || is_baseline(algo); }
@@ -118,9 +121,8 @@ std::unique_ptr<Selector> selector_of(const std::string& algo, Device device, fl
   if (algo == kNthElement) return std::make_unique<NthElement>();
   if (algo == kTorchTopk) return std::make_unique<TorchTopk>();
   if (is_baseline(algo)) return bench::make_cub_selector();
-  const auto names = select_algo_names();
   SelectOptions options;
-  options.algo = static_cast<SelectAlgo>(std::ranges::find(names, algo) - names.begin());
+  options.algo = from_name<SelectAlgo>(algo, "--algo");
   options.threshold = threshold;
   return device == Device::cuda ? make_cuda_selector(options) : make_selector(options);
 }
@@ -278,7 +280,7 @@ struct BenchOptions {
 
 std::vector<std::string> algorithms(bool on_device) {
   if (on_device) return {"exact", "gaussian"};
-  const auto names = select_algo_names();
+  const auto names = names_of<SelectAlgo>();
   return {names.begin(), names.end()};
 }
 std::vector<std::string> baselines(bool on_device) {

@@ -48,25 +48,15 @@ class HelpFormatter final : public CLI::Formatter {
   }
 };
 
-// CLI11's own messages for ranges print the largest double.
-CLI::Validator number(double least, bool itself, const std::string& words) {
-  return CLI::Validator(
-      [=](std::string& text) {
-        char* end = nullptr;
-        const double x = std::strtod(text.c_str(), &end);
-        const bool good = !text.empty() && *end == '\0' && (itself ? x >= least : x > least);
-        return good ? std::string() : "expected a number " + words + ", got '" + text + "'";
-      },
-      "");
-}
-
 }  // namespace
 
 CommandLine::CommandLine(CLI::App& app) : app_(app) {
   app.formatter(std::make_shared<HelpFormatter>());
   app.set_help_flag("--help,-h", "print this help and exit");
   app.set_version_flag("--version", "skim " SKIM_VERSION, "print the version and exit");
-  app.set_config("--config", "", "read options from a TOML file: long names without dashes")
+  app.set_config("--config", "",
+                 "read options from a TOML file (long names without the leading "
+                 "dashes)")
       ->option_text("FILE");
   app.allow_config_extras(CLI::config_extras_mode::error);
 }
@@ -130,7 +120,17 @@ int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int(
   }
 }
 
-CLI::Validator positive() { return number(0.0, false, "> 0"); }
-CLI::Validator not_negative() { return number(0.0, true, ">= 0"); }
+CLI::Validator in_range(const FieldRange& range) {
+  return CLI::Validator(
+      [range](std::string& text) {
+        char* end = nullptr;
+        const double x = std::strtod(text.c_str(), &end);
+        const bool good = !text.empty() && *end == '\0' && range.holds(x);
+        return good ? std::string() : "expected a number " + range.text() + ", got '" + text + "'";
+      },
+      "");
+}
+CLI::Validator positive() { return in_range(kPositive); }
+CLI::Validator not_negative() { return in_range(kNotNegative); }
 
 }  // namespace skim::tool

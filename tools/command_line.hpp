@@ -10,6 +10,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "skim/fields.hpp"
+#include "skim/names.hpp"
+
 namespace skim::tool {
 
 // Declares the options of a command line, in groups, with a --help that reads as a manual page.
@@ -18,6 +21,9 @@ class CommandLine {
  public:
   // --help, --version and --config.
   explicit CommandLine(CLI::App& app);
+
+  // Whether there is an option of that name.
+  bool has(const std::string& name) const { return app_.get_option_no_throw(name) != nullptr; }
 
   // What comes next stands under this heading.
   void group(const char* heading) { group_ = heading; }
@@ -38,22 +44,35 @@ class CommandLine {
     const std::vector<std::string> valid{std::begin(names), std::end(names)};
     return option(name, value, "NAME", listed(what, valid))->check(CLI::IsMember(valid));
   }
-  // The same for an enumeration; names in the order of its enumerators.
+  // The same for what `set` takes; `now`: the default.
+  CLI::Option* choice(const char* name, const std::function<void(const std::string&)>& set,
+                      std::string_view now, const std::string& what,
+                      const std::vector<std::string>& valid) {
+    return styled(app_.add_option_function<std::string>(name, set, listed(what, valid)), "NAME")
+        ->default_str(std::string(now))
+        ->check(CLI::IsMember(valid));
+  }
+  // An enumerator; empty `valid`: any.
   template <class Enum>
   requires std::is_enum_v<Enum> CLI::Option* choice(const char* name, Enum& value,
                                                     const std::string& what,
-                                                    std::span<const std::string_view> names) {
-    const std::vector<std::string> valid{names.begin(), names.end()};
-    const auto set = [&value, valid](const std::string& given) {
-      value = static_cast<Enum>(std::ranges::find(valid, given) - valid.begin());
+                                                    std::vector<std::string> valid = {}) {
+    if (valid.empty()) valid.assign(names_of<Enum>().begin(), names_of<Enum>().end());
+    const auto set = [&value, who = std::string(name)](const std::string& given) {
+      value = from_name<Enum>(given, who);
     };
-    return styled(app_.add_option_function<std::string>(name, set, listed(what, valid)), "NAME")
-        ->default_str(valid[static_cast<std::size_t>(value)])
-        ->check(CLI::IsMember(valid));
+    return choice(name, set, name_of(value), what, valid);
   }
   // set may throw an InvalidArgument.
   CLI::Option* call(const char* name, const std::function<void(const std::string&)>& set,
                     const char* type, const std::string& what);
+  // A list with commas.
+  CLI::Option* list(const char* name,
+                    const std::function<void(const std::vector<std::string>&)>& set,
+                    const char* type, const std::string& what) {
+    return styled(app_.add_option_function<std::vector<std::string>>(name, set, what), type)
+        ->delimiter(',');
+  }
   void flag(const char* name, bool& value, const std::string& what) {
     app_.add_flag(name, value, what)->group(group_);
   }
@@ -73,5 +92,6 @@ int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int(
 // For numbers: CLI11's own messages for ranges print the largest double.
 CLI::Validator positive();
 CLI::Validator not_negative();
+CLI::Validator in_range(const FieldRange& range);
 
 }  // namespace skim::tool

@@ -16,6 +16,7 @@
 #include "tools/npy.hpp"
 #include "tools/train_command.hpp"
 #include "train/checkpoint.hpp"
+#include "train/options_json.hpp"
 
 namespace skim::tool {
 namespace {
@@ -49,10 +50,9 @@ class Inspector {
   // select: what a rule needs beside its name.
   Inspector(const InspectOptions& options, const SelectOptions& select)
       : bins_(static_cast<std::size_t>(options.bins)) {
-    const auto names = select_algo_names();
-    for (std::size_t i = 0; i < names.size(); ++i) {
+    for (const SelectAlgo algo : enumerators<SelectAlgo>()) {
       SelectOptions one = select;
-      one.algo = static_cast<SelectAlgo>(i);
+      one.algo = algo;
       one.per_parameter = false;
       // A fixed threshold of 0 would select everything.
       if (one.algo == SelectAlgo::threshold && !(one.threshold > 0.0F)) continue;
@@ -283,7 +283,7 @@ int inspect_files(const InspectOptions& o, const train::TrainOptions& t) {
   make_folder(o.out);
   Inspector inspector(o, train::reducer_options(t).select);
   nlohmann::json all{
-      {"source", "npy"}, {"density", t.density}, {"records", nlohmann::json::array()}};
+      {"source", "npy"}, {"density", t.density.value}, {"records", nlohmann::json::array()}};
   for (std::size_t i = 0; i < o.files.size(); ++i) {
     const std::vector<float> u = read_npy(o.files[i]);
     if (!std::ranges::all_of(u, [](float v) { return std::isfinite(v); })) {
@@ -292,8 +292,8 @@ int inspect_files(const InspectOptions& o, const train::TrainOptions& t) {
     all["records"].push_back(
         {{"step", i},
          {"file", o.files[i]},
-         {"density", t.density},
-         {"model", inspector.measure("model", u, entries(t.density, u.size()), {i, 0})},
+         {"density", t.density.value},
+         {"model", inspector.measure("model", u, entries(t.density.value, u.size()), {i, 0})},
          {"parameters", nlohmann::json::array()}});
   }
   finish(o, inspector, all, stdout);
@@ -329,7 +329,7 @@ int inspect_command(int argc, char** argv) {
     line.choice("--pictures", o.pictures, "drawn with matplotlib",
                 std::array<std::string_view, 3>{"png", "svg", "none"});
     line.flag("--save", o.save,
-              "also write u of the model to DIR/u-STEP.npy; with --feedback none, the gradient");
+              "also write u of the model to DIR/u-STEP.npy; with --no-feedback, the gradient");
     line.flag("--save-frames", o.save_frames,
               "also write what was selected from each bucket to DIR/selected-STEP-BUCKET.frame, "
               "frames for skim bench wire --recorded");
@@ -337,11 +337,12 @@ int inspect_command(int argc, char** argv) {
   command.before = [&](const std::vector<Row>& rows) -> std::optional<int> {
     if (rows.size() != 1) throw InvalidArgument("--compare: skim inspect looks at one run");
     const train::TrainOptions& t = rows[0].options;
-    if (!o.files.empty() && !t.density_rule.empty()) {
-      throw InvalidArgument("--density: --npy needs a number, not '" + t.density_rule + "'");
+    if (!o.files.empty() && !t.density.is_constant()) {
+      throw InvalidArgument("--density: --npy needs a number, not '" + train::to_text(t.density) +
+                            "'");
     }
     if (!o.files.empty()) return inspect_files(o, t);
-    if (t.exchange == "dense" || t.density >= 1.0) {
+    if (train::is_dense(t) || (t.density.is_constant() && t.density.value >= 1.0)) {
       throw InvalidArgument("a dense exchange selects nothing: there is nothing to inspect");
     }
     return std::nullopt;
@@ -351,13 +352,10 @@ int inspect_command(int argc, char** argv) {
     const train::TrainOptions& t = row.options;
     const SelectOptions select = train::reducer_options(t).select;
     inspector.emplace(o, select);
-    all = {{"source", "training"}, {"model", t.model},
-           {"data", t.data.name},  {"ranks", ranks},
-           {"batch", t.batch},     {"exchange", t.exchange},
-           {"select", t.select},   {"feedback", t.feedback},
-           {"density", t.density}, {"density_warmup", t.density_warmup},
-           {"seed", t.seed},       {"records", nlohmann::json::array()}};
-    if (!t.density_rule.empty()) all["density"] = t.density_rule;
+    all = train::options_json(t);
+    all["source"] = "training";
+    all["ranks"] = ranks;
+    all["records"] = nlohmann::json::array();
     observer.selector = [&, select] {
       return std::make_unique<InspectingSelector>(make_selector(select), o.every, snapshot);
     };

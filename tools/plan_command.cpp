@@ -1,13 +1,17 @@
 // skim plan: what the cost model predicts for a model, a link and a number of ranks.
 #include <fmt/format.h>
 
+#include <cmath>
+#include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "skim/cost.hpp"
 #include "skim/error.hpp"
+#include "skim/exchange.hpp"
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
 #include "tools/fit.hpp"
@@ -17,14 +21,26 @@
 namespace skim::tool {
 namespace {
 
+// A density whose step is at most this factor longer than the shortest one is as good in time.
+constexpr double kAsFast = 1.05;
+// S = density x steps, how often a rank sends the average entry in a run. Published runs reached
+// dense accuracy from kParity on, and fell behind below kBehind.
+constexpr double kParity = 50.0;
+constexpr double kBehind = 30.0;
+// Against rounding of products such as 0.07 x 1000.
+constexpr double kRounding = 1e-9;
+
 struct PlanOptions {
   double params = 25.6e6;
   int ranks = 32;
+  int hosts = 0;
+  std::int64_t steps = 0;  // 0: not given
   std::string link, latency, compute, fit, json;
+  std::string inside_link, inside_latency = "0us";
   std::vector<double> densities{0.01, 0.001, 0.0001};
   double overlap = 0.0;
   std::string frames = "coded";
-  std::string value_code = "f32";
+  ValueCode value_code = ValueCode::f32;
   // ns an entry.
   double select_ns = 0.35, merge_ns = 10.0, add_ns = 0.35;
 };
@@ -47,77 +63,161 @@ Fit machine_of(const PlanOptions& o, const CLI::App& app) {
 }
 
 struct Prediction {
-  Scheme scheme = Scheme::dense;
+  ExchangeKind kind = ExchangeKind::dense;
   double density = 1.0;
   Cost cost;
   double step_s = 0.0, speed_up = 1.0;
 
-  std::string_view name() const { return exchange_of(scheme); }
+  std::string_view name() const { return name_of(kind); }
 };
 
-// Dense first, then every exchange at every density, in its best form.
-std::vector<Prediction> predictions(const PlanOptions& o, const Fit& m, double compute_s) {
+// Dense first, then every exchange at every density. Those that need hosts of several ranks only if
+// there are such hosts.
+std::vector<Prediction> predictions(const PlanOptions& o, const Fit& m, double compute_s,
+                                    const std::vector<double>& densities) {
   CodecOptions codec;
-  codec.value = static_cast<ValueCode>(std::ranges::find(value_code_names(), o.value_code) -
-                                       value_code_names().begin());
+  codec.value = o.value_code;
   if (o.frames == "raw") codec.index = IndexCode::raw32;
-  const FrameSize frame = frame_size(codec);
+  Link inside;
+  if (o.hosts > 0) {
+    inside = {.alpha_s = parse_seconds("--inside-latency", o.inside_latency),
+              .beta_s_per_byte = parse_link("--inside-link", o.inside_link)};
+  }
   std::vector<Prediction> all;
-  const auto add = [&](Scheme scheme, double density) {
-    Load load{.ranks = o.ranks, .n = o.params, .k = std::max(1.0, density * o.params)};
-    load.frame = frame;
+  const auto add = [&](ExchangeKind kind, double density) {
+    const Load load{.ranks = o.ranks,
+                    .n = o.params,
+                    .k = std::max(1.0, density * o.params),
+                    .frame = frame_size(codec),
+                    .hosts = o.hosts,
+                    .inside = inside};
     Prediction p;
-    p.scheme = scheme;
+    p.kind = kind;
     p.density = density;
-    p.cost = predict(scheme, load, m.link, m.local);
+    p.cost = predict({.kind = kind, .codec = codec}, load, m.link, m.local);
     p.step_s = step_seconds(compute_s, p.cost, o.overlap);
     p.speed_up = all.empty() ? 1.0 : all.front().step_s / p.step_s;
-    if (!all.empty() && all.back().name() == p.name() && all.back().density == density) {
-      if (p.step_s < all.back().step_s) all.back() = p;
-      return;
-    }
     all.push_back(p);
   };
-  add(Scheme::dense, 1.0);
-  for (const double d : o.densities) {
-    for (std::size_t s = 1; s < scheme_names().size(); ++s) {
-      const auto scheme = static_cast<Scheme>(s);
-      if (is_possible(scheme, o.ranks)) add(scheme, d);
+  add(ExchangeKind::dense, 1.0);
+  for (const double d : densities) {
+    for (const ExchangeRow& row : exchange_rows()) {
+      if (row.kind == ExchangeKind::dense || (row.needs_hosts && o.hosts == 0)) continue;
+      add(row.kind, d);
     }
   }
   return all;
 }
 
-nlohmann::json to_json(const Prediction& p) {
-  return {{"exchange", p.name()},
-          {"scheme", scheme_names()[static_cast<std::size_t>(p.scheme)]},
-          {"density", p.density},
-          {"step_s", p.step_s},
-          {"exchange_s", p.cost.exchange_s()},
-          {"link_s", p.cost.link_s},
-          {"merge_s", p.cost.merge_s},
-          {"select_s", p.cost.select_s},
-          {"speed_up", p.speed_up},
-          {"bytes", p.cost.bytes},
-          {"rounds", p.cost.rounds}};
+const Prediction& fastest(const std::vector<Prediction>& all) {
+  return *std::ranges::min_element(all, {}, &Prediction::step_s);
 }
 
-void print(std::FILE* out, const std::vector<Prediction>& all) {
+// The largest density whose step is about as short as the shortest, with its fastest exchange. The
+// smallest density has the shortest step nearly always, but it delivers the least of the gradients.
+const Prediction& advised(const std::vector<Prediction>& all) {
+  const double limit = kAsFast * fastest(all).step_s;
+  const Prediction* best = &all.front();  // dense
+  if (best->step_s <= limit) return *best;
+  best = nullptr;
+  for (const Prediction& p : all) {
+    if (p.step_s > limit) continue;
+    if (best == nullptr || p.density > best->density ||
+        (p.density == best->density && p.step_s < best->step_s)) {
+      best = &p;
+    }
+  }
+  return *best;
+}
+
+// The smallest density with S >= kParity, rounded up to two digits; none: the run is too short.
+std::optional<double> parity_density(std::int64_t steps) {
+  const double exact = kParity / static_cast<double>(steps);
+  const double digit = std::pow(10.0, std::floor(std::log10(exact)) - 1.0);
+  const double rounded = digit * std::ceil(exact / digit - kRounding);
+  return rounded < 1.0 ? std::optional(rounded) : std::nullopt;
+}
+
+nlohmann::json to_json(const Prediction& p, bool is_advised, std::int64_t steps) {
+  nlohmann::json row{{"exchange", p.name()},        {"density", p.density},
+                     {"step_s", p.step_s},          {"exchange_s", p.cost.exchange_s()},
+                     {"link_s", p.cost.link_s},     {"merge_s", p.cost.merge_s},
+                     {"select_s", p.cost.select_s}, {"speed_up", p.speed_up},
+                     {"bytes", p.cost.bytes},       {"rounds", p.cost.rounds},
+                     {"advised", is_advised},       {"entry_sends", nullptr}};
+  if (steps > 0) row["entry_sends"] = p.density * static_cast<double>(steps);
+  return row;
+}
+
+void print_table(std::FILE* out, const std::vector<Prediction>& all, const Prediction& advice) {
   fmt::print(out, "{:>8} {:<20} {:>10} {:>12} {:>12} {:>12} {:>9}\n", "density", "exchange",
              "bytes", "exchange ms", "select ms", "step ms", "speed-up");
   for (const Prediction& p : all) {
-    fmt::print(out, "{:>8g} {:<20} {:>10.4g} {:>12.4g} {:>12.4g} {:>12.5g} {:>9.2f}\n", p.density,
+    fmt::print(out, "{:>8g} {:<20} {:>10.4g} {:>12.4g} {:>12.4g} {:>12.5g} {:>9.2f}{}\n", p.density,
                p.name(), p.cost.bytes, 1e3 * p.cost.exchange_s(), 1e3 * p.cost.select_s,
-               1e3 * p.step_s, p.speed_up);
+               1e3 * p.step_s, p.speed_up, &p == &advice ? "  <- advised" : "");
   }
-  const Prediction& best =
-      *std::ranges::min_element(all, {}, [](const Prediction& p) { return p.step_s; });
-  if (best.scheme == Scheme::dense) {
-    fmt::print(out, "do not compress: the dense sum has the shortest step\n");
+}
+
+void print_advice(std::FILE* out, const Prediction& advice, const Prediction& shortest) {
+  if (advice.kind == ExchangeKind::dense) {
+    fmt::print(out, "do not compress: {}\n",
+               &advice == &shortest ? "the dense sum has the shortest step"
+                                    : "the step of the dense sum is within 5 % of the shortest");
+    return;
+  }
+  fmt::print(out,
+             "advised: {} at density {:g}: a step of {:.5g} ms, {:.2f} times as fast as dense\n",
+             advice.name(), advice.density, 1e3 * advice.step_s, advice.speed_up);
+  if (shortest.step_s < advice.step_s) {
+    fmt::print(out, "The shortest step, {} at density {:g}, is {:.2g} % shorter.\n",
+               shortest.name(), shortest.density, 100.0 * (1.0 - shortest.step_s / advice.step_s));
+  }
+}
+
+// What is known about the accuracy of a run that sends as much as the advised one.
+void print_quality(std::FILE* out, const PlanOptions& o, const Fit& m, double compute_s,
+                   double density) {
+  if (o.steps == 0) {
+    fmt::print(out,
+               "quality: density {:g} needs {:.0f} steps for S = density x steps = {:g}.\n"
+               "S is how often a rank sends the average entry in the run. Published runs reached "
+               "dense accuracy\nfrom S = {:g} on and fell behind below {:g}. --steps N judges your "
+               "run.\n",
+               density, std::ceil(kParity / density * (1.0 - kRounding)), kParity, kParity,
+               kBehind);
+    return;
+  }
+  const double s = density * static_cast<double>(o.steps);
+  fmt::print(out,
+             "quality: S = density x steps = {:.6g}: how often a rank sends the average entry in "
+             "the run.\n",
+             s);
+  if (s >= kParity * (1.0 - kRounding)) {
+    fmt::print(out, "Published runs with S >= {:g} reached dense accuracy.\n", kParity);
+  } else if (s >= kBehind * (1.0 - kRounding)) {
+    fmt::print(out, "Whether a run with S from {:g} to {:g} is as accurate as dense is unclear.\n",
+               kBehind, kParity);
   } else {
-    fmt::print(out, "best: {} at density {:g}, a step {:.2f} times as fast as dense\n", best.name(),
-               best.density, best.speed_up);
+    fmt::print(out,
+               "Published runs and Skim's own with S < {:g} fell behind dense. Use a larger "
+               "density,\nmomentum correction, or more steps.\n",
+               kBehind);
   }
+  if (const std::optional<double> d = parity_density(o.steps)) {
+    const std::vector<Prediction> all = predictions(o, m, compute_s, {*d});
+    if (const Prediction& p = fastest(all); p.kind != ExchangeKind::dense) {
+      fmt::print(out,
+                 "S >= {:g} needs density {:g}: {}, a step of {:.5g} ms, {:.2f} "
+                 "times as fast as dense.\n",
+                 kParity, *d, p.name(), 1e3 * p.step_s, p.speed_up);
+      return;
+    }
+  }
+  fmt::print(out,
+             "A run of {} step{} has S >= {:g} only at densities where dense is the fastest "
+             "exchange.\n",
+             o.steps, o.steps == 1 ? "" : "s", kParity);
 }
 
 int run(const PlanOptions& o, const CLI::App& app) {
@@ -129,10 +229,18 @@ int run(const PlanOptions& o, const CLI::App& app) {
   if (!(o.params >= 1.0)) {
     throw InvalidArgument(fmt::format("--params: expected at least 1, got {:g}", o.params));
   }
+  if (o.hosts > o.ranks) {
+    throw InvalidArgument(fmt::format(
+        "--hosts {}: more than --ranks {}; take at most one for a rank", o.hosts, o.ranks));
+  }
+  if ((o.hosts > 0) == o.inside_link.empty()) {
+    throw InvalidArgument("expected --hosts H and --inside-link RATE together, or neither");
+  }
   const Fit m = machine_of(o, app);
   const double compute_s = parse_seconds("--compute", o.compute);
   JsonFile json(o.json);
-  const std::vector<Prediction> all = predictions(o, m, compute_s);
+  const std::vector<Prediction> all = predictions(o, m, compute_s, o.densities);
+  const Prediction& advice = advised(all);
 
   std::FILE* const people = o.json == "-" ? stderr : stdout;
   fmt::print(people,
@@ -142,9 +250,11 @@ int run(const PlanOptions& o, const CLI::App& app) {
              o.overlap > 0.0 ? fmt::format("the link may hide behind {:g} of it", o.overlap)
                              : "nothing overlaps",
              1e9 * m.local.select_s, 1e9 * m.local.merge_s, 1e9 * m.local.add_s, o.frames);
-  print(people, all);
+  print_table(people, all, advice);
+  print_advice(people, advice, fastest(all));
+  if (advice.kind != ExchangeKind::dense) print_quality(people, o, m, compute_s, advice.density);
   nlohmann::json array = nlohmann::json::array();
-  for (const Prediction& p : all) array.push_back(to_json(p));
+  for (const Prediction& p : all) array.push_back(to_json(p, &p == &advice, o.steps));
   json.write(array);
   return 0;
 }
@@ -157,11 +267,18 @@ void declare(CLI::App& app, PlanOptions& o) {
   line.plain("--compute", o.compute, "TIME", "of a step without any exchange, as 200ms or 0.2s")
       ->required();
   line.option("--density", o.densities, "D,D,...", "k/n")->delimiter(',');
+  line.plain("--steps", o.steps, "N", "of the planned run: says what is known about its accuracy")
+      ->check(positive());
 
   line.group("The link of a rank, full duplex");
   line.plain("--link", o.link, "RATE",
              "as 100mbit or 1gbit: of payload; TCP over Ethernet leaves 95 % of the line's rate");
   line.plain("--latency", o.latency, "TIME", "of a message, as 50us or 0.4ms [0]");
+  line.plain("--hosts", o.hosts, "H",
+             "hosts that the ranks are spread over evenly: shows hierarchical, too")
+      ->check(positive());
+  line.plain("--inside-link", o.inside_link, "RATE", "with --hosts: between ranks of one host");
+  line.option("--inside-latency", o.inside_latency, "TIME", "and its latency");
   line.plain("--fit", o.fit, "FILE",
              "link and local speeds as skim bench network --json wrote them");
 
@@ -175,7 +292,7 @@ void declare(CLI::App& app, PlanOptions& o) {
       ->check(CLI::Range(0.0, 1.0));
   line.choice("--frames", o.frames, "indices at their entropy, or 4 bytes each",
               std::array<std::string_view, 2>{"coded", "raw"});
-  line.choice("--value-code", o.value_code, "of values in frames", value_code_names());
+  line.choice("--value-code", o.value_code, "of values in frames");
   line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
 }
 
@@ -185,7 +302,8 @@ int plan_command(int argc, char** argv) {
   PlanOptions o;
   CLI::App app(
       "Predicts, with an alpha-beta-gamma model, how long a training step takes with every "
-      "exchange and density, and says when not to compress.",
+      "exchange and density. Advises the largest density whose step is within 5 % of the "
+      "shortest, and says when not to compress.",
       "skim plan");
   declare(app, o);
   app.footer(

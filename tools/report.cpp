@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "skim/error.hpp"
+#include "train/options_json.hpp"
 
 namespace skim::tool {
 namespace {
@@ -180,71 +181,48 @@ train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const s
   };
 }
 
+namespace {
+
+// What the run went by, where options leave it open.
+train::TrainOptions effective(train::TrainOptions o, const train::Summary& s) {
+  o.memory = train::memory_of(o);
+  if (train::is_adaptive(o)) o.adaptive_form = train::form_of(o);
+  if (train::is_dense(o)) o.density = 1.0;
+  o.steps = s.length.total;
+  o.epochs = s.length.epoch(s.length.total);
+  return o;
+}
+
+}  // namespace
+
 nlohmann::json to_json(const Row& row, int ranks) {
-  const train::TrainOptions& o = row.options;
   const train::Summary& s = row.summary;
-  const bool text = o.data.name == "text";
+  const bool text = row.options.data.name == "text";
   const auto quality = [&](double x) { return s.evaluated() ? finite(x) : nlohmann::json(); };
-  nlohmann::json j{{"run", row.name},
-                   {"exchange", o.exchange},
-                   {"select", o.select},
-                   {"per_layer", o.per_layer},
-                   {"drop", o.drop},
-                   {"gtopk_form", o.gtopk_form},
-                   {"index_code", o.index_code},
-                   {"value_code", o.value_code},
-                   {"rounding", o.rounding},
-                   {"feedback", o.feedback},
-                   {"momentum_correction", o.momentum_correction},
-                   {"local_clip", o.local_clip},
-                   {"residual_decay", o.residual_decay},
-                   {"density", o.exchange == "dense" ? 1.0 : o.density},
-                   {"down_density", o.down_density},
-                   {"server", o.server},
-                   {"memory", train::memory_of(o)},
-                   {"density_warmup", o.density_warmup},
-                   {"ranks", ranks},
-                   {"threads", o.threads},
-                   {"model", o.model},
-                   {"parameters", s.parameters},
-                   {"data", o.data.name},
-                   {"batch", o.batch},
-                   {"split", o.split},
-                   {"seed", o.seed},
-                   {"steps", s.steps},
-                   {"stopped", s.stopped},
-                   {"skipped_steps", s.skipped_steps},
-                   {"train_loss", quality(s.last.train_loss)},
-                   {"test_loss", quality(s.last.test_loss)},
-                   {"sent_bytes_per_step", s.sent_bytes_per_step},
-                   {"received_bytes_per_step", s.received_bytes_per_step},
-                   {"max_sent_bytes_per_step", s.max_sent_bytes_per_step},
-                   {"max_received_bytes_per_step", s.max_received_bytes_per_step},
-                   {"dense_bytes_per_step", s.dense_bytes_per_step},
-                   {"union_entries_per_step", s.union_entries_per_step},
-                   {"step_ms", s.median.step_ms},
-                   {"compute_ms", s.median.compute_ms},
-                   {"select_ms", s.median.select_ms},
-                   {"exchange_ms", s.median.exchange_ms},
-                   {"apply_ms", s.median.apply_ms},
-                   {"exposed_ms", s.median.exposed_ms},
-                   {"optimizer_ms", s.median.optimizer_ms},
-                   {"peak_rss_bytes", s.peak_rss_bytes}};
+  nlohmann::json j = train::options_json(effective(row.options, s));
+  j.update({{"run", row.name},
+            {"ranks", ranks},
+            {"parameters", s.parameters},
+            {"steps_done", s.steps},
+            {"stopped", s.stopped},
+            {"skipped_steps", s.skipped_steps},
+            {"train_loss", quality(s.last.train_loss)},
+            {"test_loss", quality(s.last.test_loss)},
+            {"sent_bytes_per_step", s.sent_bytes_per_step},
+            {"received_bytes_per_step", s.received_bytes_per_step},
+            {"max_sent_bytes_per_step", s.max_sent_bytes_per_step},
+            {"max_received_bytes_per_step", s.max_received_bytes_per_step},
+            {"dense_bytes_per_step", s.dense_bytes_per_step},
+            {"union_entries_per_step", s.union_entries_per_step},
+            {"step_ms", s.median.step_ms},
+            {"compute_ms", s.median.compute_ms},
+            {"select_ms", s.median.select_ms},
+            {"exchange_ms", s.median.exchange_ms},
+            {"apply_ms", s.median.apply_ms},
+            {"exposed_ms", s.median.exposed_ms},
+            {"optimizer_ms", s.median.optimizer_ms},
+            {"peak_rss_bytes", s.peak_rss_bytes}});
   if (!text) j["test_accuracy"] = quality(s.last.test_accuracy);
-  if (!o.density_rule.empty()) {
-    j["density"] = o.density_rule;
-    j["density_min"] = o.density_min;
-    j["density_max"] = o.density_max;
-  }
-  if (o.density_rule == "adaptive") {
-    j["adaptive_form"] = adaptive_form_names()[static_cast<std::size_t>(train::adaptive_form(o))];
-    j["contraction"] = o.contraction;
-    if (o.budget_bytes > 0.0) {
-      j["budget_bytes"] = o.budget_bytes;
-    } else {
-      j["target_s"] = o.target_s;
-    }
-  }
   return j;
 }
 

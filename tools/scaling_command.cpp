@@ -31,6 +31,7 @@
 #include "tools/fit.hpp"
 #include "tools/json_file.hpp"
 #include "tools/launcher.hpp"
+#include "tools/summation.hpp"
 #include "tools/units.hpp"
 
 namespace skim::tool {
@@ -46,7 +47,7 @@ struct ScalingOptions {
   std::string compute;
   double density = 0.001;
   std::vector<std::string> exchanges{"dense", "allgather", "gtopk", "oktopk", "auto"};
-  bool no_mpi_sum = false;
+  bool no_vendor_sum = false;
   std::string index_code = "coded";
   int rounds = 5;
   double time_scale = 1.0;
@@ -61,22 +62,11 @@ struct ScalingOptions {
 // The options, read and checked.
 struct Setting {
   std::vector<bench::Workload> workloads;
-  std::vector<std::pair<std::string, ExchangeOptions>> exchanges;  // by their names here
   CodecOptions codec;
   double longest_wait_s = std::numeric_limits<double>::infinity();
   std::filesystem::path folder;
   std::optional<Fit> fit;
 };
-
-// Not hierarchical: it has no cost model, and a host of a slow link has one rank here. gtopk in its
-// published form, too.
-constexpr std::string_view kTree = "gtopk-tree";
-std::vector<std::string> exchanges() {
-  std::vector<std::string> names(exchange_kind_names().begin(), exchange_kind_names().end());
-  std::erase(names, "hierarchical");
-  names.emplace_back(kTree);
-  return names;
-}
 
 std::vector<std::string> models() {
   std::vector<std::string> names;
@@ -101,17 +91,6 @@ Setting read(const ScalingOptions& o) {
     s.workloads.push_back({"own", o.params, parse_seconds("--compute", o.compute)});
   }
   if (o.index_code == "raw32") s.codec.index = IndexCode::raw32;
-  const auto names = exchange_kind_names();
-  for (const std::string& name : o.exchanges) {
-    ExchangeOptions& options = s.exchanges.emplace_back(name, ExchangeOptions{}).second;
-    options.codec = s.codec;
-    if (name == kTree) {
-      options.kind = ExchangeKind::gtopk;
-      options.gtopk_form = GTopKForm::tree;
-    } else {
-      options.kind = static_cast<ExchangeKind>(std::ranges::find(names, name) - names.begin());
-    }
-  }
   if (!o.longest_wait.empty()) s.longest_wait_s = parse_seconds("--longest-wait", o.longest_wait);
   s.folder = o.gradient_folder.empty() ? std::filesystem::temp_directory_path()
                                        : std::filesystem::path(o.gradient_folder);
@@ -134,12 +113,12 @@ LocalSpeeds speeds(const ScalingOptions& o, const Fit& fit, int ranks) {
 
 // One way to sum gradients, and its rounds.
 struct Contender {
-  std::string name;  // "dense-ring", "dense-mpi", "gtopk"
-  ExchangeOptions options = {};
+  std::string name;  // "dense-ring", "dense-vendor", "gtopk"
+  std::unique_ptr<Summation> summation;
   DenseSum sum = DenseSum::ring;
-  std::unique_ptr<Exchange> exchange = {};  // none: the dense sum
-  std::vector<double> seconds = {};         // of this rank, and once gathered of the slowest
-  double sent_bytes = 0.0;                  // in the last round; once gathered of the busiest rank
+  bool dense = false;
+  std::vector<double> seconds = {};  // of this rank, and once gathered of the slowest
+  double sent_bytes = 0.0;           // in the last round; once gathered of the busiest rank
   std::size_t result_entries = 0;
   bench::ProcessorTicks ticks = {};  // of the machine while it ran
 };
@@ -154,22 +133,27 @@ struct Trial {
 };
 
 std::vector<Contender> contenders(const ScalingOptions& o, const Setting& s, int ranks) {
+  ChooserOptions chooser;
+  if (s.fit) {
+    chooser.link = s.fit->link;
+    chooser.local = speeds(o, *s.fit, ranks);
+  }
+  const auto sum_by = [&](const std::string& name) {
+    return std::make_unique<Summation>(name, ExchangeOptions{.codec = s.codec}, chooser);
+  };
   std::vector<Contender> all;
-  for (const auto& [name, options] : s.exchanges) {
-    if (options.kind == ExchangeKind::dense) {
-      all.push_back({.name = "dense-ring", .options = options});
-      if (o.no_mpi_sum) continue;
-      all.push_back({.name = "dense-mpi", .options = options, .sum = DenseSum::vendor});
+  for (const std::string& name : o.exchanges) {
+    if (name != name_of(ExchangeKind::dense)) {
+      all.push_back({.name = name, .summation = sum_by(name)});
       continue;
     }
-    Contender& c = all.emplace_back();
-    c.name = name;
-    c.options = options;
-    if (s.fit) {
-      c.options.automatic.link = s.fit->link;
-      c.options.automatic.local = speeds(o, *s.fit, ranks);
+    for (const DenseSum sum : {DenseSum::ring, DenseSum::vendor}) {
+      if (o.no_vendor_sum && sum == DenseSum::vendor) continue;
+      all.push_back({.name = name + "-" + std::string(name_of(sum)),
+                     .summation = sum_by(name),
+                     .sum = sum,
+                     .dense = true});
     }
-    c.exchange = make_exchange(c.options);
   }
   return all;
 }
@@ -225,8 +209,6 @@ void take_slowest(std::vector<Contender>& all, Communicator& comm) {
 // Every contender once, in an order that turns from round to round, each after a step's computing.
 void run_round(const ScalingOptions& o, Trial& t, std::uint64_t round, const SparseView& mine,
                std::span<float> dense, Communicator& comm) {
-  const std::vector<std::byte> note(kFrameStatsBytes);
-  MessageList notes;
   const StepId id{round, 0};
   const Keep keep{.k = t.k};
   std::string line;
@@ -237,24 +219,10 @@ void run_round(const ScalingOptions& o, Trial& t, std::uint64_t round, const Spa
     comm.barrier();
     const bench::ProcessorTicks ticks = bench::processor_ticks();
     const std::uint64_t sent = comm.traffic().sent_bytes;
-    const std::int64_t start = comm.now_ns();
-    const bool sums_dense = !c.exchange || c.exchange->wants_dense(id, mine.dim, keep, comm);
-    if (sums_dense) {
-      comm.allreduce_sum(dense, c.sum, note, notes);
-      c.result_entries = dense.size();
-    } else {
-      GroupStats stats;
-      const ExchangeResult result = c.exchange->run(id, mine, keep, stats, comm);
-      c.result_entries = result.dense_sum.empty() ? result.sum.nnz() : result.dense_sum.n;
-    }
-    const std::int64_t ns = comm.now_ns() - start;
-    if (c.exchange) {
-      // A dense sum is charged no selection, as in the cost model.
-      const double select_s = sums_dense ? 0.0 : t.select_s * o.time_scale;
-      c.exchange->took(id, static_cast<std::int64_t>(1e9 * select_s), ns);
-      c.exchange->end_step();
-    }
-    const double seconds = 1e-9 * static_cast<double>(ns);
+    const Summation::Outcome sum =
+        c.summation->run(id, mine, keep, dense, c.sum, t.select_s * o.time_scale, comm);
+    c.result_entries = sum.entries;
+    const double seconds = 1e-9 * static_cast<double>(sum.ns);
     line += fmt::format("{}{} {}", line.empty() ? "" : ", ", c.name, duration_text(seconds));
     if (round == 0) continue;  // connections, room, and what an exchange learns first
     c.seconds.push_back(seconds);
@@ -287,9 +255,7 @@ Trial measure(const ScalingOptions& o, const Setting& s, const bench::Workload& 
   t.select_s = time_selection(t.select_n, w.params, comm);
 
   t.contenders = contenders(o, s, comm.size());
-  const auto can_be_dense = [](const Contender& c) {
-    return !c.exchange || c.options.kind == ExchangeKind::automatic;
-  };
+  const auto can_be_dense = [](const Contender& c) { return c.summation->may_be_dense(); };
   const bench::AlignedFloats dense(std::ranges::any_of(t.contenders, can_be_dense) ? w.params : 0);
   std::ranges::fill(dense.span(), 0.0F);
   for (int round = 0; round <= o.rounds; ++round) {
@@ -311,7 +277,7 @@ struct Paired {
 // Seconds are those of the network that is meant: measured ones over time_scale, but for selection.
 struct Row {
   std::string name, counts_as;   // in comparisons; empty: the slower one of two dense sums
-  std::string_view scheme = {};  // empty: not known
+  ExchangeKind chosen = {};      // the one that ran last; of one exchange, itself
   std::string reason = {};       // of auto
   std::vector<double> rounds_s;  // of the exchange
   double select_s = 0.0, exchange_s = 0.0;
@@ -327,19 +293,7 @@ struct Row {
   double predicted_s() const { return link_s + merge_s; }
 };
 
-// What the model calls what ran.
-std::optional<Scheme> scheme_of(const Contender& c, const Trial& t) {
-  if (c.options.kind != ExchangeKind::automatic) {
-    return skim::scheme_of(c.options, t.ranks, t.workload.params, t.k);
-  }
-  const std::string_view why = c.exchange->decision(0);
-  const auto names = scheme_names();
-  const auto found = std::ranges::find(names, why.substr(0, why.find(' ')));
-  if (found == names.end()) return std::nullopt;
-  return static_cast<Scheme>(found - names.begin());
-}
-
-Row row_of(const Contender& c, const ScalingOptions& o, const Setting& s, const Trial& t) {
+Row row_for(const Contender& c, const ScalingOptions& o, const Setting& s, const Trial& t) {
   Row r{.name = c.name, .counts_as = c.name, .rounds_s = c.seconds};
   for (double& seconds : r.rounds_s) seconds /= o.time_scale;
   r.exchange_s = bench::median(r.rounds_s);
@@ -347,16 +301,16 @@ Row row_of(const Contender& c, const ScalingOptions& o, const Setting& s, const 
   r.result_entries = c.result_entries;
   constexpr double kFewestTicks = 50.0;  // of 10 ms, mostly: fewer do not tell
   if (c.ticks.all >= kFewestTicks) r.busy = 1.0 - c.ticks.idle / c.ticks.all;
-  const std::optional<Scheme> scheme = scheme_of(c, t);
-  if (scheme) r.scheme = scheme_names()[static_cast<std::size_t>(*scheme)];
-  if (c.exchange) r.reason = c.exchange->decision(0);
-  if (scheme != Scheme::dense) r.select_s = t.select_s;
-  if (scheme && s.fit) {
+  r.chosen = c.summation->kind();
+  r.reason = c.summation->reason();
+  if (r.chosen != ExchangeKind::dense) r.select_s = t.select_s;
+  if (s.fit) {
     const Load load{.ranks = t.ranks,
                     .n = static_cast<double>(t.workload.params),
                     .k = static_cast<double>(t.k),
                     .frame = frame_size(s.codec)};
-    const Cost cost = predict(*scheme, load, s.fit->link, speeds(o, *s.fit, t.ranks));
+    const Cost cost = predict({.kind = r.chosen, .codec = s.codec}, load, s.fit->link,
+                              speeds(o, *s.fit, t.ranks));
     r.link_s = cost.link_s / o.time_scale;
     r.merge_s = cost.merge_s / o.time_scale;
   }
@@ -387,10 +341,10 @@ std::optional<Paired> pair_with_best(const Row& automatic, const std::vector<Row
 
 std::vector<Row> rows_of(const ScalingOptions& o, const Setting& s, const Trial& t) {
   std::vector<Row> rows;
-  for (const Contender& c : t.contenders) rows.push_back(row_of(c, o, s, t));
+  for (const Contender& c : t.contenders) rows.push_back(row_for(c, o, s, t));
   Row* dense = nullptr;  // the faster sum
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (t.contenders[i].exchange) continue;
+    if (!t.contenders[i].dense) continue;
     rows[i].counts_as.clear();
     if (dense == nullptr || rows[i].exchange_s < dense->exchange_s) dense = &rows[i];
   }
@@ -415,7 +369,7 @@ nlohmann::json to_json(const Row& r, const ScalingOptions& o, const Setting& s, 
                    {"ranks", t.ranks},
                    {"exchange", r.name},
                    {"counts_as", text(r.counts_as)},
-                   {"scheme", text(r.scheme)},
+                   {"chosen", name_of(r.chosen)},
                    {"reason", text(r.reason)},
                    {"compute_s", t.workload.compute_s},
                    {"select_s", r.select_s},
@@ -520,10 +474,10 @@ void declare(CLI::App& app, ScalingOptions& o) {
 
   line.group("How it is exchanged");
   line.option("--exchange", o.exchanges, "NAME,...",
-              fmt::format("of: {}", fmt::join(exchanges(), ", ")))
+              fmt::format("of: {}", fmt::join(summation_names(), ", ")))
       ->delimiter(',')
-      ->check(CLI::IsMember(exchanges()));
-  line.flag("--no-mpi-sum", o.no_mpi_sum,
+      ->check(CLI::IsMember(summation_names()));
+  line.flag("--no-vendor-sum", o.no_vendor_sum,
             "dense: the ring alone, not the faster of it and MPI's all-reduce");
   line.choice("--index-code", o.index_code, "the smallest for each frame, or 4 bytes an index",
               std::array<std::string_view, 2>{"coded", "raw32"});

@@ -31,6 +31,7 @@
 #include "tools/json_file.hpp"
 #include "tools/launcher.hpp"
 #include "tools/report.hpp"
+#include "tools/summation.hpp"
 #include "tools/train_command.hpp"
 #include "tools/units.hpp"
 #include "train/data.hpp"
@@ -73,13 +74,10 @@ struct SimulateOptions {
   std::uint64_t steps = 5;
 };
 
-// No hierarchical: all ranks would be one host's. No auto unless it is asked for: it is one of the
-// others.
-std::vector<std::string> exchanges(bool with_auto) {
-  std::vector<std::string> names(exchange_kind_names().begin(), exchange_kind_names().end());
-  std::erase_if(names, [&](const std::string& n) {
-    return n == "hierarchical" || (n == "auto" && !with_auto);
-  });
+// Those that run unless others are asked for: auto is one of them anyway.
+std::vector<std::string> default_exchanges() {
+  std::vector<std::string> names = summation_names();
+  std::erase(names, kAuto);
   return names;
 }
 
@@ -126,10 +124,6 @@ Selections select(const SimulateOptions& o, int ranks, std::size_t k) {
   return all;
 }
 
-bool may_be_dense(ExchangeKind kind) {
-  return kind == ExchangeKind::dense || kind == ExchangeKind::automatic;
-}
-
 struct Outcome {
   double exchange_s = 0.0;  // the median step, of the rank that is done last
   Traffic most;             // in one step, by the busiest rank
@@ -143,42 +137,27 @@ struct Course {
   std::string decision;
 };
 
-Course steps(const SimulateOptions& o, ExchangeKind kind, const SparseView& mine, std::size_t k,
-             const VirtualTime& time, double select_s, Communicator& comm) {
+Course steps(const SimulateOptions& o, const std::string& name, const SparseView& mine,
+             std::size_t k, const VirtualTime& time, double select_s, Communicator& comm) {
   Course course;
-  std::unique_ptr<Exchange> exchange;
+  Summation summation(
+      name, {},
+      {.link = time.link, .local = time.processor_time ? ChooserOptions().local : LocalSpeeds()});
   std::vector<float> gradient;
-  if (may_be_dense(kind)) gradient.resize(o.params);
-  if (kind != ExchangeKind::dense) {
-    exchange = make_exchange(
-        {.kind = kind,
-         .automatic = {.link = time.link,
-                       .local = time.processor_time ? AutoOptions().local : LocalSpeeds()}});
-  }
+  if (summation.may_be_dense()) gradient.resize(o.params);
   const Keep keep{.k = k};
-  const std::vector<std::byte> note(kFrameStatsBytes);
-  MessageList notes;
   for (std::uint64_t step = 0; step < kWarm + o.steps; ++step) {
     const StepId id{step, 0};
     course.before = comm.traffic();
-    const std::int64_t begin_ns = comm.now_ns();
-    if (!exchange || exchange->wants_dense(id, o.params, keep, comm)) {
-      comm.allreduce_sum(gradient, DenseSum::ring, note, notes);
-    } else {
-      GroupStats stats;
-      exchange->run(id, mine, keep, stats, comm);
-    }
+    summation.run(id, mine, keep, gradient, DenseSum::ring, select_s, comm);
     course.after = comm.traffic();
     course.end_ns.push_back(comm.now_ns());
-    if (!exchange) continue;
-    exchange->took(id, std::llround(1e9 * select_s), course.end_ns.back() - begin_ns);
-    exchange->end_step();
   }
-  if (exchange) course.decision = exchange->decision(0);
+  course.decision = summation.reason();
   return course;
 }
 
-Outcome simulate(const SimulateOptions& o, ExchangeKind kind, const Selections& selections,
+Outcome simulate(const SimulateOptions& o, const std::string& name, const Selections& selections,
                  std::size_t k, const VirtualTime& time, double select_s) {
   const std::size_t ranks = selections.of_rank.size();
   // Waits are of real time, and all ranks share the cores of this machine.
@@ -190,7 +169,7 @@ Outcome simulate(const SimulateOptions& o, ExchangeKind kind, const Selections& 
     for (std::size_t r = 0; r < ranks; ++r) {
       threads.emplace_back([&, r] {
         try {
-          courses[r] = steps(o, kind, selections.of_rank[r].view(), k, time, select_s, *group[r]);
+          courses[r] = steps(o, name, selections.of_rank[r].view(), k, time, select_s, *group[r]);
         } catch (...) {
           failed[r] = std::current_exception();
           group[r]->abort(static_cast<int>(r));
@@ -227,19 +206,16 @@ int run(const SimulateOptions& o) {
   }
   const VirtualTime time = o.link.time();
   const std::size_t k = bench::kept(o.density, o.params);
-  const auto names = exchange_kind_names();
-  std::vector<ExchangeKind> kinds;
-  for (const std::string& name : o.exchanges.empty() ? exchanges(false) : o.exchanges) {
-    kinds.push_back(static_cast<ExchangeKind>(std::ranges::find(names, name) - names.begin()));
-  }
+  const std::vector<std::string> names = o.exchanges.empty() ? default_exchanges() : o.exchanges;
   for (const int ranks : o.ranks) {
-    for (const ExchangeKind kind : kinds) {
-      const double gradients =
-          may_be_dense(kind) ? 4.0 * ranks * static_cast<double>(o.params) : 0.0;
-      train::expect_memory(
-          gradients + train::exchange_memory(kind, ranks, o.params, k),
-          fmt::format("{} on {} ranks", names[static_cast<std::size_t>(kind)], ranks),
-          "take fewer ranks, --params or --density");
+    for (const std::string& name : names) {
+      const std::vector<ExchangeKind> kinds =
+          name == kAuto ? candidates({}) : std::vector{from_name<ExchangeKind>(name, "--exchange")};
+      const bool may_be_dense = std::ranges::count(kinds, ExchangeKind::dense) > 0;
+      const double gradients = may_be_dense ? 4.0 * ranks * static_cast<double>(o.params) : 0.0;
+      train::expect_memory(gradients + train::exchange_memory(kinds, ranks, o.params, k),
+                           fmt::format("{} on {} ranks", name, ranks),
+                           "take fewer ranks, --params or --density");
     }
   }
   JsonFile json(o.link.json);
@@ -249,11 +225,10 @@ int run(const SimulateOptions& o) {
   nlohmann::json rows = nlohmann::json::array();
   for (const int ranks : o.ranks) {
     const Selections selections = select(o, ranks, k);
-    for (const ExchangeKind kind : kinds) {
-      const double select_s =
-          kind == ExchangeKind::dense || !time.processor_time ? 0.0 : selections.seconds;
-      const Outcome got = simulate(o, kind, selections, k, time, select_s);
-      const std::string_view name = names[static_cast<std::size_t>(kind)];
+    for (const std::string& name : names) {
+      const bool selects = name != name_of(ExchangeKind::dense);
+      const double select_s = selects && time.processor_time ? selections.seconds : 0.0;
+      const Outcome got = simulate(o, name, selections, k, time, select_s);
       fmt::print(people, "{:>6} {:<14} {:>12} {:>8} {:>12.4g} {:>12.4g} {:>12.4g}\n", ranks, name,
                  got.most.sent_bytes, got.most.rounds, 1e3 * got.exchange_s, 1e3 * select_s,
                  1e3 * (got.exchange_s + select_s));
@@ -294,9 +269,9 @@ void declare(CLI::App& app, SimulateOptions& o, bool& training, bool& toy) {
       ->delimiter(',')
       ->check(CLI::Range(1, 4096));
   line.plain("--exchange", o.exchanges, "NAME,...",
-             fmt::format("of: {} [all but auto]", fmt::join(exchanges(true), ", ")))
+             fmt::format("of: {} [all but auto]", fmt::join(summation_names(), ", ")))
       ->delimiter(',')
-      ->check(CLI::IsMember(exchanges(true)));
+      ->check(CLI::IsMember(summation_names()));
   line.option("--density", o.density, "D", "k/n");
   line.option("--common", o.common, "X", "part of the gradients' energy that all ranks share")
       ->check(CLI::Range(0.0, 1.0));
@@ -331,11 +306,11 @@ void check(TrainingOptions& o) {
   }
   o.simulation.time = o.link.time();
   if (!o.compute.empty()) o.simulation.compute_s = parse_seconds("--compute", o.compute);
-  check_budget({Row{.name = o.train.exchange, .options = o.train, .summary = {}}});
-  if (o.train.target_s > 0.0) {  // the simulation knows what it predicts
-    o.train.compute_s = o.simulation.compute_s.value_or(0.0);
-    o.train.auto_link = o.simulation.time.link;
-    if (!o.simulation.time.processor_time) o.train.auto_local = {};
+  check_budget({Row{.name = train::exchange_name(o.train), .options = o.train, .summary = {}}});
+  if (o.train.target_time.seconds > 0.0) {  // the simulation knows what it predicts
+    o.train.compute.seconds = o.simulation.compute_s.value_or(0.0);
+    o.train.chooser.link = o.simulation.time.link;
+    if (!o.simulation.time.processor_time) o.train.chooser.local = {};
   }
   // Throw for values that nothing can be made from, before data is read.
   make_selector(train::reducer_options(o.train).select);
@@ -384,7 +359,7 @@ int run(TrainingOptions& o) {
   MetricsFile metrics(o.train.metrics, false);
   const bool to_stderr = o.link.json == "-" || o.train.metrics == "-";
   std::FILE* const people = to_stderr ? stderr : stdout;
-  const std::string& name = o.train.exchange;
+  const std::string name = train::exchange_name(o.train);
   Progress progress(people, terminal_columns(to_stderr), name, text);
 
   const std::string note = note_on_budget(o.train, o.simulation.ranks);

@@ -77,7 +77,7 @@ int simulate_toy(int argc, char** argv) {
   line.group("What is run");
   line.option("--seeds", o.seeds, "N", "starting points")->check(positive());
   line.option("--steps", o.steps, "N", "of each; at least 100")->check(CLI::Range(100, 1 << 30));
-  line.choice("--server", o.server, "who sums", server_placement_names());
+  line.choice("--server", o.server, "who sums");
   line.plain("--json", o.json, "FILE", "JSON array, one object a method; -: standard output");
   return parse_and_run(app, argc, argv, [&] { return run(o); });
 }

@@ -20,20 +20,21 @@
 #include "tools/launcher.hpp"
 #include "tools/report.hpp"
 #include "tools/units.hpp"
-#include "train/models.hpp"
+#include "train/fields.hpp"
+#include "train/model_options.hpp"
+#include "train/options_json.hpp"
 #include "train/trainer.hpp"
 
 namespace skim::tool {
 namespace {
 
+using train::exchange_name;
+using train::is_adaptive;
+using train::is_dense;
 using train::TrainOptions;
 
 constexpr int kUsageError = 2, kRunError = 1;
 constexpr int kMostLocalRanks = 256;
-
-// In the order of their enumerators.
-constexpr std::array<std::string_view, 3> kOptimizers{"sgd", "adam", "adamw"};
-constexpr std::array<std::string_view, 3> kLrSchedules{"constant", "steps", "cosine"};
 
 std::atomic<bool> g_stop{false};
 std::atomic<std::int64_t> g_deadline_ns{std::numeric_limits<std::int64_t>::max()};
@@ -60,206 +61,123 @@ struct Arguments {
   double timeout = 300.0;
   std::vector<std::string> compare;
   std::string summary;
+  std::vector<Row> repeated;  // the runs of the summary that --config names
 };
 
-std::vector<std::string> exchanges_but(std::initializer_list<ExchangeKind> kinds) {
-  std::vector<std::string> names(exchange_kind_names().begin(), exchange_kind_names().end());
-  for (const ExchangeKind k : kinds) {
-    std::erase(names, exchange_kind_names()[static_cast<std::size_t>(k)]);
-  }
-  return names;
-}
-std::vector<std::string> parts_of_a_hierarchy() {
-  return exchanges_but({ExchangeKind::dense, ExchangeKind::hierarchical, ExchangeKind::param_server,
-                        ExchangeKind::automatic});
-}
-std::vector<std::string> choices_of_auto() {
-  return exchanges_but(
-      {ExchangeKind::hierarchical, ExchangeKind::param_server, ExchangeKind::automatic});
-}
+// Declares an option for each field that it is called with.
+class Declare {
+ public:
+  explicit Declare(CommandLine& line) : line_(line) {}
 
-bool is_adaptive(const train::TrainOptions& o) { return o.density_rule == "adaptive"; }
+  template <class T>
+  void operator()(const char* field, T& member, const FieldInfo& info) const {
+    std::string name = std::string("--") + field;
+    std::ranges::replace(name, '_', '-');
+    if (!line_.has(name)) add(name, member, info);  // a command's own option goes first
+  }
+
+ private:
+  void add(const std::string& name, bool& x, const FieldInfo& info) const {
+    const std::string no = ",!--no-" + name.substr(2);
+    line_.flag((name + (x ? no : "")).c_str(), x, info.what + std::string(x ? " [on]" : ""));
+  }
+  template <class T>
+  requires std::is_arithmetic_v<T>
+  void add(const std::string& name, T& x, const FieldInfo& info) const {
+    const bool is_density = info.range.high == 1.0 && !info.range.with_low;
+    const char* const type = std::is_integral_v<T> ? "N" : is_density ? "D" : "X";
+    CLI::Option* const option = info.range.holds(static_cast<double>(x))
+                                    ? line_.option(name.c_str(), x, type, info.what)
+                                    : line_.plain(name.c_str(), x, type, info.what);
+    if (!info.range.holds(-1.0)) option->check(in_range(info.range));
+  }
+  void add(const std::string& name, std::string& x, const FieldInfo& info) const {
+    line_.choice(name.c_str(), x, info.what, info.names());
+  }
+  void add(const std::string& name, std::filesystem::path& x, const FieldInfo& info) const {
+    line_.plain(name.c_str(), x, "PATH", info.what);
+  }
+  template <class E>
+  requires std::is_enum_v<E>
+  void add(const std::string& name, E& e, const FieldInfo& info) const {
+    line_.choice(name.c_str(), e, info.what,
+                 info.names != nullptr ? info.names() : std::vector<std::string>());
+  }
+  template <class E>
+  void add(const std::string& name, std::optional<E>& e, const FieldInfo& info) const {
+    std::vector<std::string> valid{std::string(train::kAuto)};
+    for (const std::string_view n : names_of<E>()) valid.emplace_back(n);
+    const auto set = [&e, name](const std::string& given) {
+      e = given == train::kAuto ? std::optional<E>() : from_name<E>(given, name);
+    };
+    line_.choice(name.c_str(), set, e ? name_of(*e) : train::kAuto, info.what, valid);
+  }
+  void add(const std::string& name, const train::KindOrAuto<ExchangeKind, bool>& x,
+           const FieldInfo& info) const {
+    std::vector<std::string> valid;
+    for (const std::string_view n : names_of<ExchangeKind>()) valid.emplace_back(n);
+    valid.emplace_back(train::kAuto);
+    const auto set = [x, name](const std::string& given) {
+      x.automatic = given == train::kAuto;
+      if (!x.automatic) x.kind = from_name<ExchangeKind>(given, name);
+    };
+    line_.choice(name.c_str(), set, x.automatic ? train::kAuto : name_of(x.kind), info.what, valid);
+  }
+  void add(const std::string& name, std::vector<double>& x, const FieldInfo& info) const {
+    line_.plain(name.c_str(), x, "X,X,...", info.what)->delimiter(',');
+  }
+  void add(const std::string& name, std::vector<ExchangeKind>& x, const FieldInfo& info) const {
+    const auto set = [&x, name](const std::vector<std::string>& given) {
+      x.clear();
+      for (const std::string& n : given) x.push_back(from_name<ExchangeKind>(n, name));
+    };
+    line_.list(name.c_str(), set, "NAME,...", info.what)->check(CLI::IsMember(info.names()));
+  }
+  void add(const std::string& name, train::DensityRule& x, const FieldInfo& info) const {
+    const auto set = [&x, name](const std::string& given) { x = train::density_rule(given, name); };
+    line_.call(name.c_str(), set, "D", info.what)->default_str(to_text(x));
+  }
+  void add(const std::string& name, train::WarmUp& x, const FieldInfo& info) const {
+    const auto set = [&x, name](const std::string& given) { x = train::warm_up(given, name); };
+    line_.call(name.c_str(), set, "SPEC", info.what)->default_str(to_text(x));
+  }
+  void add(const std::string& name, train::ByteCount& x, const FieldInfo& info) const {
+    const auto set = [&x, name](const std::string& given) { x.bytes = parse_bytes(name, given); };
+    line_.call(name.c_str(), set, "BYTES", info.what);
+  }
+  void add(const std::string& name, train::Duration& x, const FieldInfo& info) const {
+    const auto set = [&x, name](const std::string& given) {
+      x.seconds = parse_seconds(name, given);
+    };
+    line_.call(name.c_str(), set, "TIME", info.what);
+  }
+  // --fit has them, and a summary.
+  void add(const std::string&, std::optional<Link>&, const FieldInfo&) const {}
+  void add(const std::string&, LocalSpeeds&, const FieldInfo&) const {}
+
+  CommandLine& line_;
+};
 
 }  // namespace
 
 void add_training_options(CommandLine& line, train::TrainOptions& t) {
+  const Declare declare_field(line);
   line.group("What is trained");
-  line.choice("--model", t.model, "model", train::model_names());
-  line.choice("--data", t.data.name, "data set", train::data_names());
-  line.plain("--data-dir", t.data.dir, "DIR",
-             "folder with NAME/ of the data set in it, or the text file [$SKIM_DATA]");
-  line.option("--batch", t.batch, "N", "examples per rank and step")->check(positive());
-  line.option("--epochs", t.epochs, "X", "passes over the training set")->check(positive());
-  line.plain("--steps", t.steps, "N", "steps, instead of epochs")->check(positive());
-  line.choice(
-      "--split", t.split,
-      "iid: every rank draws from all examples; partition: from its own, dealt at random once; "
-      "shards: from its own, which are cut from the examples sorted by label",
-      train::split_names());
-  line.option("--shards-per-rank", t.shards_per_rank, "N", "shards: how many a rank gets")
-      ->check(positive());
-  line.option("--seed", t.seed, "N", "of parameters, order of examples, augmentation and dropout");
-  line.flag("--augment", t.data.augment, "cifar10: random crops and flips");
-  line.option("--sequence", t.data.sequence_length, "N", "text: characters in a window")
-      ->check(positive());
-  line.option("--generated-train", t.data.generated_train, "N", "generated: training images")
-      ->check(positive());
-  line.option("--generated-test", t.data.generated_test, "N", "generated: test images")
-      ->check(positive());
-  line.plain("--layers", t.layers, "N", "lstm, gpt: layers [lstm 1, gpt 4]")->check(positive());
-  line.plain("--hidden", t.hidden, "N", "lstm: size of the state [256]")->check(positive());
-  line.plain("--embedding", t.embedding, "N", "lstm, gpt: size of the embedding [lstm 64, gpt 128]")
-      ->check(positive());
-  line.plain("--heads", t.heads, "N", "gpt: attention heads [4]")->check(positive());
-
+  each_model_field(t, declare_field);
   line.group("Optimizer");
-  line.choice("--optimizer", t.optimizer, "works on the mean gradient", kOptimizers);
-  line.option("--lr", t.learning_rate.base, "X", "learning rate")->check(positive());
-  line.choice("--lr-schedule", t.learning_rate.kind, "after the warm-up", kLrSchedules);
-  line.option("--lr-warmup", t.learning_rate.warmup_epochs, "X", "epochs of linear rise")
-      ->check(not_negative());
-  line.plain("--lr-drops", t.learning_rate.drop_epochs, "X,X,...",
-             "steps: epochs at which it drops")
-      ->delimiter(',');
-  line.option("--lr-gamma", t.learning_rate.gamma, "X", "steps: factor of a drop")
-      ->check(positive());
-  line.option("--momentum", t.momentum, "X", "of sgd, after aggregation")->check(not_negative());
-  line.flag("--nesterov", t.nesterov, "Nesterov momentum");
-  line.option("--weight-decay", t.weight_decay, "X", "weight decay")->check(not_negative());
-  line.flag("!--no-bias-decay", t.decay_biases,
-            "no weight decay on biases and normalisation layers");
-  line.option("--clip-norm", t.clip_norm, "X", "limit of the mean gradient's norm; 0: none")
-      ->check(not_negative());
-
+  each_optimizer_field(t, declare_field);
   line.group("Exchange");
-  line.choice("--exchange", t.exchange, "how gradients are summed", exchange_kind_names());
-  line.choice("--select", t.select, "how entries are chosen", select_algo_names());
-  line.plain("--select-threshold", t.select_threshold, "X",
-             "threshold: what is at least this large is chosen, whatever the density")
-      ->check(positive());
-  line.option("--select-block", t.select_block, "N", "blocktopk: entries of a block")
-      ->check(positive());
-  line.plain("--select-stages", t.select_stages, "N", "sidco: stages of its fit [adapted]")
-      ->check(positive());
-  line.choice("--select-seeds", t.select_seeds,
-              "what a rule draws on the ranks, for randomk the indices",
-              train::select_seeds_names());
-  line.flag("--per-layer", t.per_layer, "choose inside every parameter, not over a whole bucket");
-  const auto set = [&t](const std::string& text) { train::set_density(t, "--density", text); };
-  line.call("--density", set, "D",
-            "kept fraction k/n, in (0, 1]; 1 is dense; or what chooses it at every step: adaptive "
-            "(the least error for a budget: docs/adaptive.md); capture=SHARE (of |u|^2); "
-            "accordion=LOW/HIGH; descent-per-bit")
-      ->default_str("0.001");
-  line.option("--density-warmup", t.density_warmup, "SPEC",
-              "densities before that: none; dgc, gaussiank, gtopk (the lists of their papers); "
-              "geometric:EPOCHS; or a list, one an epoch: 0.25,0.06");
-  const auto budget = [&t](const std::string& text) {
-    t.budget_bytes = parse_bytes("--budget", text);
-  };
-  line.call("--budget", budget, "BYTES",
-            "adaptive: what the busiest rank sends in the whole run, as 50MB or 2GB");
-  const auto time = [&t](const std::string& text) {
-    t.target_s = parse_seconds("--target-time", text);
-  };
-  line.call("--target-time", time, "TIME",
-            "adaptive: instead, how long the run is predicted to take, as 10min; with --fit and "
-            "--compute");
-  line.choice(
-      "--adaptive-form", t.adaptive_form,
-      "adaptive: what is assumed of the entries that are left out; auto: feedback with error "
-      "feedback, else measured",
-      train::adaptive_form_choices());
-  line.option("--density-min", t.density_min, "D", "the least that a rule but accordion gives")
-      ->check(CLI::Range(1e-12, 1.0));
-  line.option("--density-max", t.density_max, "D", "and the most")->check(CLI::Range(1e-12, 1.0));
-  line.option("--contraction", t.contraction, "A",
-              "adaptive: factor of the error in a step, in (0, 1]; below 1 late steps weigh more")
-      ->check(CLI::Range(1e-12, 1.0));
-  line.choice("--drop", t.drop, "gtopk: who keeps what a merge drops", drop_policy_names());
-  line.choice("--gtopk-form", t.gtopk_form,
-              "gtopk: the published tree, or a butterfly, of half the rounds", gtopk_form_names());
-  line.flag("--oktopk-exact", t.oktopk.exact,
-            "oktopk: the largest of the exact sum, at a volume without a bound");
-  line.option("--oktopk-cut-every", t.oktopk.cut_every, "N",
-              "oktopk: steps until the cut is found anew")
-      ->check(positive());
-  line.option("--oktopk-regions-every", t.oktopk.regions_every, "N",
-              "oktopk: steps until the ranks' index ranges are")
-      ->check(positive());
-  line.choice(
-      "--server", t.server,
-      "param-server: rank 0, which trains or only serves (dedicated), or all ranks, each for "
-      "a range of indices (sharded)",
-      server_placement_names());
-  line.plain(
-          "--down-density", t.down_density, "D",
-          "kept fraction of the result, in (0, 1]: of what a server sends back (1: all that came "
-          "in), or gtopk, global-topk and oktopk leave [as up]")
-      ->check(positive());
-  line.choice("--inside-hosts", t.inside_hosts, "hierarchical: among the ranks of a host",
-              parts_of_a_hierarchy());
-  line.choice("--between-hosts", t.between_hosts, "hierarchical: among one rank of each host",
-              parts_of_a_hierarchy());
-  line.plain("--auto-among", t.auto_among, "NAME,...",
-             "auto: what it may choose [dense,allgather,gtopk,oktopk,sparcml]")
-      ->delimiter(',')
-      ->check(CLI::IsMember(choices_of_auto()));
+  each_exchange_field(t, declare_field);
   const auto read = [&t](const std::string& path) {
     const Fit fit = read_fit(path);
-    t.auto_link = fit.link;
-    t.auto_local = fit.local;
+    t.chooser.link = fit.link;
+    t.chooser.local = fit.local;
   };
   line.call("--fit", read, "FILE",
             "auto: link and local speeds as skim bench network --json wrote them; without, the "
             "link is measured");
-  line.choice("--index-code", t.index_code,
-              "indices in frames; auto: the smallest for each that is worth its time",
-              train::index_code_choices());
-  line.choice("--value-code", t.value_code, "values in frames: q8, q4, q2 with scales for blocks",
-              value_code_names());
-  line.choice("--rounding", t.rounding, "to the value code, by --seed where stochastic",
-              rounding_names());
-  line.choice("--feedback", t.feedback, "what is not sent is kept, or lost",
-              train::feedback_names());
-  line.choice("--memory", t.memory,
-              "residuals of gradients, or of updates: gradients times the learning rate; auto: "
-              "updates with --density adaptive, where the run allows it, else gradients",
-              train::memory_choices());
-  line.option("--momentum-correction", t.momentum_correction, "X",
-              "momentum of each rank, before selection, in place of --momentum; 0: none")
-      ->check(not_negative());
-  line.flag("--nesterov-correction", t.nesterov_correction, "Nesterov form of it");
-  line.flag("!--no-factor-masking", t.factor_masking,
-            "keep the momentum of entries that were delivered");
-  line.option("--local-clip", t.local_clip, "X",
-              "each rank's gradient is clipped to a norm of X / sqrt(P) before selection; 0: none")
-      ->check(not_negative());
-  line.option("--residual-decay", t.residual_decay, "X",
-              "factor of the residual in every step, in [0, 1]")
-      ->check(not_negative());
-  line.choice("--dense-sum", t.dense_sum, "dense: Skim's ring, or MPI's own sum",
-              train::dense_sum_names());
-  line.option("--dense-below", t.dense_below, "N", "buckets of fewer entries go dense");
-  line.option("--bucket-mb", t.bucket_mb, "X",
-              "size of a bucket in 10^6 bytes; 0: one for the whole model")
-      ->check(not_negative());
-  line.choice("--non-finite", t.non_finite, "a step with NaN or infinity, on all ranks",
-              train::non_finite_names());
-
   line.group("Run");
-  line.plain("--threads", t.threads, "N", "threads per rank [cores of the host / ranks on it]")
-      ->check(positive());
-  line.option("--eval-epochs", t.eval_epochs, "X", "epochs between evaluations; 0: at the end only")
-      ->check(not_negative());
-  line.plain("--eval-examples", t.eval_examples, "N", "test examples to take [all]")
-      ->check(positive());
-  line.plain("--metrics", t.metrics, "FILE", "JSON lines, one a step; -: standard output");
-  line.plain("--checkpoint", t.checkpoint, "DIR",
-             "checkpoints: at the end, when stopped, and as --checkpoint-steps says");
-  line.plain("--checkpoint-steps", t.checkpoint_steps, "N", "steps between checkpoints")
-      ->check(positive());
-  line.flag("--resume", t.resume, "continue from the checkpoint in --checkpoint");
+  each_run_field(t, declare_field);
 }
 
 void check_training_options(const train::TrainOptions& t) {
@@ -267,41 +185,34 @@ void check_training_options(const train::TrainOptions& t) {
   if (t.checkpoint_steps > 0 && t.checkpoint.empty()) {
     throw InvalidArgument("--checkpoint-steps needs --checkpoint DIR");
   }
-  if (t.momentum >= 1.0) throw InvalidArgument("--momentum: expected a number in [0, 1)");
   if (t.nesterov && t.momentum <= 0.0) throw InvalidArgument("--nesterov needs --momentum > 0");
-  if (t.momentum_correction >= 1.0) {
-    throw InvalidArgument("--momentum-correction: expected a number in [0, 1)");
-  }
-  if (t.momentum_correction <= 0.0 && (t.nesterov_correction || !t.factor_masking)) {
+  const FeedbackOptions& f = t.feedback;
+  if (f.momentum_correction <= 0.0F && (f.nesterov_correction || !f.factor_masking)) {
     throw InvalidArgument(
-        std::string(t.nesterov_correction ? "--nesterov-correction" : "--no-factor-masking") +
+        std::string(f.nesterov_correction ? "--nesterov-correction" : "--no-factor-masking") +
         " needs --momentum-correction > 0");
   }
-  if (t.residual_decay > 1.0) {
-    throw InvalidArgument("--residual-decay: expected a number in [0, 1]");
-  }
-  if (t.dense_sum == "mpi" && !is_available(Backend::mpi)) {
-    throw InvalidArgument("--dense-sum mpi: this build has no MPI");
+  if (t.dense_sum == DenseSum::vendor && !is_available(Backend::mpi)) {
+    throw InvalidArgument("--dense-sum vendor: this build has no MPI");
   }
 }
 
 void check_budget(const std::vector<Row>& rows) {
   bool used = false;
-  for (const Row& r : rows)
-    used = used || (is_adaptive(r.options) && r.options.exchange != "dense");
+  for (const Row& r : rows) used = used || (is_adaptive(r.options) && !is_dense(r.options));
   const train::TrainOptions& o = rows.front().options;
   if (used) return;
   if (is_adaptive(o)) {
     throw InvalidArgument("--density adaptive: --exchange dense sends everything in every step");
   }
-  if (o.budget_bytes > 0.0 || o.target_s > 0.0) {
-    throw InvalidArgument(std::string(o.budget_bytes > 0.0 ? "--budget" : "--target-time") +
+  if (o.budget.bytes > 0.0 || o.target_time.seconds > 0.0) {
+    throw InvalidArgument(std::string(o.budget.bytes > 0.0 ? "--budget" : "--target-time") +
                           " needs --density adaptive");
   }
 }
 
 std::string note_on_budget(const train::TrainOptions& o, int ranks) {
-  if (ranks > 1 || o.exchange == "dense" || !is_adaptive(o) || !(o.budget_bytes > 0.0)) return {};
+  if (ranks > 1 || is_dense(o) || !is_adaptive(o) || !(o.budget.bytes > 0.0)) return {};
   return fmt::format("one rank sends nothing: --budget is not used, the density is {:g}",
                      o.density_max);
 }
@@ -310,6 +221,10 @@ namespace {
 
 void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
   CommandLine line(app);
+  app.get_config_ptr()->description(
+      "read options from a TOML file (long names without the leading dashes), or repeat the runs "
+      "of "
+      "a file that --summary wrote");
   if (command.declare) command.declare(line);
   line.group("Runs");
   line.option("--ranks", a.ranks, "P",
@@ -321,14 +236,10 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
              "EXCHANGE, EXCHANGE:DENSITY or EXCHANGE:DENSITY:SELECT, as in "
              "dense,allgather:0.01,gtopk:0.01:gaussian")
       ->delimiter(',');
-  const auto compute = [&a](const std::string& text) {
-    a.train.compute_s = parse_seconds("--compute", text);
-  };
-  line.call("--compute", compute, "TIME",
-            "--target-time: what forward and backward of a step take, as 20ms");
   line.option("--timeout", a.timeout, "SECONDS", "how long a rank waits for another")
       ->check(positive());
-  line.plain("--summary", a.summary, "FILE", "JSON array, one object a run; -: standard output");
+  line.plain("--summary", a.summary, "FILE",
+             "JSON array, one object a run; -: standard output. --config FILE repeats these runs");
   add_training_options(line, a.train);
   app.footer(
       "Ctrl-C or SIGTERM end the run after the step, with a checkpoint if --checkpoint\n"
@@ -342,18 +253,25 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
 // The runs: the one that the options describe, or those to compare.
 std::vector<Row> plan(const Arguments& a) {
   std::vector<Row> rows;
-  if (a.compare.empty()) {
-    rows.push_back({.name = a.train.exchange, .options = a.train, .summary = {}});
+  if (a.compare.empty()) rows = a.repeated;
+  if (a.compare.empty() && rows.empty()) {
+    rows.push_back({.name = exchange_name(a.train), .options = a.train, .summary = {}});
+  }
+  for (Row& r : rows) {
+    if (rows.size() > 1 && !r.options.checkpoint.empty()) r.options.checkpoint /= r.name;
   }
   for (const std::string& entry : a.compare) {
     Row row{.name = entry, .options = a.train, .summary = {}};
     const std::size_t colon = entry.find(':');
-    row.options.exchange = entry.substr(0, colon);
+    set_exchange(row.options, entry.substr(0, colon), "--compare " + entry);
     if (colon != std::string::npos) {
       const std::size_t second = std::min(entry.find(':', colon + 1), entry.size());
       const std::string text = entry.substr(colon + 1, second - colon - 1);
-      if (second < entry.size()) row.options.select = entry.substr(second + 1);
-      train::set_density(row.options, "--compare " + entry, text);
+      if (second < entry.size()) {
+        row.options.select.algo =
+            from_name<SelectAlgo>(entry.substr(second + 1), "--compare " + entry);
+      }
+      row.options.density = train::density_rule(text, "--compare " + entry);
     }
     for (const Row& r : rows) {
       if (r.name == entry) throw InvalidArgument("--compare: '" + entry + "' stands twice");
@@ -413,16 +331,10 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   const bool first = comm.rank() == 0;
   const bool to_stderr = a.summary == "-" || a.train.metrics == "-";
   std::FILE* const people = to_stderr ? stderr : stdout;
-  train::expect_equal_on_all_ranks({{"version", SKIM_VERSION},
-                                    {"compare", a.compare},
-                                    {"epochs", a.train.epochs},
-                                    {"steps", a.train.steps},
-                                    {"eval_epochs", a.train.eval_epochs},
-                                    {"eval_examples", a.train.eval_examples},
-                                    {"checkpoint", a.train.checkpoint.string()},
-                                    {"checkpoint_steps", a.train.checkpoint_steps},
-                                    {"resume", a.train.resume}},
-                                   "version or command line", comm);
+  nlohmann::json session = train::options_json(a.train, FieldScope::session);
+  session["version"] = SKIM_VERSION;
+  for (const Row& r : rows) session["runs"].push_back(r.name);
+  train::expect_equal_on_all_ranks(session, "version or command line", comm);
   const int threads = a.train.threads > 0 ? a.train.threads : threads_per_rank(comm);
   at::set_num_threads(threads);
 
@@ -542,12 +454,92 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
 
 }  // namespace
 
+namespace {
+
+// What --config FILE means where FILE is a summary: its runs, and the arguments without it.
+struct Repetition {
+  std::string file;
+  std::vector<nlohmann::json> runs;  // empty: no summary; CLI11 reads TOML
+  std::vector<char*> arguments;
+};
+
+Repetition repetition_of(int argc, char** argv) {
+  constexpr std::string_view kConfig = "--config", kConfigIs = "--config=";
+  Repetition r;
+  for (int i = 0; i < argc; ++i) {
+    const std::string_view word = argv[i];
+    const bool apart = word == kConfig && i + 1 < argc;
+    if (!apart && !word.starts_with(kConfigIs)) {
+      r.arguments.push_back(argv[i]);
+      continue;
+    }
+    const std::string file(apart ? argv[i + 1] : argv[i] + kConfigIs.size());
+    std::ifstream in(file);
+    const nlohmann::json all = nlohmann::json::parse(in, nullptr, false);
+    if (all.is_discarded()) {  // not JSON, or not there
+      r.arguments.push_back(argv[i]);
+      if (apart) r.arguments.push_back(argv[++i]);
+      continue;
+    }
+    if (apart) ++i;
+    r.file = file;
+    r.runs.clear();
+    for (const nlohmann::json& run : all) {
+      if (!all.is_array() || !run.is_object() || !run.contains("exchange")) {
+        r.runs.clear();
+        break;
+      }
+      r.runs.push_back(run);
+    }
+    if (r.runs.empty()) {
+      throw InvalidArgument("--config: '" + file +
+                            "' is JSON but no summary of runs; take a file that --summary wrote, "
+                            "or a TOML file");
+    }
+  }
+  return r;
+}
+
+// Options that the command line does not name are those of this run.
+void take_over(const Repetition& r, std::size_t run, Arguments& a) {
+  const std::string who = "--config " + r.file;
+  train::read_options(r.runs[run], a.train, who);
+  try {
+    a.ranks = r.runs[run].value("ranks", a.ranks);
+  } catch (const nlohmann::json::exception&) {
+    throw InvalidArgument(who + ": ranks: expected a number");
+  }
+}
+
+}  // namespace
+
 int run_training_command(const TrainingCommand& command, int argc, char** argv) {
   Arguments a;
   if (const char* dir = std::getenv("SKIM_DATA")) a.train.data.dir = dir;
+  const Arguments defaults = a;
+  Repetition repetition;
+  try {
+    repetition = repetition_of(argc, argv);
+    if (!repetition.runs.empty()) take_over(repetition, 0, a);
+  } catch (const InvalidArgument& e) {
+    std::fprintf(stderr, "skim %s: %s\n", command.name.c_str(), e.what());
+    return kUsageError;
+  }
   CLI::App app(command.description, "skim " + command.name);
   declare(app, a, command);
-  return parse_and_run(app, argc, argv, [&] {
+  std::vector<char*> arguments = repetition.arguments;
+  return parse_and_run(app, static_cast<int>(arguments.size()), arguments.data(), [&] {
+    for (std::size_t i = 0; i < repetition.runs.size(); ++i) {
+      // The command line goes before the file, for each of the runs.
+      Arguments one = defaults;
+      take_over(repetition, i, one);
+      CLI::App again;
+      declare(again, one, command);
+      again.parse(static_cast<int>(arguments.size()), arguments.data());
+      a.repeated.push_back({.name = repetition.runs[i].value("run", exchange_name(one.train)),
+                            .options = one.train,
+                            .summary = {}});
+    }
     check(a);
     std::vector<Row> rows = plan(a);
     if (command.before) {
@@ -563,9 +555,9 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
                             std::to_string(kMostLocalRanks) +
                             " on one machine; for more, start skim under mpirun with a host file");
     }
-    std::vector<std::string> arguments{command.name};
-    arguments.insert(arguments.end(), argv + 1, argv + argc);
-    return launch(a.ranks, arguments);
+    std::vector<std::string> all{command.name};
+    all.insert(all.end(), argv + 1, argv + argc);
+    return launch(a.ranks, all);
   });
 }
 

@@ -102,8 +102,7 @@ WireResult measure(const WireCase& c, const CodecOptions& options, double second
   if (!got || !std::ranges::equal(back.view().index, view.index) ||
       !std::ranges::equal(bits(back.view()), bits(view))) {
     throw Error(fmt::format("{} n={} k={} {}: what was decoded is not what was encoded", c.source,
-                            view.dim, view.nnz(),
-                            index_code_names()[static_cast<std::size_t>(plan.code)]));
+                            view.dim, view.nnz(), name_of(plan.code)));
   }
   using Clock = std::chrono::steady_clock;
   const auto ns = [](Clock::duration d) {
@@ -132,9 +131,9 @@ nlohmann::json to_json(const WireCase& c, ValueCode value, const WireResult& r) 
           {"k", c.s.nnz()},
           {"source", c.source},
           {"set", c.set},
-          {"index_code", index_code_names()[static_cast<std::size_t>(r.index)]},
+          {"index_code", name_of(r.index)},
           {"chosen", r.chosen},
-          {"value_code", value_code_names()[static_cast<std::size_t>(value)]},
+          {"value_code", name_of(value)},
           {"bytes", r.bytes},
           {"index_bytes", r.index_bytes},
           {"value_bytes", r.value_bytes},
@@ -148,8 +147,8 @@ void print_row(std::FILE* out, const WireCase& c, const WireResult& r) {
   fmt::print(out,
              "{:<24} {:>10} {:>8} {}{:<8} {:>10} {:>10} {:>12.1f} {:>8.3f} {:>11.1f} {:>11.1f}\n",
              c.set.empty() ? c.source : c.set, c.s.view().dim, c.s.nnz(), r.chosen ? '*' : ' ',
-             index_code_names()[static_cast<std::size_t>(r.index)], r.bytes, r.index_bytes,
-             r.entropy_bytes, r.ratio(), 1e-3 * r.encode_ns, 1e-3 * r.decode_ns);
+             name_of(r.index), r.bytes, r.index_bytes, r.entropy_bytes, r.ratio(),
+             1e-3 * r.encode_ns, 1e-3 * r.decode_ns);
   std::fflush(out);
 }
 
@@ -177,15 +176,16 @@ int run(const WireOptions& o) {
       return r.index;
     };
     const IndexCode chosen = report(std::nullopt);
-    for (std::size_t i = 0; o.all_codes && i < index_code_names().size(); ++i) {
-      if (const auto other = static_cast<IndexCode>(i); other != chosen) report(other);
+    if (!o.all_codes) continue;
+    for (const IndexCode other : enumerators<IndexCode>()) {
+      if (other != chosen) report(other);
     }
   }
   fmt::print(people,
              "*: what the encoder chooses: the smallest, but huffman beyond 4096 entries only "
              "where it saves a bit\nan entry. index: bytes of the index section; entropy: log2 of "
              "the number of k-subsets of n, in bytes;\nratio: index over entropy. Values: {}.\n",
-             value_code_names()[static_cast<std::size_t>(o.value)]);
+             name_of(o.value));
   json.write(results);
   return 0;
 }
@@ -207,7 +207,7 @@ int bench_wire_command(int argc, char** argv) {
       ->delimiter(',');
   line.plain("--recorded", o.recorded, "FILE...",
              "frames of training, as skim inspect --save-frames writes them [" SKIM_INDEX_SETS "]");
-  line.choice("--value-code", o.value, "how values are written", value_code_names());
+  line.choice("--value-code", o.value, "how values are written");
   line.flag("--all-codes", o.all_codes, "not only the index code that the encoder chooses");
 
   line.group("How");

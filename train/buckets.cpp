@@ -131,14 +131,14 @@ void GradientBuckets::finish(std::vector<StepReport>& reports) {
   reports.clear();
   // Each is taken off before it is waited for: whatever throws, drain() knows what is left.
   while (reports.size() < buffers_.size()) {
-    const Ticket ticket = tickets_.front();
+    const BucketTicket ticket = tickets_.front();
     tickets_.erase(tickets_.begin());
     reports.push_back(reducer_.wait(ticket));
   }
 }
 
 void GradientBuckets::drain() noexcept {
-  for (const Ticket t : tickets_) {
+  for (const BucketTicket t : tickets_) {
     try {
       reducer_.wait(t);
     } catch (const std::exception&) {  // the first failure is already on its way to the caller

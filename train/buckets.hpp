@@ -3,7 +3,6 @@
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>
-#include <torch/torch.h>
 
 #include <memory>
 #include <vector>
@@ -64,7 +63,7 @@ class GradientBuckets {
   std::vector<std::size_t> sizes_;      // parameters of a bucket
   std::vector<std::size_t> missing_;    // of them, still without gradient in this step
   std::size_t next_ = 0;                // the first bucket not started: buckets start in order
-  std::vector<Ticket> tickets_;
+  std::vector<BucketTicket> tickets_;
   std::vector<Accumulator> accumulators_;  // keeps the hooks alive
 };
 

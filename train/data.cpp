@@ -1,7 +1,7 @@
 // Loading IDX, CIFAR and text files, the generated images, and cutting all of them into batches.
 #include "train/data.hpp"
 
-#include <torch/torch.h>
+#include <ATen/ops/empty.h>
 
 #define ZLIB_CONST  // next_in points to const
 #include <zlib.h>
@@ -533,9 +533,8 @@ Batch Dataset::images(const Split& split, std::span<const std::int64_t> examples
                       std::int64_t epoch) const {
   const auto count = static_cast<std::int64_t>(examples.size());
   const std::int64_t plane = info_.height * info_.width, image = info_.channels * plane;
-  torch::Tensor input =
-      torch::empty({count, info_.channels, info_.height, info_.width}, torch::kFloat32);
-  torch::Tensor target = torch::empty({count}, torch::kInt64);
+  at::Tensor input = at::empty({count, info_.channels, info_.height, info_.width}, at::kFloat);
+  at::Tensor target = at::empty({count}, at::kLong);
   float* out = input.data_ptr<float>();
   std::int64_t* label = target.data_ptr<std::int64_t>();
   for (const std::int64_t example : examples) {
@@ -563,8 +562,8 @@ Batch Dataset::windows(const Split& split, std::span<const std::int64_t> example
                        std::int64_t offset) const {
   const auto count = static_cast<std::int64_t>(examples.size());
   const std::int64_t length = info_.sequence_length;
-  torch::Tensor input = torch::empty({count, length}, torch::kInt64);
-  torch::Tensor target = torch::empty({count, length}, torch::kInt64);
+  at::Tensor input = at::empty({count, length}, at::kLong);
+  at::Tensor target = at::empty({count, length}, at::kLong);
   std::int64_t* in = input.data_ptr<std::int64_t>();
   std::int64_t* next = target.data_ptr<std::int64_t>();
   for (const std::int64_t example : examples) {

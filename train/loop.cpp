@@ -2,6 +2,9 @@
 #include "train/loop.hpp"
 
 #include <sys/resource.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -27,7 +30,7 @@ std::shared_ptr<Model> make_model(const TrainOptions& o, const DataInfo& data) {
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o, Model& model) {
   std::vector<torch::Tensor> decayed, plain;
   for (const torch::Tensor& p : model.parameters()) {
-    (o.decay_biases || takes_weight_decay(p) ? decayed : plain).push_back(p);
+    (o.bias_decay || takes_weight_decay(p) ? decayed : plain).push_back(p);
   }
   const auto groups = [&](auto options) {
     options.weight_decay(o.weight_decay);
@@ -69,12 +72,13 @@ std::vector<torch::Tensor> float_buffers(Model& model) {
 }
 
 Sampler make_sampler(const TrainOptions& o, const Dataset& data, int ranks) {
-  if (o.split == "iid") return {data.info().train_size, ranks, o.batch, o.seed};
-  if (o.split == "partition") {
+  if (o.split == Split::iid) return {data.info().train_size, ranks, o.batch, o.seed};
+  if (o.split == Split::partition) {
     return Sampler::partition(data.info().train_size, ranks, o.batch, o.seed);
   }
   if (data.info().kind == InputKind::text) {
-    throw InvalidArgument("--split " + o.split + " sorts examples by label, and text has none");
+    throw InvalidArgument("--split " + std::string(name_of(o.split)) +
+                          " sorts examples by label, and text has none");
   }
   return Sampler::shards(data.train_labels(), ranks, o.batch, o.seed, o.shards_per_rank);
 }
@@ -135,11 +139,11 @@ void add_reports(std::span<const StepReport> reports, StepRecord& r) {
   r.residual_norm = std::sqrt(residual2);
 }
 
-void Decisions::tell(std::int64_t step, std::span<const StepReport> reports,
-                     const Exchange* exchange, const OnDecision& on_decision) {
-  if (exchange == nullptr || !on_decision) return;
+void Decisions::tell(std::int64_t step, std::span<const StepReport> reports, const Reducer& reducer,
+                     const OnDecision& on_decision) {
+  if (!on_decision) return;
   for (const StepReport& b : reports) {
-    const std::string_view now = exchange->decision(b.id.slot);
+    const std::string_view now = reducer.decision(b.id.slot);
     std::string& told = told_[b.id.slot];
     if (now == told) continue;
     told = now;

@@ -2,7 +2,7 @@
 // the ranks are.
 #pragma once
 
-#include <torch/torch.h>
+#include <torch/optim/optimizer.h>
 
 #include <atomic>
 #include <chrono>
@@ -54,12 +54,12 @@ double ring_bytes(std::size_t n, int ranks);
 // Fills in what the reports of a step's buckets say.
 void add_reports(std::span<const StepReport> reports, StepRecord& record);
 
-// What `auto` decides, told once.
+// What the chooser decides, told once.
 class Decisions {
  public:
-  // Tells the decisions about the buckets of a step that are new. Nothing for a null exchange or
+  // Tells the decisions about the buckets of a step that are new. Nothing for a null
   // `on_decision`.
-  void tell(std::int64_t step, std::span<const StepReport> reports, const Exchange* exchange,
+  void tell(std::int64_t step, std::span<const StepReport> reports, const Reducer& reducer,
             const OnDecision& on_decision);
 
  private:

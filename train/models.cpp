@@ -3,6 +3,7 @@
 #include "train/models.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <torch/nn/modules.h>
 
 #include <algorithm>
 #include <array>

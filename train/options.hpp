@@ -1,13 +1,15 @@
-// What a training run is told: one struct, filled by the command line.
+// What a training run is told. train/fields.hpp lists the options: their names on the command line,
+// in config files and in JSON.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
-#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "skim/names.hpp"
 #include "skim/reducer.hpp"
 #include "train/data.hpp"
 
@@ -15,6 +17,18 @@ namespace skim::train {
 
 enum class OptimizerKind : std::uint8_t { sgd, adam, adamw };
 enum class LearningRateKind : std::uint8_t { constant, steps, cosine };
+
+// Which examples a rank takes (Sampler).
+enum class Split : std::uint8_t { iid, partition, shards };
+
+// What residuals are made of.
+enum class Memory : std::uint8_t {
+  gradients,
+  updates,  // gradients times the learning rate
+};
+
+// What rules that draw at random have on the ranks.
+enum class SelectSeeds : std::uint8_t { same, own };
 
 // The learning rate over a run: linear warm-up, then constant, steps or cosine.
 struct LearningRate {
@@ -28,68 +42,86 @@ struct LearningRate {
   double at(double epoch, double epochs, std::int64_t steps_per_epoch) const;
 };
 
+// The density of each step: a number, or what chooses it.
+struct DensityRule {
+  enum class Kind : std::uint8_t { constant, adaptive, capture, accordion, descent_per_bit };
+  Kind kind = Kind::constant;
+  double value = 0.001;  // the density; capture: the share; accordion: the lower density
+  double high = 0.0;     // accordion
+
+  DensityRule() = default;
+  DensityRule(double density) : value(density) {}  // NOLINT: implicit on purpose
+  bool is_constant() const { return kind == Kind::constant; }
+  bool operator==(const DensityRule&) const = default;
+};
+
+// The densities of the first epochs.
+struct WarmUp {
+  enum class Kind : std::uint8_t { none, dgc, gaussiank, gtopk, geometric, list };
+  Kind kind = Kind::none;
+  double epochs = 0.0;            // geometric
+  std::vector<double> densities;  // list: one an epoch
+  bool operator==(const WarmUp&) const = default;
+};
+
+// As people write them: "0.001", "accordion=0.001/0.1"; "geometric:4", "0.25,0.0625".
+std::string to_text(const DensityRule& rule);
+std::string to_text(const WarmUp& warm_up);
+// Throw: InvalidArgument that begins with `who`.
+DensityRule density_rule(std::string_view text, const std::string& who = "--density");
+WarmUp warm_up(std::string_view text, const std::string& who = "--density-warmup");
+
+// Amounts that people write with a unit. 0: not given.
+struct ByteCount {
+  double bytes = 0.0;
+  bool operator==(const ByteCount&) const = default;
+};
+struct Duration {
+  double seconds = 0.0;
+  bool operator==(const Duration&) const = default;
+};
+
 struct TrainOptions {
   // What is trained
-  std::string model = "lenet5";
+  std::string model = "lenet5";  // of model_names()
   DataOptions data;
-  std::string split = "iid";         // which examples a rank takes: of split_names()
-  std::int64_t shards_per_rank = 2;  // shards
+  Split split = Split::iid;
+  std::int64_t shards_per_rank = 2;                               // shards
   std::int64_t layers = 0, hidden = 0, embedding = 0, heads = 0;  // text models; 0: their default
   std::int64_t batch = 32;                                        // per rank
   double epochs = 1.0;
   std::int64_t steps = 0;  // if > 0: instead of epochs
-  std::uint64_t seed = 1;  // of parameters, order of examples, augmentation, dropout
+  std::uint64_t seed = 1;  // of parameters, order of examples, augmentation, dropout, selection
 
   // How
   OptimizerKind optimizer = OptimizerKind::sgd;
   LearningRate learning_rate;
   double momentum = 0.0, weight_decay = 0.0;
   bool nesterov = false;
-  bool decay_biases = true;  // false: no weight decay on biases and normalisation
-  double clip_norm = 0.0;    // of the mean gradient; 0: none
+  bool bias_decay = true;  // false: no weight decay on biases and normalisation
+  double clip_norm = 0.0;  // of the mean gradient; 0: none
 
-  // Exchange
-  std::string exchange = "gtopk";
-  std::string select = "exact";
-  double select_threshold = 0.0;      // threshold
-  std::size_t select_block = 4096;    // blocktopk
-  int select_stages = 0;              // sidco
-  std::string select_seeds = "same";  // or "own": what rules draw, on the ranks
-  bool per_layer = false;             // select inside every parameter
-  std::string drop = "survivors";
-  std::string gtopk_form = "butterfly";
-  OkTopKOptions oktopk = {};
-  std::string inside_hosts = "allgather", between_hosts = "gtopk";  // hierarchical
-  std::string server = "rank0";                                     // param-server
-  double down_density = 0.0;  // of the result, in (0, 1]; 0: as up
-  // What residuals are made of: "gradients", or "updates", gradients times the learning rate.
-  // "auto": what memory_of() says.
-  std::string memory = "auto";
-  std::vector<std::string> auto_among{};  // empty: AutoOptions::among
-  // What auto predicts from, on rank 0; none: it measures the link. And what target_s does.
-  std::optional<Link> auto_link = {};
-  LocalSpeeds auto_local = AutoOptions().local;
-  std::string index_code = "auto";  // of frames; auto: the smallest, found for each
-  std::string value_code = "f32", rounding = "nearest";  // of values in frames
-  std::string feedback = "residual";                     // or "none"
-  double momentum_correction = 0.0;                      // FeedbackOptions::momentum, and so on
-  bool nesterov_correction = false;
-  bool factor_masking = true;
-  double local_clip = 0.0;
-  double residual_decay = 1.0;
-  double density = 0.001;
-  // Instead of a number: adaptive, capture=SHARE, accordion=LOW/HIGH, descent-per-bit.
-  std::string density_rule{};
-  std::string density_warmup = "none";
+  // Exchange. `seed` sets the seeds of these structs.
+  SelectOptions select;
+  SelectSeeds select_seeds = SelectSeeds::same;
+  ExchangeOptions exchange{.kind = ExchangeKind::gtopk};
+  bool automatic = false;  // `chooser` chooses the exchange, and exchange.kind does not count
+  ChooserOptions chooser;  // target_time takes link and local speeds from here, too
+  FeedbackOptions feedback;
+  std::optional<Memory> memory = {};  // none: what memory_of() says
+  DensityRule density;
+  WarmUp density_warmup;
   double density_min = 1e-4, density_max = 0.25;  // of rules but accordion
+  double down_density = 0.0;                      // of the result, in (0, 1]; 0: as up
   // adaptive: one of these is > 0. Bytes by the busiest rank, and predicted seconds, of the run.
-  double budget_bytes = 0.0, target_s = 0.0;
-  std::string adaptive_form = "auto";
+  ByteCount budget;
+  Duration target_time;
+  std::optional<AdaptiveForm> adaptive_form = {};  // none: what form_of() says
   double contraction = 1.0;
-  double compute_s = 0.0;          // target_s: of forward and backward of a step
-  std::string dense_sum = "ring";  // or "mpi"
-  std::string non_finite = "skip";
+  Duration compute;  // target_time: of forward and backward of a step
+  DenseSum dense_sum = DenseSum::ring;
   std::size_t dense_below = 4096;
+  NonFinite non_finite = NonFinite::skip;
   double bucket_mb = 25.0;  // 0: one bucket for the whole model
 
   // Where it goes
@@ -102,6 +134,15 @@ struct TrainOptions {
   bool resume = false;
 };
 
+// Every bucket goes dense.
+bool is_dense(const TrainOptions& options);
+bool is_adaptive(const TrainOptions& options);
+// The exchange's name, or "auto".
+inline constexpr std::string_view kAuto = "auto";
+std::string exchange_name(const TrainOptions& options);
+// Throws: InvalidArgument that begins with `who`.
+void set_exchange(TrainOptions& options, std::string_view name, const std::string& who);
+
 // A run in steps.
 struct RunLength {
   std::int64_t per_epoch = 1, total = 1;
@@ -112,23 +153,10 @@ struct RunLength {
 };
 RunLength run_length(const TrainOptions& options, std::int64_t steps_per_epoch);
 
-// What must be equal on all ranks, and between a checkpoint and the run that resumes it.
-nlohmann::json identity(const TrainOptions& options);
-
-// Valid names of the options that are names, for messages and help.
-std::vector<std::string> split_names();
-std::vector<std::string> feedback_names();
-std::vector<std::string> memory_choices();         // auto, then gradients and updates
-std::vector<std::string> adaptive_form_choices();  // auto, then those of the library
-std::vector<std::string> index_code_choices();     // auto, then those of the library
-std::vector<std::string> select_seeds_names();
-std::vector<std::string> dense_sum_names();
-std::vector<std::string> non_finite_names();
-
 // The parts of the library's reducer that the options describe, on this rank. A dense exchange
 // delivers everything in every step: a residual, its decay and, unless it matters without anything
 // held back, momentum correction are then left out.
-// Throws: InvalidArgument that lists the valid names or says what else is wrong.
+// Throws: InvalidArgument: options that do not go together.
 ReducerOptions reducer_options(const TrainOptions& options, int rank = 0);
 
 // How many of so many ranks have gradients: all, but for a dedicated server, which is rank 0.
@@ -138,22 +166,30 @@ int training_ranks(const TrainOptions& options, int ranks);
 // the rate, as if it were in units of 1 / rate. A rate of 0 counts as very small.
 float gradient_scale(const TrainOptions& options, double learning_rate);
 
-// density or density_rule from `text`. Throws: InvalidArgument, "`who`: 'text' is no density: ...".
-void set_density(TrainOptions& options, const std::string& who, const std::string& text);
-
-// For a group, buckets of these lengths and a run of this length. Warm-ups: `none`; `dgc`,
-// `gaussiank`, `gtopk` (their papers' lists); `geometric:EPOCHS` (from 0.25); or a list of
-// densities, one an epoch: "0.25,0.0625". The run's density follows.
+// For a group, buckets of these lengths and a run of this length.
 // Throws: InvalidArgument, also for options that do not go together.
 std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& options, int ranks = 1,
                                                   std::vector<std::size_t> lengths = {},
                                                   const RunLength& run = {});
 // The form of --density adaptive: as named, or the one whose bound is for the run's feedback.
-AdaptiveForm adaptive_form(const TrainOptions& options);
+AdaptiveForm form_of(const TrainOptions& options);
 // gradients or updates: as named, or updates where the form of --density adaptive is feedback,
 // whose bound is of those, and --optimizer and --local-clip allow it.
-std::string memory_of(const TrainOptions& options);
+Memory memory_of(const TrainOptions& options);
 // The largest that the schedule may give.
 double largest_density(const TrainOptions& options);
 
 }  // namespace skim::train
+
+namespace skim {
+template <>
+std::span<const std::string_view> names_of<train::OptimizerKind>() noexcept;
+template <>
+std::span<const std::string_view> names_of<train::LearningRateKind>() noexcept;
+template <>
+std::span<const std::string_view> names_of<train::Split>() noexcept;
+template <>
+std::span<const std::string_view> names_of<train::Memory>() noexcept;
+template <>
+std::span<const std::string_view> names_of<train::SelectSeeds>() noexcept;
+}  // namespace skim

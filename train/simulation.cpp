@@ -138,7 +138,9 @@ class Simulator {
           reducer_options(options, rank.comm->rank()),
           ReducerParts{.schedule = density_schedule(options, simulation.ranks, lengths, length_),
                        .selector = {},
-                       .exchange = {}},
+                       .exchange = {},
+                       .chooser = {},
+                       .local = {}},
           *rank.comm);
       rank.gradients = flatten_gradients(*model_, bucket_bytes);
       rank.reducer->set_layout(rank.gradients.layout);
@@ -163,7 +165,7 @@ class Simulator {
 
  private:
   void expect_possible(const ReducerOptions& o) const {
-    if (o.exchange.kind == ExchangeKind::hierarchical) {
+    if (!o.chooser && row_of(o.exchange.kind).needs_hosts) {
       throw InvalidArgument("--exchange hierarchical: in a simulation all ranks are of one host");
     }
     if (training_ranks(options_, 2) != 2) {
@@ -171,34 +173,35 @@ class Simulator {
           "--server dedicated: in a simulation every rank trains; rank0 gives the same sums");
     }
     if (o.dense_sum == DenseSum::vendor) {
-      throw InvalidArgument("--dense-sum mpi: a simulation has no MPI");
+      throw InvalidArgument("--dense-sum vendor: a simulation has no MPI");
     }
     if (simulation_.measure_constants > 0 &&
         (o.exchange.kind != ExchangeKind::param_server || options_.bucket_mb > 0.0 ||
-         o.feedback.momentum > 0.0F || o.feedback.clip_norm > 0.0F || o.feedback.decay < 1.0F)) {
+         o.feedback.momentum_correction > 0.0F || o.feedback.local_clip > 0.0F ||
+         o.feedback.residual_decay < 1.0F)) {
       throw InvalidArgument(
           "--measure-constants needs --exchange param-server and --bucket-mb 0, and no local "
-          "option "
-          "but --memory: they are of the whole model, and of gradients as they are");
+          "option but --memory: they are of the whole model, and of gradients as they are");
     }
     if (simulation_.measure_delta == 0) return;
-    const bool loses =
-        o.exchange.kind == ExchangeKind::gtopk && o.exchange.drop == DropPolicy::sender_keeps;
-    const bool holds = o.exchange.kind == ExchangeKind::param_server;
+    const bool loses = o.exchange.drop == DropPolicy::sender_keeps;
+    const bool holds = row_of(o.exchange.kind).holds_mass;
     if (!o.feedback.enabled || loses || holds || gradient_scale(options_, 0.5) != 1.0F) {
       throw InvalidArgument(
           "--measure-delta needs residuals, of gradients, that have all that the exchange leaves "
-          "out: not dense, --feedback none, --drop sender-keeps, param-server or --memory updates");
+          "out: not dense, --no-feedback, --drop sender-keeps, param-server or --memory updates");
     }
   }
 
   void expect_room(const ReducerOptions& o) const {
     const auto n = static_cast<double>(parameters_);
     const double density = largest_density(options_);
-    const double floats =
-        1.0 + (o.feedback.enabled ? 1.0 : 0.0) + (o.feedback.momentum > 0.0F ? 1.0 : 0.0);
+    const std::vector<ExchangeKind> kinds =
+        o.chooser ? candidates(*o.chooser) : std::vector{o.exchange.kind};
+    const double floats = 1.0 + (o.feedback.enabled ? 1.0 : 0.0) +
+                          (o.feedback.momentum_correction > 0.0F ? 1.0 : 0.0);
     expect_memory(simulation_.ranks * floats * n * sizeof(float) +
-                      exchange_memory(o.exchange.kind, simulation_.ranks, parameters_,
+                      exchange_memory(kinds, simulation_.ranks, parameters_,
                                       static_cast<std::size_t>(std::ceil(density * n))),
                   options_.model + " on " + std::to_string(simulation_.ranks) + " ranks",
                   "take fewer ranks, a smaller model or a lower density");
@@ -212,7 +215,7 @@ class Simulator {
     SimulatedStep s;
     StepRecord& r = s.record;
     const Density density = ranks_[0].reducer->density();
-    r.density = options_.exchange == "dense" ? 1.0 : density.up;
+    r.density = is_dense(options_) ? 1.0 : density.up;
     r.learning_rate = rate;
 
     model_->train();
@@ -274,7 +277,7 @@ class Simulator {
                          r.apply_ms,   r.exposed_ms, r.step_ms};
     for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
     if (observer_.on_step) observer_.on_step(s);
-    decisions_.tell(done_, ranks_[0].reports, ranks_[0].reducer->exchange(), observer_.on_decision);
+    decisions_.tell(done_, ranks_[0].reports, *ranks_[0].reducer, observer_.on_decision);
     return true;
   }
 
@@ -345,14 +348,14 @@ class Simulator {
     const auto ranks = static_cast<float>(ranks_.size());
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
       const std::span<float> g = entries(ranks_[r].gradients.buffers[0]);
-      const std::span<float> residual = ranks_[r].reducer->feedback().residual(0).span();
+      const std::span<float> residual = ranks_[r].reducer->local().residual(0).span();
       selected_from_[r].assign(residual.begin(), residual.end());
       selected_from_[r].resize(g.size());
       for (std::size_t i = 0; i < g.size(); ++i) {
         selected_from_[r][i] += g[i] / scale;
         mean_gradient_[i] += g[i] / scale / ranks;
       }
-      const HeldMass held = ranks_[r].reducer->exchange()->held(0);
+      const HeldMass::Piece held = ranks_[r].reducer->held(0);
       for (std::size_t i = 0; i < held.mass.n; ++i) {
         held_[held.first + i] += held.mass.data[i] / ranks;
       }
@@ -379,7 +382,7 @@ class Simulator {
       const std::span<const float> mean = entries(ranks_[0].gradients.buffers[b]);
       residual.assign(mean.size(), 0.0);
       for (Rank& rank : ranks_) {
-        const auto own = rank.reducer->feedback().residual(static_cast<Slot>(b)).span();
+        const auto own = rank.reducer->local().residual(static_cast<Slot>(b)).span();
         for (std::size_t i = 0; i < own.size(); ++i) residual[i] += double{own[i]};
       }
       double x2 = 0.0;
@@ -442,6 +445,7 @@ class Simulator {
     }
     s.peak_rss_bytes = peak_rss_bytes();
     s.steps = done_;
+    s.length = length_;
     s.parameters = parameters_;
     s.last = evaluation_;
     s.union_entries_per_step = static_cast<double>(union_entries_) / steps;
@@ -487,20 +491,12 @@ class Simulator {
 
 }  // namespace
 
-double exchange_memory(ExchangeKind kind, int ranks, std::size_t n, std::size_t k) {
-  const double p = ranks, entries = static_cast<double>(k);
-  switch (kind) {
-    case ExchangeKind::dense:
-      return 4.0 * static_cast<double>(n) * sizeof(float);
-    case ExchangeKind::allgather:
-    case ExchangeKind::global_topk:
-    case ExchangeKind::sparcml:
-      return p * p * entries * 60.0;
-    case ExchangeKind::param_server:
-      return p * std::min(p * entries, static_cast<double>(n)) * 60.0;
-    default:
-      return p * entries * 200.0;
-  }
+double exchange_memory(std::span<const ExchangeKind> kinds, int ranks, std::size_t n,
+                       std::size_t k) {
+  const Load load{.ranks = ranks, .n = static_cast<double>(n), .k = static_cast<double>(k)};
+  double most = 0.0;
+  for (const ExchangeKind kind : kinds) most = std::max(most, row_of(kind).memory(load));
+  return ranks * most;
 }
 
 void expect_memory(double bytes, const std::string& who, const std::string& remedy) {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "skim/communicator.hpp"
@@ -76,8 +77,9 @@ SimulationSummary simulate(const TrainOptions& options, const Dataset& data,
                            const SimulationObserver& observer);
 
 // What an exchange on `ranks` ranks of this process holds at once besides their gradients, in
-// bytes: roughly, and rather too much.
-double exchange_memory(ExchangeKind kind, int ranks, std::size_t n, std::size_t k);
+// bytes: roughly, and rather too much. The most of these kinds.
+double exchange_memory(std::span<const ExchangeKind> kinds, int ranks, std::size_t n,
+                       std::size_t k);
 // Throws: InvalidArgument, "`who` needs about ...: `remedy`", if that is more than this machine has
 // to give.
 void expect_memory(double bytes, const std::string& who, const std::string& remedy);

@@ -2,6 +2,8 @@
 // they fill), finish (wait for them), end_step (apply or skip), optimizer.
 #include "train/trainer.hpp"
 
+#include <torch/serialize.h>
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -16,6 +18,7 @@
 #include "train/checkpoint.hpp"
 #include "train/loop.hpp"
 #include "train/models.hpp"
+#include "train/options_json.hpp"
 
 namespace fs = std::filesystem;
 
@@ -100,7 +103,9 @@ class Run {
                       bucket_lengths(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6)),
                       length_),
                   .selector = comm.rank() == 0 && observer.selector ? observer.selector() : nullptr,
-                  .exchange = nullptr},
+                  .exchange = nullptr,
+                  .chooser = nullptr,
+                  .local = nullptr},
                  comm),
         buckets_(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6), reducer_) {
     reducer_.set_total_steps(static_cast<std::uint64_t>(length_.total));
@@ -135,7 +140,7 @@ class Run {
     if (stop_.load()) reducer_.raise_signal(kStopSignal);
 
     StepRecord r;
-    r.density = options_.exchange == "dense" ? 1.0 : reducer_.density().up;
+    r.density = is_dense(options_) ? 1.0 : reducer_.density().up;
     r.learning_rate = rate;
     const auto t1 = Clock::now();
     buckets_.begin_step(gradient_scale(options_, rate));
@@ -182,7 +187,7 @@ class Run {
                            r.exposed_ms, r.optimizer_ms, r.step_ms};
       for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
       if (observer_.on_step) observer_.on_step(r);
-      decisions_.tell(done_, reports_, reducer_.exchange(), observer_.on_decision);
+      decisions_.tell(done_, reports_, reducer_, observer_.on_decision);
     }
   }
 
@@ -350,6 +355,7 @@ class Run {
     }
     s.peak_rss_bytes = static_cast<std::uint64_t>(rss);
     s.steps = done_;
+    s.length = length_;
     s.parameters = buckets_.parameters();
     s.last = evaluation_;
     s.dense_bytes_per_step = ring_bytes(buckets_.parameters(), comm_.size());

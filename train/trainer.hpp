@@ -45,12 +45,13 @@ struct Evaluation {
 
 // What a run came to. Bytes: per step, mean over ranks and largest rank.
 struct Summary {
-  std::int64_t steps = 0;
+  std::int64_t steps = 0;  // done
+  RunLength length;        // what was planned
   std::size_t parameters = 0;
   Evaluation last;
   double sent_bytes_per_step = 0.0, received_bytes_per_step = 0.0;
   double max_sent_bytes_per_step = 0.0, max_received_bytes_per_step = 0.0;
-  // Indices that any rank sent (ExchangeResult::union_nnz); 0: not known.
+  // Indices that any rank sent (HeldMass::union_nnz); 0: not known.
   double union_entries_per_step = 0.0;
   double dense_bytes_per_step = 0.0;  // what a ring all-reduce of the whole gradient sends
   StepRecord median;                  // of the times, each its own median, on rank 0
@@ -63,8 +64,8 @@ struct Summary {
   bool evaluated() const { return last.step > 0; }
 };
 
-// A slot of n entries is exchanged by another scheme from the next step on, or by its first one in
-// this step; why, in one line.
+// A slot of n entries is exchanged by another exchange from the next step on, or by its first one
+// in this step; why, in one line.
 using OnDecision =
     std::function<void(std::int64_t step, Slot, std::size_t n, std::string_view why)>;
 

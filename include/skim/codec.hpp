@@ -7,13 +7,14 @@
 #include <string_view>
 #include <vector>
 
+#include "skim/names.hpp"
 #include "skim/types.hpp"
 
 namespace skim {
 
 inline constexpr std::uint8_t kFrameVersion = 1;
 inline constexpr std::size_t kFrameHeaderBytes = 24;  // without statistics
-inline constexpr std::size_t kFrameStatsBytes = 40;   // where a frame carries GroupStats
+inline constexpr std::size_t kFrameStatsBytes = 48;   // where a frame carries GroupStats
 
 // Values are written on the wire: never renumber, only append.
 enum class IndexCode : std::uint8_t {
@@ -24,7 +25,8 @@ enum class IndexCode : std::uint8_t {
   huffman = 4,  // Huffman-coded sizes of gaps, given those before: for indices that cluster
 };
 // The names that the command line knows, in enumerator order.
-std::span<const std::string_view> index_code_names() noexcept;
+template <>
+std::span<const std::string_view> names_of<IndexCode>() noexcept;
 
 enum class ValueCode : std::uint8_t {
   f32 = 0,
@@ -36,13 +38,15 @@ enum class ValueCode : std::uint8_t {
   q2 = 5,  // sign, and one of the block's two magnitudes
 };
 // The names that the command line knows, in enumerator order.
-std::span<const std::string_view> value_code_names() noexcept;
+template <>
+std::span<const std::string_view> names_of<ValueCode>() noexcept;
 
 enum class Rounding : std::uint8_t {
   nearest,
   stochastic,  // to one of the two neighbours, so that the mean over many seeds is the value
 };
-std::span<const std::string_view> rounding_names() noexcept;
+template <>
+std::span<const std::string_view> names_of<Rounding>() noexcept;
 
 struct CodecOptions {
   // None: for each frame the smallest, but huffman beyond 4096 entries only where it saves a bit an
@@ -87,6 +91,16 @@ class Codec {
   // Stochastic rounding draws from the seed, id, stream and the entry's place in s: two gradients
   // rounded in one step and slot need two streams (the Reducer takes the rank).
   void quantize(SparseBuffer& s, StepId id, int stream) const noexcept;
+
+  // The same, for a rank that sends something else than its quantized selection: a sum, or a part
+  // of a selection, whose blocks begin elsewhere.
+  //   error  what was rounded off: s before less s after, without zeros. Empty for f32 values.
+  // The mass of error belongs to nobody yet. Take an index i of it. If some rank has s_i as it was
+  // sent, in the result or in what a merger keeps, this rank puts error_i into
+  // ExchangeResult::returned. If instead every owner takes back its part of index i, nothing is
+  // missing, and returning error_i would create mass. Non-finite errors are left out: they belong
+  // to no residual. Cost: O(nnz). No allocation once warm.
+  void quantize(SparseBuffer& s, StepId id, int stream, SparseBuffer& error) const;
 
   // Upper bound for encode() of any s of this dim with at most nnz entries.
   std::size_t max_encoded_bytes(std::size_t nnz, std::size_t dim) const noexcept;

@@ -9,8 +9,11 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "skim/error.hpp"
+#include "skim/names.hpp"
 #include "skim/types.hpp"
 
 namespace skim {
@@ -74,14 +77,16 @@ enum class DenseSum : std::uint8_t {
   ring,    // reduce-scatter and all-gather over point-to-point: 2(P-1) rounds
   vendor,  // the backend's own (MPI_Iallreduce), made bitwise equal; bytes by the ring's formula
 };
+template <>
+std::span<const std::string_view> names_of<DenseSum>() noexcept;
 
 enum class AllgatherForm : std::uint8_t {
   ring,      // P - 1 rounds; a message is never packed
   doubling,  // log2 P rounds, with one partner each; P a power of two
   bruck,     // ceil(log2 P) rounds, any P
 };
-// What allgather() takes for P ranks whose messages have at most most_bytes; 0: not known.
-AllgatherForm allgather_form(int ranks, std::size_t most_bytes) noexcept;
+// What allgather() takes for P ranks whose messages have at most `longest` bytes; 0: not known.
+AllgatherForm allgather_form(int ranks, std::size_t longest) noexcept;
 
 // Point-to-point is matched by (peer, order). Collectives are written once, here, over
 // point-to-point, so bytes and rounds mean the same on every backend: all ranks call them in the
@@ -120,10 +125,10 @@ class Communicator {
   // Rounds and bytes per rank: docs/algorithms.md. All are the identity for one rank.
   void barrier();
   void broadcast(std::vector<std::byte>& message, int root);  // overwrites, except at root
-  // all[r] came from rank r. most_bytes, equal on all ranks: what messages hardly ever exceed, or
-  // 0: not known. It decides the form, and makes room, so that messages of other lengths allocate
-  // nothing later.
-  void allgather(Bytes mine, MessageList& all, std::size_t most_bytes = 0);
+  // all[r] came from rank r. longest, equal on all ranks: bytes that messages hardly ever exceed,
+  // or 0: not known. It decides the form, and makes room, so that messages of other lengths
+  // allocate nothing later.
+  void allgather(Bytes mine, MessageList& all, std::size_t longest = 0);
   // Sum over the ranks, in place; bitwise equal on all ranks. `note`, at most a few hundred bytes,
   // rides along, so that it costs no round with `ring`: notes[r] is rank r's.
   void allreduce_sum(std::span<float> data, DenseSum how, Bytes note, MessageList& notes);
@@ -163,6 +168,26 @@ class Communicator {
   std::vector<std::byte> scratch_in_, scratch_out_;
   std::vector<std::vector<std::byte>> parts_;  // one per rank
 };
+
+// Runs body, a part of an algorithm over comm. If it throws, the peers are told before the
+// exception goes on, so that none of them waits for this rank.
+template <class Body>
+decltype(auto) or_abort(Communicator& comm, Body&& body) {
+  try {
+    return std::forward<Body>(body)();
+  } catch (const CommError& e) {
+    comm.abort(e.peer() >= 0 ? e.peer() : comm.rank());
+    throw;
+  } catch (...) {
+    comm.abort(comm.rank());
+    throw;
+  }
+}
+
+// For a message from rank `peer` that is not what it must be: "rank 0: bad frame from rank 2 in
+// 'gtopk: merge 1 of 2': bad_checksum". what: a noun for the message. Throws: CommError.
+[[noreturn]] void refuse_message(const Communicator& comm, int peer, std::string_view what,
+                                 std::string_view why);
 
 // A whole group in this process: element r is rank r's communicator, to be used by a thread of its
 // own. For tests, examples and single-machine runs. Throws: InvalidArgument if size < 1.

@@ -1,5 +1,5 @@
-// What an exchange costs: seconds, rounds and bytes by an alpha-beta-gamma model, and the choice
-// that follows from them. Says before a byte is sent whether compression pays.
+// What an exchange costs, by an alpha-beta-gamma model: seconds, rounds and bytes. predict() and
+// cheapest() (exchange.hpp) say before a byte is sent whether compression pays.
 //
 // The link: alpha + m beta for a message of m bytes, full duplex (Hockney, Parallel Computing 20,
 // 1994). Local work: so many seconds an entry. Ranks are alike and start together; nothing of an
@@ -17,28 +17,6 @@
 #include "skim/communicator.hpp"
 
 namespace skim {
-
-// The exchanges, and of all-gather and gtopk their forms. Not `hierarchical`: inside a host is
-// another link.
-enum class Scheme : std::uint8_t {
-  dense,               // ring reduce-scatter and all-gather of whole gradients
-  allgather_ring,      // P - 1 rounds
-  allgather_doubling,  // log2 P rounds; P a power of two
-  allgather_bruck,     // ceil(log2 P) rounds
-  gtopk_tree,
-  gtopk_butterfly,
-  global_topk,  // all-gather in ceil(log2 P) rounds
-  oktopk,       // a run whose cut and regions stand, with selections spread evenly
-  sparcml,
-  param_server,          // at rank 0, co-located or dedicated
-  param_server_sharded,  // with selections and result spread evenly
-};
-// In the order of the enumerators: "allgather-ring", "gtopk".
-std::span<const std::string_view> scheme_names() noexcept;
-// The name of its exchange on the command line: "allgather" for each of its three forms.
-std::string_view exchange_of(Scheme scheme) noexcept;
-// Whether the scheme works for so many ranks.
-bool is_possible(Scheme scheme, int ranks) noexcept;
 
 // What a frame with nnz of n entries has: header_bytes + nnz (index_bytes + value_bytes), and
 // statistics where ranks tell each other theirs.
@@ -62,8 +40,12 @@ struct Load {
   int ranks = 1;        // P >= 1
   double n = 0.0;       // >= 1
   double k = 0.0;       // in (0, n]; dense ignores it
-  double k_down = 0.0;  // param_server: entries of the result, in (0, n]; 0: k
+  double k_down = 0.0;  // entries of the result where the exchange cuts it, in (0, n]; 0: k
   FrameSize frame = {};
+  // hierarchical: the ranks are spread over so many hosts, as evenly as can be, in [0, ranks]; 0:
+  // each rank has a host of its own. And the link between two ranks of one host.
+  int hosts = 0;
+  Link inside = {};
 };
 
 // Seconds an entry takes on one rank. 0: free, as in published tables.
@@ -84,27 +66,31 @@ struct Cost {
   double total_s() const noexcept { return exchange_s() + select_s; }
 };
 
-// The cost of the exchange `scheme`. For one rank: selection alone. Selections are taken to have no
-// index in common, which is the most that an exchange can cost.
-// Throws: InvalidArgument: a load, link or speed out of range; !is_possible(scheme, ranks).
-// Source: gtopk_tree, allgather_doubling and dense: arXiv 1901.04359, table of costs, with frames
-// in place of 2k words; the others derived from their courses (docs/algorithms.md).
-Cost predict(Scheme scheme, const Load& load, const Link& link, const LocalSpeeds& local = {});
+// What one exchange does: sizes, not seconds. Each exchange has its own (ExchangeRow::terms).
+struct CostTerms {
+  double rounds = 0.0;
+  double sent_bytes = 0.0;   // by the busiest rank
+  double chain_bytes = 0.0;  // of messages that wait for one another
+  double merged = 0.0;       // sparse entries that are decoded and summed, on that chain
+  double added = 0.0;        // dense entries, likewise
+  double result = 0.0;       // entries of the sum
+  // The part inside a host, over Load::inside.
+  double inside_rounds = 0.0, inside_chain_bytes = 0.0;
+};
+// The seconds of an exchange with these terms. `selects`: whether the ranks select entries first.
+// Throws: InvalidArgument: a load, link or speed out of range.
+Cost cost_of(const CostTerms& terms, bool selects, const Load& load, const Link& link,
+             const LocalSpeeds& local);
+// Throws: InvalidArgument: a number out of its range.
+void check_load(const Load& load);
+
+// Adds an all-gather of one message of so many bytes from each rank.
+void add_allgather(CostTerms& terms, AllgatherForm form, int ranks, double bytes,
+                   double length_bytes = FrameSize().length_bytes);
 
 // Seconds of a step: compute_s, then selection and exchange. The part `overlap`, in [0, 1], of the
 // computing may hide time of the link; 0: nothing is hidden.
 double step_seconds(double compute_s, const Cost& cost, double overlap = 0.0);
-
-struct Choice {
-  Scheme scheme = Scheme::dense;
-  Cost cost;
-  std::string reason;  // one line: "gtopk-tree 8.9 ms, allgather-doubling 9.3 ms, dense 1.35 s"
-};
-// The scheme of `among` with the least total_s, the first of equals; those that are not possible
-// for load.ranks are passed over. Dense pays no selection, so it wins where a link is fast.
-// Throws: InvalidArgument as predict; no scheme of `among` is possible.
-Choice cheapest(std::span<const Scheme> among, const Load& load, const Link& link,
-                const LocalSpeeds& local = {});
 
 // One-way time of messages of `bytes`, as a ping-pong has it.
 struct LinkSample {

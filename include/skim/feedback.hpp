@@ -16,22 +16,22 @@ struct FeedbackOptions {
   //
   // Momentum correction (Lin et al., Deep Gradient Compression, ICLR 2018, section 3.2), in [0, 1),
   // 0: off. With velocity m, residual v and gradient g of each entry:
-  //   m = momentum * m + g;  v = v + m
-  //   nesterov:  m = momentum * (m + g);  v = v + (m + g)
-  // It takes the place of the optimizer's momentum, and one more float per parameter; nesterov
-  // another one for each entry of the largest bucket.
-  float momentum = 0.0F;
-  bool nesterov = false;
+  //   m = momentum_correction * m + g;  v = v + m
+  //   with nesterov_correction:  m = momentum_correction * (m + g);  v = v + (m + g)
+  // It takes the place of the optimizer's momentum, and one more float per parameter;
+  // nesterov_correction another one for each entry of the largest bucket.
+  float momentum_correction = 0.0F;
+  bool nesterov_correction = false;
   // Momentum factor masking (section 3.3): where an entry of this rank was delivered, m becomes 0.
   // An entry that the exchange gives back whole, or that was rounded to 0, was not.
   bool factor_masking = true;
   // Local gradient clipping (section 3.2), 0: off. A bucket's gradient is scaled down to a norm of
-  // at most clip_norm * sqrt(n / (P * N)), n of N entries: the paper's rule where one bucket is the
-  // whole model, and its share of that norm where it is not.
-  float clip_norm = 0.0F;
-  // v = decay * v + g, in [0, 1]: SelectTask::decay (the error feedback of SparseLoCo,
+  // at most local_clip * sqrt(n / (P * N)), n of N entries: the paper's rule where one bucket is
+  // the whole model, and its share of that norm where it is not.
+  float local_clip = 0.0F;
+  // v = residual_decay * v + g, in [0, 1]: SelectTask::decay (the error feedback of SparseLoCo,
   // arXiv 2508.15706).
-  float decay = 1.0F;
+  float residual_decay = 1.0F;
 };
 
 // Holds one residual per slot: one float per parameter, in one arena with a table of parameter
@@ -41,10 +41,11 @@ struct FeedbackOptions {
 // the exchange's sum and `held` what a stateful exchange keeps, over all ranks:
 //   residual_after + held_after + delivered  ==  residual_before + held_before + grad
 // No gradient mass is created or lost. With local options it holds for what they leave: `grad` is
-// what begin() returns, over its scale, and residual_before is times `decay`.
+// what begin() returns, over its scale, and residual_before is times `residual_decay`.
 class ErrorFeedback {
  public:
-  // Throws: InvalidArgument: an option out of its range, or momentum or decay without a residual.
+  // Throws: InvalidArgument: an option out of its range, or momentum_correction or
+  // residual_decay without a residual.
   explicit ErrorFeedback(FeedbackOptions options = {});
   ~ErrorFeedback();
   ErrorFeedback(ErrorFeedback&&) noexcept;
@@ -55,9 +56,8 @@ class ErrorFeedback {
   // Declares all buckets, or, after a rebuild, declares them anew: residuals move with the names of
   // their parameters; a parameter that is no longer there loses its residual, a new one starts at
   // 0. Throws: InvalidArgument (nothing changed) if a slot or a name stands twice, segments overlap
-  // or leave a gap, a name has a new length, the device is not the CPU, or a step is open (see
-  // end_step).
-  void set_layout(std::span<const Bucket> buckets, Device device = Device::cpu);
+  // or leave a gap, a name has a new length, or a step is open (see end_step).
+  void set_layout(std::span<const Bucket> buckets);
   // The slots that are declared, in that order.
   std::span<const Slot> slots() const noexcept;
   // The bucket's parameters, ascending by offset. Throws: InvalidArgument: unknown slot.
@@ -75,7 +75,7 @@ class ErrorFeedback {
   // with another scale where it is clipped; with momentum a float32 view of scale 1, valid until
   // the next begin() or commit(). Without those options it does nothing.
   //   grad   [n]  on the CPU, of any type; a non-finite entry counts as 0
-  //   norm2  |grad / scale|^2 over its finite entries; looked at with clip_norm only
+  //   norm2  |grad / scale|^2 over its finite entries; looked at with local_clip only
   //   ranks  P
   // Once per slot and step: m takes the gradient in, and a rollback leaves it there, as it leaves
   // it in the residual.

@@ -2,65 +2,63 @@
 //
 //   gradient -> error feedback -> selection -> encode -> exchange -> merge -> decode -> apply
 //
-// The whole path is one short function in src/reducer.cpp.
+// The whole path is one short function in src/reducer/reducer.cpp.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <iosfwd>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string_view>
 
+#include "skim/chooser.hpp"
 #include "skim/communicator.hpp"
 #include "skim/exchange.hpp"
 #include "skim/feedback.hpp"
+#include "skim/local_half.hpp"
+#include "skim/names.hpp"
+#include "skim/report.hpp"
 #include "skim/schedule.hpp"
 #include "skim/select.hpp"
 
 namespace skim {
 
 enum class NonFinite : std::uint8_t {
-  skip_step,  // end_step() returns false, the step is rolled back
-  raise,      // the step is rolled back, end_step() throws NonFiniteError
-  pass_on,    // the mean gets a NaN in every bucket concerned, for a loss scaler to see
+  skip,     // end_step() returns false, the step is rolled back
+  raise,    // the step is rolled back, end_step() throws NonFiniteError
+  pass_on,  // the mean gets a NaN in every bucket concerned, for a loss scaler to see
 };
+template <>
+std::span<const std::string_view> names_of<NonFinite>() noexcept;
 
 struct ReducerOptions {
   SelectOptions select = {};
   FeedbackOptions feedback = {};
   ExchangeOptions exchange = {};  // kind dense: every bucket goes dense; holds the codec options
+  // "auto": the exchange of each bucket is chosen; of `exchange` everything but the kind counts.
+  std::optional<ChooserOptions> chooser = {};
   DenseSum dense_sum = DenseSum::ring;
-  std::size_t dense_below = 4096;               // shorter buckets go dense
-  NonFinite non_finite = NonFinite::skip_step;  // decided alike on all ranks
+  std::size_t dense_below = 4096;          // shorter buckets go dense
+  NonFinite non_finite = NonFinite::skip;  // decided alike on all ranks
   // For profilers: called by the thread that reduces a bucket, with "select", "exchange" and
   // "apply" as each of them begins, and with null when the last has ended, or has thrown. Must not
   // throw.
   std::function<void(const char* phase)> on_phase = {};
 };
 
-// One bucket of one step, for logs and benchmarks. Times by the communicator's clock.
-struct StepReport {
-  StepId id;
-  std::size_t n = 0, k = 0;  // k: asked for; n where the bucket went dense
-  std::size_t sent_nnz = 0, sum_nnz = 0;
-  std::size_t union_nnz = 0;                         // ExchangeResult::union_nnz
-  std::uint64_t sent_bytes = 0, received_bytes = 0;  // passed to the transport
-  std::uint64_t rounds = 0;
-  std::int64_t select_ns = 0, exchange_ns = 0, apply_ns = 0;
-  double capture = 0.0;          // |selected|^2 / |accumulated|^2; 1 if nothing accumulated
-  double residual_norm = 0.0;    // |residual| after the commit
-  float threshold = 0.0F;        // smallest magnitude selected
-  std::uint64_t non_finite = 0;  // entries of this rank's gradient
-  bool dense = false;
-  GroupStats group;  // over all ranks, equal on all
-};
-
 // Parts that a user may replace by their own; null: made from the options.
 struct ReducerParts {
   std::unique_ptr<DensitySchedule> schedule;  // null: constant 0.001
-  std::unique_ptr<Selector> selector;
-  std::unique_ptr<Exchange> exchange;
+  std::unique_ptr<Selector> selector;         // not together with `local`, which has its own
+  std::unique_ptr<Exchange> exchange;         // not together with `chooser`
+  std::unique_ptr<Chooser> chooser;
+  std::unique_ptr<LocalHalf> local;  // options.select and options.feedback then do not count
 };
+
+// Names a bucket that was started. Never 0.
+using BucketTicket = std::uint64_t;
 
 // Ranks must call with the same slots in the same order. Not thread-safe.
 //
@@ -70,6 +68,7 @@ struct ReducerParts {
 class Reducer {
  public:
   // comm must outlive the reducer, and only the reducer uses it between start() and wait().
+  // Throws: InvalidArgument: an option out of its range; two parts that exclude each other.
   Reducer(ReducerOptions options, ReducerParts parts, Communicator& comm);
   // Ends the communication thread, if there is one. If it still has work, the group is told
   // (abort).
@@ -78,19 +77,18 @@ class Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   // As ErrorFeedback::set_layout. Between steps only. Not collective, but equal on all ranks.
-  void set_layout(std::span<const Bucket> buckets, Device device = Device::cpu);
+  void set_layout(std::span<const Bucket> buckets);
   // For schedules that plan ahead; 0: not known. Between steps only.
   void set_total_steps(std::uint64_t steps);
 
-  // grad [n], on the CPU: in, this rank's gradient; out, the mean over ranks of what was sent
-  // (zeros elsewhere), bitwise equal on every rank, in grad's scale. At density 1: residual and
-  // gradient together, through a dense all-reduce; the residual is then empty. Collective.
-  // Sums and residuals are float32 for every type of gradient. A 16-bit one gets the mean rounded
-  // as scatter() says; what that takes away is lost, alike on all ranks.
-  // No allocation once warm.
-  // Throws: InvalidArgument (nothing changed; with momentum, a selector that refuses finds the
-  // gradient already in the velocity), also for a slot that this step has reduced already.
-  // Anything else, CommError above all: the group has been told (abort); the ranks may now
+  // grad [n], where the local half wants it: in, this rank's gradient; out, the mean over ranks of
+  // what was sent (zeros elsewhere), bitwise equal on every rank, in grad's scale. At density 1:
+  // residual and gradient together, through a dense all-reduce; the residual is then empty.
+  // Collective. Sums and residuals are float32 for every type of gradient. A 16-bit one gets the
+  // mean rounded as scatter() says; what that takes away is lost, alike on all ranks. No allocation
+  // once warm. Throws: InvalidArgument (nothing changed; with momentum, a selector that refuses
+  // finds the gradient already in the velocity), also for a slot that this step has reduced
+  // already. Anything else, CommError above all: the group has been told (abort); the ranks may now
   // disagree, so restart every rank from its last save().
   StepReport reduce(Slot slot, GradView grad);
 
@@ -98,8 +96,8 @@ class Reducer {
   // to the reducer until wait(). Errors are thrown by wait(), each once; after one, everything that
   // was started later fails the same way; after an InvalidArgument, only until nothing is open.
   // Tickets may be waited for in any order, once.
-  Ticket start(Slot slot, GradView grad);
-  StepReport wait(Ticket ticket);
+  BucketTicket start(Slot slot, GradView grad);
+  StepReport wait(BucketTicket ticket);
 
   // Once per optimizer step, on every rank, when nothing is open; true if the step is to be applied
   // (see NonFinite). epoch is that of the next step: schedules see it. No communication.
@@ -121,8 +119,11 @@ class Reducer {
   // The density that the next bucket will have, from the schedule.
   Density density() const;
   const DensitySchedule& schedule() const noexcept;
-  ErrorFeedback& feedback() noexcept;
-  Exchange* exchange() noexcept;  // null if every bucket goes dense
+  LocalHalf& local() noexcept;
+  // What a slot goes by, and why: Chooser::reason. Empty without a chooser.
+  std::string_view decision(Slot slot) const noexcept;
+  // The mass that this rank's exchange holds of a slot; valid until the next call of any function.
+  HeldMass::Piece held(Slot slot) noexcept;
 
   // Residuals, step, selector, exchange and schedule state of this rank. load: what every rank of
   // the saving run wrote, in rank order; with another number of ranks residuals become (1/P) times
@@ -141,12 +142,12 @@ class Reducer {
 // Throw InvalidArgument: ranks < 1; options of an exchange out of range.
 
 // The most bytes that the busiest rank sends, where no rank selects more than k entries
-// (Density::cut): Exchange::most_bytes and the dense sums. down: Density::down. (A sum by
+// (Density::at_most_k): Exchange::max_sent_bytes and the dense sums. down: Density::down. (A sum by
 // DenseSum::vendor may cost more: what it takes to make it equal on all ranks.)
-StepCost most_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
-                    double down = 0.0);
-// The seconds that cost.hpp predicts, and compute_s; nothing overlaps. auto: the least of what it
-// may choose. Throws: InvalidArgument, also for hierarchical, of which there is no model.
+StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
+                        double down = 0.0);
+// The seconds that cost.hpp predicts, and compute_s; nothing overlaps. With a chooser: the least of
+// its candidates.
 StepCost predicted_seconds(const ReducerOptions& options, int ranks,
                            std::vector<std::size_t> lengths, double compute_s, const Link& link,
                            const LocalSpeeds& local, double down = 0.0);

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "skim/names.hpp"
 #include "skim/types.hpp"
 
 namespace skim {
@@ -18,9 +19,9 @@ struct Density {
   double up = 1.0;         // k/n, in (0, 1]; 1: this bucket goes dense, unless down is less
   double down = 0.0;       // of the result, where the exchange compresses it; 0: as up
   float threshold = 0.0F;  // if > 0: keep what is at least this large, at most up * n
-  // What a selector keeps above k is put back, the smallest first, so that the bytes of a step have
-  // a bound whatever the selector.
-  bool cut = false;
+  // If a selector picks more than k entries, the smallest stay behind, so that the bytes of a step
+  // have a bound whatever the selector.
+  bool at_most_k = false;
 };
 
 // Equal on every rank, so that every rank decides alike.
@@ -84,7 +85,8 @@ enum class AdaptiveForm : std::uint8_t {
   feedback,
 };
 // The names that the command line knows, in enumerator order.
-std::span<const std::string_view> adaptive_form_names() noexcept;
+template <>
+std::span<const std::string_view> names_of<AdaptiveForm>() noexcept;
 
 struct AdaptiveOptions {
   AdaptiveForm form = AdaptiveForm::feedback;

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "skim/names.hpp"
 #include "skim/types.hpp"
 
 namespace skim {
@@ -44,7 +45,8 @@ enum class SelectAlgo : std::uint8_t {
   blocktopk,  // exact in each chunk
 };
 // The names that make_selector's options and the command line know, in enumerator order.
-std::span<const std::string_view> select_algo_names() noexcept;
+template <>
+std::span<const std::string_view> names_of<SelectAlgo>() noexcept;
 
 struct SelectOptions {
   SelectAlgo algo = SelectAlgo::exact;
@@ -61,12 +63,12 @@ struct SelectOptions {
 };
 
 struct SelectTask {
-  StepId id;
-  GradView grad;       // [n]  read only (but see clear), of any type; any alignment; n < 2^32
-  DenseView residual;  // [n]  what was not sent before; or empty: selects from grad alone
-  std::span<const Segment> layout;  // the bucket's parameters; may be empty
-  Keep keep;                        // 0 <= k <= n
-  float decay = 1.0F;               // of the residual, before the addition; in [0, 1]
+  StepId id = {};
+  GradView grad = {};       // [n]  read only (but see clear), of any type; any alignment; n < 2^32
+  DenseView residual = {};  // [n]  what was not sent before; or empty: selects from grad alone
+  std::span<const Segment> layout = {};  // the bucket's parameters; may be empty
+  Keep keep = {};                        // 0 <= k <= n
+  float decay = 1.0F;                    // of the residual, before the addition; in [0, 1]
   // With a residual, grad may be overwritten by zeros behind the pass that reads it. Where few
   // entries are kept that is cheaper than later, and done: SelectReport::cleared says whether.
   bool clear = false;
@@ -117,6 +119,11 @@ class Selector {
 
 // Throws: InvalidArgument for options outside their range.
 std::unique_ptr<Selector> make_selector(const SelectOptions& options);
+
+// What every rule does before it picks, alone: residual = decay * residual + grad / scale, and the
+// report. Selects nothing; task.keep and task.layout are not looked at. Without a residual it only
+// measures. Cost: one dense pass. Throws: InvalidArgument as Selector::select.
+SelectReport accumulate(const SelectTask& task);
 
 // The k largest magnitudes of a sparse gradient, by the same rule (ties to the lower index, NaN
 // above infinity, zeros are not kept): what a merge keeps. kept and dropped together hold every

@@ -138,6 +138,9 @@ struct GroupStats {
   std::uint64_t sent_bytes = 0;    // maximum: by the busiest rank, in the steps before this one
   std::uint32_t non_finite = 0;    // sum, saturating: entries of g that were NaN or infinite
   std::uint32_t signals = 0;       // union: bits that a caller raised (Reducer::raise_signal)
+  // sums: seconds that a rank spent in an earlier bucket of the slot, and in that and the bucket
+  // after it; 0: not told (Chooser)
+  float bucket_s = 0.0F, pair_s = 0.0F;
 };
 // Thread: any. Not associative in floating point: combine in rank order, or on one rank only.
 void combine(GroupStats& into, const GroupStats& other) noexcept;
@@ -151,6 +154,11 @@ bool is_canonical(const SparseView& s) noexcept;
 // O(parts * dim / 2^15); no allocation once out is warm and parts <= 64. Throws: InvalidArgument if
 // dims differ or parts is empty.
 void sum(std::span<const SparseView> parts, SparseBuffer& out);
+
+// out = the entries of s whose index is (or is not) one of `other`. out is overwritten and must not
+// be s or other. Requires: equal dims. Cost: O(nnz of both + dim / 2^18).
+void entries_in(const SparseView& s, const SparseView& other, SparseBuffer& out);
+void entries_not_in(const SparseView& s, const SparseView& other, SparseBuffer& out);
 
 // dense = 0, then dense[index] = factor * value. A 16-bit gradient gets the nearest of its type,
 // ties to even; what is finite stays finite: beyond the type's range it becomes its largest number.

@@ -29,6 +29,8 @@ void bind_selector(nb::module_& m);
 void bind_codec(nb::module_& m);
 void bind_feedback(nb::module_& m);
 void bind_exchange(nb::module_& m);
+void bind_chooser(nb::module_& m);
+void bind_local_half(nb::module_& m);
 void bind_schedule(nb::module_& m);
 void bind_cost(nb::module_& m);
 void bind_analysis(nb::module_& m);
@@ -43,17 +45,6 @@ using AnyArray = nb::ndarray<nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Throws: InvalidArgument: entries that are not float32, float16 or bfloat16.
 GradView grad_view(const AnyArray& array, float scale);
-
-// The enumerator of that name. Throws: InvalidArgument, with the names there are.
-template <class E>
-E enum_of(const char* what, std::string_view name, std::span<const std::string_view> names) {
-  std::string all;
-  for (std::size_t i = 0; i < names.size(); ++i) {
-    if (names[i] == name) return static_cast<E>(i);
-    all.append(i == 0 ? "" : ", ").append(names[i]);
-  }
-  throw InvalidArgument(std::string(what) + ": no '" + std::string(name) + "'; there are: " + all);
-}
 
 inline nb::tuple names_tuple(std::span<const std::string_view> names) {
   nb::list list;

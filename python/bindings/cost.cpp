@@ -1,7 +1,7 @@
 // The cost model: what an exchange costs, and the choice that follows.
 #include "skim/cost.hpp"
 
-#include "python/bindings/bindings.hpp"
+#include "python/bindings/parts.hpp"
 #include "skim/exchange.hpp"
 
 namespace skim::python {
@@ -9,10 +9,15 @@ namespace {
 
 using namespace nb::literals;
 
-Scheme scheme(const std::string& name) { return enum_of<Scheme>("scheme", name, scheme_names()); }
-
-Load load(int ranks, double n, double k, double k_down, const CodecOptions& codec) {
-  return {.ranks = ranks, .n = n, .k = k, .k_down = k_down, .frame = frame_size(codec)};
+Load load(int ranks, double n, double k, double k_down, int hosts, const Link& inside,
+          const CodecOptions& codec) {
+  return {.ranks = ranks,
+          .n = n,
+          .k = k,
+          .k_down = k_down,
+          .frame = frame_size(codec),
+          .hosts = hosts,
+          .inside = inside};
 }
 
 }  // namespace
@@ -39,45 +44,43 @@ void bind_cost(nb::module_& m) {
       .def_prop_ro("exchange_s", &Cost::exchange_s)
       .def_prop_ro("total_s", &Cost::total_s);
 
-  nb::class_<Choice>(m, "Choice", "The cheapest scheme.")
-      .def_prop_ro("scheme",
-                   [](const Choice& c) {
-                     return std::string(scheme_names()[static_cast<std::size_t>(c.scheme)]);
-                   })
+  nb::class_<Choice>(m, "Choice", "The cheapest exchange.")
+      .def_prop_ro(
+          "kind", [](const Choice& c) { return name_of(c.kind); }, "Its name.")
       .def_ro("cost", &Choice::cost)
-      .def_ro("reason", &Choice::reason, "All of them, in one line, from the cheapest on.");
+      .def_ro("reason", &Choice::reason, "The cheapest ones and their times, in one line.");
 
-  m.attr("schemes") = names_tuple(scheme_names());
-  m.def(
-      "exchange_of", [](const std::string& name) { return exchange_of(scheme(name)); }, "scheme"_a,
-      "The exchange of a scheme: 'allgather' of 'allgather-ring'.");
-  m.def(
-      "is_possible",
-      [](const std::string& name, int ranks) { return is_possible(scheme(name), ranks); },
-      "scheme"_a, "ranks"_a);
   m.def(
       "predict",
-      [](const std::string& name, int ranks, double n, double k, const Link& link, double k_down,
-         const CodecOptions& codec, const LocalSpeeds& local) {
-        return predict(scheme(name), load(ranks, n, k, k_down, codec), link, local);
+      [](const ExchangeChoice& exchange, int ranks, double n, double k, const Link& link,
+         double k_down, const LocalSpeeds& local, int hosts, const Link& inside) {
+        const ExchangeOptions o = options_of(exchange);
+        return predict(o, load(ranks, n, k, k_down, hosts, inside, o.codec), link, local);
       },
-      "scheme"_a, nb::kw_only(), "ranks"_a, "n"_a, "k"_a, "link"_a, "k_down"_a = 0.0,
-      "codec"_a = CodecOptions{}, "local"_a = LocalSpeeds{},
-      "The cost of one exchange (a scheme: one of skim.schemes) of k of n entries from each rank. "
-      "Raises InvalidArgument: a scheme that does not work for so many ranks, numbers out of "
-      "range.");
+      "exchange"_a, nb::kw_only(), "ranks"_a, "n"_a, "k"_a, "link"_a, "k_down"_a = 0.0,
+      "local"_a = LocalSpeeds{}, "hosts"_a = 0, "inside"_a = Link{},
+      "The cost of one exchange of k of n entries from each rank.\n"
+      "  exchange  a name of skim.exchanges, or ExchangeOptions\n"
+      "  hosts     for 'hierarchical': the ranks are spread over so many hosts; 0: one rank each\n"
+      "  inside    the link between two ranks of one host\n"
+      "Raises InvalidArgument: numbers out of range.");
   m.def(
       "cheapest",
       [](int ranks, double n, double k, const Link& link, const std::vector<std::string>& among,
-         double k_down, const CodecOptions& codec, const LocalSpeeds& local) {
-        std::vector<Scheme> schemes;
-        for (const std::string& name : among) schemes.push_back(scheme(name));
-        return cheapest(schemes, load(ranks, n, k, k_down, codec), link, local);
+         double k_down, const LocalSpeeds& local, int hosts, const Link& inside,
+         const ExchangeOptions& options) {
+        std::vector<ExchangeKind> kinds;
+        for (const std::string& name : among) {
+          kinds.push_back(from_name<ExchangeKind>(name, "among"));
+        }
+        return cheapest(kinds, options, load(ranks, n, k, k_down, hosts, inside, options.codec),
+                        link, local);
       },
       nb::kw_only(), "ranks"_a, "n"_a, "k"_a, "link"_a, "among"_a, "k_down"_a = 0.0,
-      "codec"_a = CodecOptions{}, "local"_a = LocalSpeeds{},
-      "The scheme of `among` with the least total_s, the first of equals; those that are not "
-      "possible for so many ranks are passed over.");
+      "local"_a = LocalSpeeds{}, "hosts"_a = 0, "inside"_a = Link{},
+      "options"_a = ExchangeOptions{},
+      "The exchange of `among`, a list of names, with the least total_s; the first of equals. Each "
+      "has these options but for the kind.");
   m.def("step_seconds", &step_seconds, "compute_s"_a, "cost"_a, "overlap"_a = 0.0,
         "Seconds of a step; the part `overlap`, in [0, 1], of the computing may hide time of the "
         "link.");

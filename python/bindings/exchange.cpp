@@ -43,8 +43,6 @@ struct Result {
   std::optional<Array<float>> values, dense;
   Array<Index> returned_indices;
   Array<float> returned_values;
-  int contributors;
-  std::size_t union_nnz;
   GroupStats stats;
 };
 
@@ -59,14 +57,7 @@ Result run(BoundExchange& self, const Numbers& indices, const Floats& values, st
     const nb::gil_scoped_release no_gil;
     got = self.exchange->run({step, slot}, mine, {.k = k, .k_down = k_down}, stats, self.comm);
   }
-  Result r{{},
-           {},
-           {},
-           to_array(got.returned.index),
-           to_array(got.returned.value),
-           got.contributors,
-           got.union_nnz,
-           stats};
+  Result r{{}, {}, {}, to_array(got.returned.index), to_array(got.returned.value), stats};
   if (got.dense_sum.empty()) {
     r.indices = to_array(got.sum.index);
     r.values = to_array(got.sum.value);
@@ -76,21 +67,16 @@ Result run(BoundExchange& self, const Numbers& indices, const Floats& values, st
   return r;
 }
 
-bool wants_dense(BoundExchange& self, std::size_t n, std::size_t k, std::size_t k_down,
-                 std::uint64_t step, Slot slot) {
-  const nb::gil_scoped_release no_gil;
-  return self.exchange->wants_dense({step, slot}, n, {.k = k, .k_down = k_down}, self.comm);
-}
-
 std::pair<std::size_t, Array<float>> held(BoundExchange& self, Slot slot) {
-  const HeldMass h = self.exchange->held(slot);
+  HeldMass* const holder = self.exchange->held_mass();
+  const HeldMass::Piece h = holder != nullptr ? holder->held(slot) : HeldMass::Piece{};
   return {h.first, to_array(std::span<const float>(h.mass.span()))};
 }
 
 Sparse flush(BoundExchange& self, Slot slot, std::size_t n) {
   SparseBuffer returned;
-  returned.set_dim(n);
-  self.exchange->flush(slot, returned);
+  returned.reset(n);
+  if (HeldMass* const holder = self.exchange->held_mass()) holder->flush(slot, returned);
   return to_arrays(returned.view());
 }
 
@@ -106,10 +92,27 @@ void bind_exchange(nb::module_& m) {
       .def_ro("returned_indices", &Result::returned_indices, nb::rv_policy::reference)
       .def_ro("returned_values", &Result::returned_values, nb::rv_policy::reference,
               "Mass that belongs to this rank's residual: ErrorFeedback.commit(returned=...).")
-      .def_ro("contributors", &Result::contributors, "The divisor of the mean.")
-      .def_ro("union_nnz", &Result::union_nnz,
-              "Indices that any rank sent, of those that this rank added up.")
       .def_ro("stats", &Result::stats, "Over all ranks, equal on all of them.");
+
+  nb::class_<ExchangeRow>(m, "ExchangeRow", "What is known of an exchange: skim.exchanges.")
+      .def_prop_ro("name", [](const ExchangeRow& r) { return r.name; })
+      .def_prop_ro(
+          "selects", [](const ExchangeRow& r) { return r.make != nullptr; },
+          "False: 'dense', which sums whole gradients.")
+      .def_ro("holds_mass", &ExchangeRow::holds_mass, "A server keeps mass from step to step.")
+      .def_ro("cuts_result", &ExchangeRow::cuts_result, "Selects from the sum: k_down counts.")
+      .def_ro("nests", &ExchangeRow::nests, "May be a part of 'hierarchical'.")
+      .def_ro("needs_hosts", &ExchangeRow::needs_hosts,
+              "Differs from its parts only where hosts have several ranks.")
+      .def_ro("is_candidate", &ExchangeRow::is_candidate,
+              "A chooser tries it unless told otherwise.")
+      .def("__repr__",
+           [](const ExchangeRow& r) { return "<skim.ExchangeRow '" + std::string(r.name) + "'>"; });
+  nb::dict rows;
+  for (const ExchangeRow& row : exchange_rows()) {
+    rows[nb::str(row.name.data(), row.name.size())] = nb::cast(&row, nb::rv_policy::reference);
+  }
+  m.attr("exchanges") = nb::module_::import_("types").attr("MappingProxyType")(rows);
 
   nb::class_<BoundExchange>(
       m, "Exchange",
@@ -130,28 +133,28 @@ void bind_exchange(nb::module_& m) {
            "  k_down  entries of the result, where the exchange compresses it too; 0: k\n"
            "  stats   this rank's, for ExchangeResult.stats\n"
            "Collective. Raises InvalidArgument, before anything is sent; CommError.")
-      .def("wants_dense", &wants_dense, "n"_a, nb::kw_only(), "k"_a, "k_down"_a = 0, "step"_a = 0,
-           "slot"_a = 0,
-           "Of 'auto', before run(): whether the bucket should be summed whole instead "
-           "(Communicator.allreduce_sum). Collective; equal on all ranks.")
-      .def(
-          "took",
-          [](BoundExchange& self, Slot slot, double select_s, double exchange_s) {
-            self.exchange->took({0, slot}, static_cast<std::int64_t>(select_s * 1e9),
-                                static_cast<std::int64_t>(exchange_s * 1e9));
+      .def_prop_ro("name",
+                   [](const BoundExchange& self) { return std::string(self.exchange->name()); })
+      .def_prop_ro(
+          "contributors",
+          [](BoundExchange& self) {
+            HeldMass* const holder = self.exchange->held_mass();
+            const int ranks = self.comm.size();
+            return holder != nullptr ? holder->contributors(ranks) : ranks;
           },
-          "slot"_a, nb::kw_only(), "select_s"_a, "exchange_s"_a,
-          "Of 'auto', after it: the seconds that both took on this rank, to correct the model by.")
-      .def(
-          "decision",
-          [](const BoundExchange& self, Slot slot) {
-            return std::string(self.exchange->decision(slot));
+          "The number of ranks that have gradients: the divisor of the mean.")
+      .def_prop_ro(
+          "union_nnz",
+          [](BoundExchange& self) {
+            HeldMass* const holder = self.exchange->held_mass();
+            return holder != nullptr ? holder->union_nnz() : 0;
           },
-          "slot"_a, "Of 'auto': what the slot's next bucket goes by, and why.")
+          "The number of distinct indices that this rank summed on behalf of the group in the last "
+          "run(); 0 if it summed none.")
       .def(
-          "most_bytes",
+          "max_sent_bytes",
           [](const BoundExchange& self, std::size_t n, std::size_t k, std::size_t k_down) {
-            return self.exchange->most_bytes(n, {.k = k, .k_down = k_down}, self.comm.size());
+            return self.exchange->max_sent_bytes(n, {.k = k, .k_down = k_down}, self.comm.size());
           },
           "n"_a, nb::kw_only(), "k"_a, "k_down"_a = 0,
           "The most bytes that a rank sends in one run(); inf: there is no bound.")

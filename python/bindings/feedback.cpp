@@ -100,8 +100,8 @@ void bind_feedback(nb::module_& m) {
                    "float = 0.0, ranks: int = 1, "
                    "scale: float = 1.0) -> tuple[numpy.typing.NDArray[typing.Any], float]"),
            "What Selector.select is to be given for grad, and its scale: with momentum the "
-           "velocity, with clip_norm another scale, and otherwise what was given. Once per slot "
-           "and step. norm2: |grad / scale|^2, for clip_norm; ranks: P.")
+           "velocity, with local_clip another scale, and otherwise what was given. Once per slot "
+           "and step. norm2: |grad / scale|^2, for local_clip; ranks: P.")
       .def("commit", &commit, "slot"_a, "indices"_a, "values"_a, nb::kw_only(),
            "returned"_a = nb::none(),
            "residual -= values at indices (what was sent, as Codec.quantize left it), then "

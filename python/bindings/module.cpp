@@ -15,8 +15,10 @@ NB_MODULE(_core, m) {
   bind_codec(m);
   bind_feedback(m);
   bind_cost(m);
+  bind_chooser(m);
   bind_schedule(m);
   bind_exchange(m);
+  bind_local_half(m);
   bind_reducer(m);
   bind_analysis(m);
 }

@@ -1,6 +1,4 @@
 // Options, by keyword; enumerators are the names that the command line knows.
-#include <nanobind/stl/optional.h>
-
 #include "python/bindings/bindings.hpp"
 #include "skim/exchange.hpp"
 #include "skim/feedback.hpp"
@@ -15,12 +13,14 @@ using namespace nb::literals;
 CodecOptions codec(const std::string& index, const std::string& value, const std::string& rounding,
                    std::uint64_t seed) {
   CodecOptions o;
-  if (index != "auto") o.index = enum_of<IndexCode>("index", index, index_code_names());
-  o.value = enum_of<ValueCode>("value", value, value_code_names());
-  o.rounding = enum_of<Rounding>("rounding", rounding, rounding_names());
+  if (index != "auto") o.index = from_name<IndexCode>(index, "index");
+  o.value = from_name<ValueCode>(value, "value");
+  o.rounding = from_name<Rounding>(rounding, "rounding");
   o.seed = seed;
   return o;
 }
+
+const ExchangeOptions kExchange;
 
 Link link(double alpha_s, double beta_s_per_byte) { return {alpha_s, beta_s_per_byte}; }
 
@@ -32,7 +32,7 @@ void bind_options(nb::module_& m) {
           "__init__",
           [](SelectOptions* self, const std::string& algo, std::uint64_t seed, float threshold,
              std::size_t block, int stages, bool per_parameter) {
-            new (self) SelectOptions{enum_of<SelectAlgo>("select", algo, select_algo_names()),
+            new (self) SelectOptions{from_name<SelectAlgo>(algo, "select"),
                                      seed,
                                      threshold,
                                      block,
@@ -46,13 +46,15 @@ void bind_options(nb::module_& m) {
                               "Error feedback, and what this rank does to its gradient before it.")
       .def(
           "__init__",
-          [](FeedbackOptions* self, bool enabled, float momentum, bool nesterov,
-             bool factor_masking, float clip_norm, float decay) {
-            new (self)
-                FeedbackOptions{enabled, momentum, nesterov, factor_masking, clip_norm, decay};
+          [](FeedbackOptions* self, bool enabled, float momentum_correction,
+             bool nesterov_correction, bool factor_masking, float local_clip,
+             float residual_decay) {
+            new (self) FeedbackOptions{enabled,        momentum_correction, nesterov_correction,
+                                       factor_masking, local_clip,          residual_decay};
           },
-          nb::kw_only(), "enabled"_a = true, "momentum"_a = 0.0F, "nesterov"_a = false,
-          "factor_masking"_a = true, "clip_norm"_a = 0.0F, "decay"_a = 1.0F);
+          nb::kw_only(), "enabled"_a = true, "momentum_correction"_a = 0.0F,
+          "nesterov_correction"_a = false, "factor_masking"_a = true, "local_clip"_a = 0.0F,
+          "residual_decay"_a = 1.0F);
 
   nb::class_<CodecOptions>(m, "CodecOptions", "How entries become bytes.")
       .def(
@@ -71,43 +73,31 @@ void bind_options(nb::module_& m) {
       .def_rw("alpha_s", &Link::alpha_s)
       .def_rw("beta_s_per_byte", &Link::beta_s_per_byte);
 
-  nb::class_<ExchangeOptions>(m, "ExchangeOptions", "How ranks sum what they selected.")
+  nb::class_<ExchangeOptions>(m, "ExchangeOptions",
+                              "How ranks sum what they selected: skim.exchanges has the kinds.")
       .def(
           "__init__",
           [](ExchangeOptions* self, const std::string& kind, const CodecOptions& codec_options,
-             const std::string& drop, const std::string& gtopk_form, const std::string& server,
-             const std::vector<std::string>& among, std::optional<Link> link_of_auto,
-             std::uint32_t review_every, std::uint32_t first_review, bool oktopk_exact,
+             const std::string& drop, const std::string& server, bool oktopk_exact,
              const std::string& inside, const std::string& between) {
             ExchangeOptions o;
-            const auto kind_of = [](const char* what, const std::string& name) {
-              return enum_of<ExchangeKind>(what, name, exchange_kind_names());
-            };
-            o.kind = kind_of("exchange", kind);
+            o.kind = from_name<ExchangeKind>(kind, "exchange");
             o.codec = codec_options;
-            o.drop = enum_of<DropPolicy>("drop", drop, drop_policy_names());
-            o.gtopk_form = enum_of<GTopKForm>("gtopk_form", gtopk_form, gtopk_form_names());
-            o.server.placement =
-                enum_of<ServerPlacement>("server", server, server_placement_names());
-            for (const std::string& name : among)
-              o.automatic.among.push_back(kind_of("among", name));
-            o.automatic.link = link_of_auto;
-            o.automatic.review_every = review_every;
-            o.automatic.first_review = first_review;
+            o.drop = from_name<DropPolicy>(drop, "drop");
+            o.server.placement = from_name<ServerPlacement>(server, "server");
             o.oktopk.exact = oktopk_exact;
-            o.hierarchy = {kind_of("inside", inside), kind_of("between", between)};
-            new (self) ExchangeOptions(std::move(o));
+            o.hierarchy = {from_name<ExchangeKind>(inside, "inside"),
+                           from_name<ExchangeKind>(between, "between")};
+            new (self) ExchangeOptions(o);
           },
-          "kind"_a = "allgather", nb::kw_only(), "codec"_a = CodecOptions{}, "drop"_a = "survivors",
-          "gtopk_form"_a = "butterfly", "server"_a = "rank0",
-          "among"_a = std::vector<std::string>{}, "link"_a = nb::none(), "review_every"_a = 32,
-          "first_review"_a = 8, "oktopk_exact"_a = false, "inside"_a = "allgather",
-          "between"_a = "gtopk");
+          "kind"_a = name_of(kExchange.kind), nb::kw_only(), "codec"_a = CodecOptions{},
+          "drop"_a = name_of(kExchange.drop), "server"_a = name_of(kExchange.server.placement),
+          "oktopk_exact"_a = false, "inside"_a = name_of(kExchange.hierarchy.inside),
+          "between"_a = name_of(kExchange.hierarchy.between));
 
-  m.attr("select_algos") = names_tuple(select_algo_names());
-  m.attr("exchange_kinds") = names_tuple(exchange_kind_names());
-  m.attr("value_codes") = names_tuple(value_code_names());
-  m.attr("index_codes") = names_tuple(index_code_names());
+  m.attr("select_algos") = names_tuple(names_of<SelectAlgo>());
+  m.attr("value_codes") = names_tuple(names_of<ValueCode>());
+  m.attr("index_codes") = names_tuple(names_of<IndexCode>());
 }
 
 }  // namespace skim::python

@@ -7,6 +7,7 @@
 namespace skim::python {
 namespace {
 
+constexpr const char* kWhat = "state of a Python object";
 constexpr std::string_view kMagic = "SKIMPYOB";
 constexpr std::uint32_t kVersion = 1;
 
@@ -31,9 +32,8 @@ void OwnPart::save_own(std::ostream& out) const {
   w.end();
 }
 
-void OwnPart::load_own(std::istream& in) const {
-  const nb::gil_scoped_acquire gil;
-  SectionReader r(in, "state of a Python object", kMagic, kVersion);
+std::string OwnPart::read_state(std::istream& in) {
+  SectionReader r(in, kWhat, kMagic, kVersion);
   const auto size = r.get<std::uint64_t>();
   std::string state;
   while (state.size() < size) {
@@ -42,8 +42,16 @@ void OwnPart::load_own(std::istream& in) const {
     state += part;
   }
   r.end();
+  return state;
+}
+
+void OwnPart::load_own(std::istream& in) const {
+  const nb::gil_scoped_acquire gil;
+  const std::string state = read_state(in);
   if (state.empty()) return;
-  if (!nb::hasattr(object_, "load")) r.fail("there is one, but the object has no load()");
+  if (!nb::hasattr(object_, "load")) {
+    throw StateError(std::string(kWhat) + ": there is one, but the object has no load()");
+  }
   object_.attr("load")(nb::bytes(state.data(), state.size()));
 }
 

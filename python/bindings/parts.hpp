@@ -6,11 +6,15 @@
 #include <functional>
 #include <iosfwd>
 #include <memory>
+#include <optional>
 #include <string>
 #include <variant>
 
 #include "python/bindings/bindings.hpp"
+#include "skim/chooser.hpp"
 #include "skim/exchange.hpp"
+#include "skim/local_half.hpp"
+#include "skim/reducer.hpp"
 #include "skim/schedule.hpp"
 #include "skim/select.hpp"
 
@@ -23,15 +27,18 @@ using ExchangeChoice = std::variant<ExchangeOptions, std::string>;
 inline SelectOptions options_of(const SelectChoice& choice) {
   if (const auto* o = std::get_if<SelectOptions>(&choice)) return *o;
   SelectOptions o;
-  o.algo = enum_of<SelectAlgo>("select", std::get<std::string>(choice), select_algo_names());
+  o.algo = from_name<SelectAlgo>(std::get<std::string>(choice), "select");
   return o;
 }
 inline ExchangeOptions options_of(const ExchangeChoice& choice) {
   if (const auto* o = std::get_if<ExchangeOptions>(&choice)) return *o;
   ExchangeOptions o;
-  o.kind = enum_of<ExchangeKind>("exchange", std::get<std::string>(choice), exchange_kind_names());
+  o.kind = from_name<ExchangeKind>(std::get<std::string>(choice), "exchange");
   return o;
 }
+// Where a chooser may stand too: "auto" is one with the default options.
+void set_exchange(ReducerOptions& options, const ExchangeChoice& choice,
+                  const std::optional<ChooserOptions>& chooser);
 
 struct BoundSelector {
   explicit BoundSelector(const SelectOptions& o) : options(o), selector(make_selector(o)) {}
@@ -51,12 +58,14 @@ struct BoundSchedule {
   std::unique_ptr<DensitySchedule> own;
 };
 
-// For one reducer, of what its caller gave: skim.Selector, or an object with select(); a float,
-// skim.DensitySchedule, or an object with density(). Throws: InvalidArgument: anything else.
+// The parts of one reducer: skim.Selector, or an object with select(); a float,
+// skim.DensitySchedule, or an object with density(); an object that is a local half
+// (skim.protocols). Throws: InvalidArgument: anything else.
 std::unique_ptr<Selector> selector_of(const nb::object& selector);
 std::unique_ptr<DensitySchedule> schedule_of(const nb::object& schedule);
+std::unique_ptr<LocalHalf> local_half_of(const nb::object& local);
 
-// What a selector and a schedule of the user's own have in common: the object.
+// Every part of the user's own has one of these: the Python object.
 class OwnPart {
  public:
   explicit OwnPart(nb::object object) : object_(std::move(object)) {}
@@ -72,6 +81,8 @@ class OwnPart {
   void save_own(std::ostream& out) const;
   // Throws: StateError, also where there is a state but no load().
   void load_own(std::istream& in) const;
+  // The bytes that save_own() wrote. Throws: StateError.
+  static std::string read_state(std::istream& in);
 
   nb::object object_;  // touched with the GIL only
 };

@@ -1,10 +1,12 @@
 // The Reducer: gradient in, mean gradient out.
 #include "skim/reducer.hpp"
 
+#include <nanobind/stl/optional.h>
+
 #include <array>
 
 #include "python/bindings/arrays.hpp"
-#include "python/bindings/parts.hpp"
+#include "python/bindings/own_local_half.hpp"
 
 namespace skim::python {
 namespace {
@@ -12,29 +14,64 @@ namespace {
 using namespace nb::literals;
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
-constexpr std::array<std::string_view, 3> kNonFinite{"skip_step", "raise", "pass_on"};
-
-void load(Reducer& reducer, const std::vector<State>& of_old_ranks) {
-  const States states(of_old_ranks);
-  const nb::gil_scoped_release no_gil;
-  reducer.load(states.streams());
-}
-
 // Tells Python of phases while somebody listens: taking the GIL for each costs time.
 class AnnotatedReducer final : public Reducer {
  public:
-  using OwnParts = std::array<OwnPart*, 2>;  // null where they are the library's
+  using OwnParts = std::array<OwnPart*, 3>;  // null where they are the library's
 
   // own: those of parts.
   AnnotatedReducer(ReducerOptions options, ReducerParts parts, OwnParts own, Communicator& comm)
-      : Reducer(with_phases(std::move(options)), std::move(parts), comm), own_(own) {}
+      : Reducer(with_phases(std::move(options)), std::move(parts), comm),
+        comm_(comm),
+        own_(own),
+        own_local_(dynamic_cast<OwnLocalHalf*>(&local())) {}
 
-  StepReport reduce_telling(Slot slot, GradView grad, nb::object listener) {
+  // grad: an array; with a local half of the user's own whatever that takes.
+  StepReport reduce_telling(Slot slot, const nb::object& grad, float scale, nb::object listener) {
+    AnyArray array;
+    GradView view;
+    if (own_local_ != nullptr) {
+      view.data = grad.ptr();
+      view.n = own_local_->size(slot);
+      view.scale = scale;
+    } else if (nb::try_cast(grad, array, false)) {
+      view = grad_view(array, scale);
+    } else {
+      const std::string why =
+          "reduce: grad must be a writable array of one dimension, contiguous and in host memory, "
+          "not " +
+          nb::cast<std::string>(nb::repr(grad.type()));
+      throw nb::type_error(why.c_str());
+    }
     listener_ = std::move(listener);
     const bool listening = !listener_.is_none();
     const nb::gil_scoped_release no_gil;
     listening_ = listening;
-    return reduce(slot, grad);
+    return reduce(slot, view);
+  }
+
+  void throw_own_failure() {
+    if (own_local_ != nullptr) own_local_->throw_failure();
+  }
+
+  // Ends a step by f, without the GIL. A local half of the user's own may fail there on one rank,
+  // and the others must not wait for that.
+  template <class F>
+  auto ending(const F& f) {
+    const nb::gil_scoped_release no_gil;
+    try {
+      if constexpr (std::is_void_v<decltype(f())>) {
+        f();
+        throw_own_failure();
+      } else {
+        const auto result = f();
+        throw_own_failure();
+        return result;
+      }
+    } catch (const nb::python_error&) {
+      comm_.abort(comm_.rank());
+      throw;
+    }
   }
 
   // Python's garbage collector finds cycles of a reducer and objects of the user's that refer to
@@ -71,9 +108,11 @@ class AnnotatedReducer final : public Reducer {
     return o;
   }
 
+  Communicator& comm_;
   nb::object listener_ = nb::none();
   bool listening_ = false;
   OwnParts own_;
+  OwnLocalHalf* own_local_;
 };
 
 PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&AnnotatedReducer::traverse)},
@@ -86,9 +125,9 @@ auto member(R (Reducer::*f)(A...)) {
   return static_cast<R (AnnotatedReducer::*)(A...)>(f);
 }
 
-void add_residual(ErrorFeedback& feedback, Slot slot, std::size_t offset,
-                  std::span<const float> values, float scale) {
-  const std::size_t n = feedback.size(slot);
+void add_residual(LocalHalf& local, Slot slot, std::size_t offset, std::span<const float> values,
+                  float scale) {
+  const std::size_t n = local.size(slot);
   SKIM_EXPECTS(offset <= n && values.size() <= n - offset,
                "add_residual: entries " + std::to_string(offset) + " to " +
                    std::to_string(offset + values.size()) + " are not all in a slot of " +
@@ -99,8 +138,8 @@ void add_residual(ErrorFeedback& feedback, Slot slot, std::size_t offset,
   for (std::size_t i = 0; i < values.size(); ++i) {
     if (values[i] != 0.0F) mass.append(static_cast<Index>(offset + i), values[i] / scale);
   }
-  feedback.commit(slot, nothing.view(), mass.view());
-  feedback.end_step();
+  local.commit(slot, nothing.view(), mass.view());
+  local.end_step();
 }
 
 }  // namespace
@@ -144,6 +183,9 @@ void bind_reducer(nb::module_& m) {
       .def_ro("threshold", &StepReport::threshold)
       .def_ro("non_finite", &StepReport::non_finite)
       .def_ro("dense", &StepReport::dense)
+      .def_ro("finite", &StepReport::finite,
+              "No rank's gradient had a NaN or an infinity, and the sum over the ranks has none. "
+              "Equal on all ranks.")
       .def_prop_ro("group_non_finite", [](const StepReport& r) { return r.group.non_finite; })
       .def_prop_ro("group_gradient_norm2",
                    [](const StepReport& r) { return r.group.gradient_norm2; });
@@ -157,32 +199,42 @@ void bind_reducer(nb::module_& m) {
           "__init__",
           [](AnnotatedReducer* self, Communicator& comm, double density, const SelectChoice& select,
              const FeedbackOptions& feedback, const ExchangeChoice& exchange,
-             std::size_t dense_below, const std::string& non_finite, const nb::object& schedule,
-             const nb::object& selector) {
+             const std::optional<ChooserOptions>& chooser, std::size_t dense_below,
+             const std::string& non_finite, const nb::object& schedule, const nb::object& selector,
+             const nb::object& local) {
             ReducerOptions o;
             o.select = options_of(select);
             o.feedback = feedback;
-            o.exchange = options_of(exchange);
+            set_exchange(o, exchange, chooser);
             o.dense_below = dense_below;
-            o.non_finite = enum_of<NonFinite>("non_finite", non_finite, kNonFinite);
+            o.non_finite = from_name<NonFinite>(non_finite, "non_finite");
             ReducerParts parts;
             parts.schedule = schedule.is_none() ? constant_density(density) : schedule_of(schedule);
             if (!selector.is_none()) parts.selector = selector_of(selector);
+            if (!local.is_none()) parts.local = local_half_of(local);
             const AnnotatedReducer::OwnParts own{dynamic_cast<OwnPart*>(parts.selector.get()),
-                                                 dynamic_cast<OwnPart*>(parts.schedule.get())};
+                                                 dynamic_cast<OwnPart*>(parts.schedule.get()),
+                                                 dynamic_cast<OwnPart*>(parts.local.get())};
             new (self) AnnotatedReducer(std::move(o), std::move(parts), own, comm);
           },
           "comm"_a, nb::kw_only(), "density"_a = 0.001, "select"_a = "exact",
-          "feedback"_a = FeedbackOptions{}, "exchange"_a = "allgather",
-          "dense_below"_a = ReducerOptions{}.dense_below, "non_finite"_a = "skip_step",
-          "schedule"_a = nb::none(), "selector"_a = nb::none(), nb::keep_alive<1, 2>(),
+          "feedback"_a = FeedbackOptions{}, "exchange"_a = "allgather", "chooser"_a = nb::none(),
+          "dense_below"_a = ReducerOptions{}.dense_below,
+          "non_finite"_a = name_of(ReducerOptions{}.non_finite), "schedule"_a = nb::none(),
+          "selector"_a = nb::none(), "local"_a = nb::none(), nb::keep_alive<1, 2>(),
           nb::sig("def __init__(self, comm: Communicator, *, density: float = 0.001, select: "
                   "SelectOptions | str = 'exact', feedback: FeedbackOptions = ..., exchange: "
-                  "ExchangeOptions | str = 'allgather', dense_below: int = 4096, non_finite: str = "
-                  "'skip_step', schedule: float | DensitySchedule | OwnSchedule | None "
-                  "= None, selector: Selector | OwnSelector | None = None) -> None"),
-          "schedule: in place of density; selector: in place of select, what a skim.Selector was "
-          "made with. skim.protocols says what objects of one's own need.")
+                  "ExchangeOptions | str = 'allgather', chooser: ChooserOptions | None = None, "
+                  "dense_below: int = 4096, non_finite: str = 'skip', schedule: float | "
+                  "DensitySchedule | OwnSchedule | None = None, selector: Selector | OwnSelector | "
+                  "None = None, local: OwnLocalHalf | None = None) -> None"),
+          "  exchange    a name of skim.exchanges, ExchangeOptions, or 'auto': a chooser\n"
+          "  chooser     what it may choose; of `exchange` everything but the kind then counts\n"
+          "  non_finite  'skip', 'raise' or 'pass-on'\n"
+          "  schedule    in place of density\n"
+          "  selector    in place of select: what a skim.Selector was made with\n"
+          "  local       in place of select, selector and feedback: the local half of a step\n"
+          "skim.protocols says what objects of one's own need.")
       .def(
           "set_layout",
           [](AnnotatedReducer& self, const Layout& layout) { self.set_layout(buckets(layout)); },
@@ -191,52 +243,56 @@ void bind_reducer(nb::module_& m) {
           "parameters.")
       .def(
           "reduce",
-          [](AnnotatedReducer& self, Slot slot, AnyArray grad, float scale, nb::object on_phase) {
-            return self.reduce_telling(slot, grad_view(grad, scale), std::move(on_phase));
+          [](AnnotatedReducer& self, Slot slot, const nb::object& grad, float scale,
+             nb::object on_phase) {
+            return self.reduce_telling(slot, grad, scale, std::move(on_phase));
           },
-          "slot"_a, "grad"_a.noconvert(), "scale"_a = 1.0F, nb::kw_only(),
-          "on_phase"_a = nb::none(),
-          nb::sig(
-              "def reduce(self, slot: int, grad: numpy.typing.NDArray[typing.Any], scale: float = "
-              "1.0, *, on_phase: collections.abc.Callable[[str | None], object] | None = None) -> "
-              "StepReport"),
+          "slot"_a, "grad"_a.none(), "scale"_a = 1.0F, nb::kw_only(), "on_phase"_a = nb::none(),
+          nb::sig("def reduce(self, slot: int, grad: typing.Any, scale: float = 1.0, *, on_phase: "
+                  "collections.abc.Callable[[str | None], object] | None = None) -> StepReport"),
           "In: this rank's gradient, times scale. Out, in its place: the mean over the ranks of "
           "what was sent, times scale. Collective. on_phase(name): called as select, exchange and "
-          "apply begin, and with None at the end.")
-      .def("end_step", member(&Reducer::end_step), NoGil(), "epoch"_a = 0.0,
-           "Whether the step is to be applied.")
-      .def("rollback_step", member(&Reducer::rollback_step), NoGil(), "epoch"_a = 0.0,
-           "Instead of end_step: what this step sent goes back into the residuals.")
+          "apply begin, and with None at the end. grad: an array, written to in place; with a "
+          "local "
+          "half of one's own whatever that takes.")
+      .def(
+          "end_step",
+          [](AnnotatedReducer& self, double epoch) {
+            return self.ending([&] { return self.end_step(epoch); });
+          },
+          "epoch"_a = 0.0, "Whether the step is to be applied.")
+      .def(
+          "rollback_step",
+          [](AnnotatedReducer& self, double epoch) {
+            self.ending([&] { self.rollback_step(epoch); });
+          },
+          "epoch"_a = 0.0, "Instead of end_step: what this step sent goes back into the residuals.")
       .def("set_total_steps", member(&Reducer::set_total_steps), "steps"_a)
       .def_prop_ro("step", [](const AnnotatedReducer& self) { return self.step(); })
       .def_prop_ro("density", [](const AnnotatedReducer& self) { return self.density().up; })
       .def(
           "decision",
-          [](AnnotatedReducer& self, Slot slot) {
-            return self.exchange() == nullptr ? std::string()
-                                              : std::string(self.exchange()->decision(slot));
-          },
-          "slot"_a, "Of the exchange auto: what the slot's next bucket goes by, and why.")
+          [](AnnotatedReducer& self, Slot slot) { return std::string(self.decision(slot)); },
+          "slot"_a, "With a chooser: what the slot goes by, and why.")
       .def(
           "add_residual",
           [](AnnotatedReducer& self, Slot slot, std::size_t offset, FloatArray values,
              float scale) {
-            const nb::gil_scoped_release no_gil;
-            add_residual(self.feedback(), slot, offset, {values.data(), values.size()}, scale);
+            self.ending([&] {
+              add_residual(self.local(), slot, offset, {values.data(), values.size()}, scale);
+            });
           },
           "slot"_a, "offset"_a, "values"_a, "scale"_a = 1.0F,
           "Adds values / scale to the slot's residual from entry offset on. Between steps only.")
       .def(
           "residual",
           [](AnnotatedReducer& self, Slot slot) {
-            const DenseView r = self.feedback().residual(slot);
+            const DenseView r = self.local().residual(slot);
             std::vector<float> kept(r.data, r.data + r.n);
-            if (self.exchange() != nullptr) {
-              const HeldMass held = self.exchange()->held(slot);
-              if (!held.mass.empty()) kept.resize(self.feedback().size(slot));
-              for (std::size_t i = 0; i < held.mass.n; ++i) {
-                kept[held.first + i] += held.mass.data[i];
-              }
+            const HeldMass::Piece held = self.held(slot);
+            if (!held.mass.empty()) kept.resize(self.local().size(slot));
+            for (std::size_t i = 0; i < held.mass.n; ++i) {
+              kept[held.first + i] += held.mass.data[i];
             }
             return to_array(std::span<const float>(kept));
           },
@@ -249,7 +305,12 @@ void bind_reducer(nb::module_& m) {
           "Residuals and all other state of this rank.")
       .def(
           "load",
-          [](AnnotatedReducer& self, const std::vector<State>& states) { load(self, states); },
+          [](AnnotatedReducer& self, const std::vector<State>& states) {
+            const States streams(states);
+            const nb::gil_scoped_release no_gil;
+            self.load(streams.streams());
+            self.throw_own_failure();
+          },
           "of_old_ranks"_a,
           "What every rank of the saving run saved, in rank order: arrays of bytes.");
 }

@@ -37,9 +37,10 @@ class OwnSchedule final : public DensitySchedule, public OwnPart {
 };
 
 // Options of a reducer that decide what a step costs.
-ReducerOptions costing(const ExchangeChoice& exchange, std::size_t dense_below) {
+ReducerOptions costing(const ExchangeChoice& exchange, const std::optional<ChooserOptions>& chooser,
+                       std::size_t dense_below) {
   ReducerOptions o;
-  o.exchange = options_of(exchange);
+  set_exchange(o, exchange, chooser);
   o.dense_below = dense_below;
   return o;
 }
@@ -63,33 +64,38 @@ void bind_schedule(nb::module_& m) {
       .def(
           "__init__",
           [](GroupStats* self, double gradient_norm2, double accumulated_norm2, double sent_norm2,
-             std::uint64_t sent_bytes, std::uint32_t non_finite, std::uint32_t signals) {
-            new (self) GroupStats{gradient_norm2, accumulated_norm2, sent_norm2,
-                                  sent_bytes,     non_finite,        signals};
+             std::uint64_t sent_bytes, std::uint32_t non_finite, std::uint32_t signals,
+             float bucket_s, float pair_s) {
+            new (self) GroupStats{gradient_norm2, accumulated_norm2, sent_norm2, sent_bytes,
+                                  non_finite,     signals,           bucket_s,   pair_s};
           },
           nb::kw_only(), "gradient_norm2"_a = 0.0, "accumulated_norm2"_a = 0.0,
-          "sent_norm2"_a = 0.0, "sent_bytes"_a = 0, "non_finite"_a = 0, "signals"_a = 0)
+          "sent_norm2"_a = 0.0, "sent_bytes"_a = 0, "non_finite"_a = 0, "signals"_a = 0,
+          "bucket_s"_a = 0.0F, "pair_s"_a = 0.0F)
       .def_ro("gradient_norm2", &GroupStats::gradient_norm2, "Sum of |g|^2.")
       .def_ro("accumulated_norm2", &GroupStats::accumulated_norm2, "Sum of |residual + g|^2.")
       .def_ro("sent_norm2", &GroupStats::sent_norm2, "Sum of |selected|^2.")
       .def_ro("sent_bytes", &GroupStats::sent_bytes,
               "Maximum: by the busiest rank, in the steps before this one.")
       .def_ro("non_finite", &GroupStats::non_finite, "Sum: entries of g, NaN or infinite.")
-      .def_ro("signals", &GroupStats::signals, "Union of bits.");
+      .def_ro("signals", &GroupStats::signals, "Union of bits.")
+      .def_ro("bucket_s", &GroupStats::bucket_s, "Sum: seconds of an earlier bucket (Chooser).")
+      .def_ro("pair_s", &GroupStats::pair_s, "Sum: of that bucket and the next one (Chooser).");
 
   nb::class_<Density>(m, "Density", "How much of a bucket to keep in one step.")
       .def(
           "__init__",
-          [](Density* self, double up, double down, float threshold, bool cut) {
-            new (self) Density{up, down, threshold, cut};
+          [](Density* self, double up, double down, float threshold, bool at_most_k) {
+            new (self) Density{up, down, threshold, at_most_k};
           },
-          "up"_a, nb::kw_only(), "down"_a = 0.0, "threshold"_a = 0.0F, "cut"_a = false)
+          "up"_a, nb::kw_only(), "down"_a = 0.0, "threshold"_a = 0.0F, "at_most_k"_a = false)
       .def_ro("up", &Density::up, "k/n, in (0, 1]; 1: the bucket goes dense.")
       .def_ro("down", &Density::down,
               "Of the result, where the exchange compresses it too; 0: as up.")
       .def_ro("threshold", &Density::threshold,
               "If > 0: keep what is at least this large, at most up * n.")
-      .def_ro("cut", &Density::cut, "What a selector keeps above k is put back.");
+      .def_ro("at_most_k", &Density::at_most_k,
+              "If a selector picks more than k entries, the smallest stay behind.");
 
   nb::class_<Progress>(m, "Progress", "Where training stands; equal on every rank.")
       .def(
@@ -152,14 +158,14 @@ void bind_schedule(nb::module_& m) {
   m.def("gaussiank_warm_up", &gaussiank_warm_up, "The same of Gaussian_k, arXiv 1911.08772.");
   m.def("gtopk_warm_up", &gtopk_warm_up, "The same of gTop-k, arXiv 1901.04359.");
 
-  m.attr("adaptive_forms") = names_tuple(adaptive_form_names());
+  m.attr("adaptive_forms") = names_tuple(names_of<AdaptiveForm>());
   m.def(
       "adaptive_density",
       [](StepCost cost, double budget, const std::string& form, bool in_bytes, double density_min,
          double density_max, double contraction, std::function<double(std::uint64_t)> learning_rate,
          std::size_t n, int ranks) {
         AdaptiveOptions o;
-        o.form = enum_of<AdaptiveForm>("form", form, adaptive_form_names());
+        o.form = from_name<AdaptiveForm>(form, "form");
         o.budget = budget;
         o.cost = std::move(cost);
         o.in_bytes = in_bytes;
@@ -176,7 +182,7 @@ void bind_schedule(nb::module_& m) {
       "density_max"_a = AdaptiveOptions{}.density_max, "contraction"_a = 1.0,
       "learning_rate"_a = nb::none(), "n"_a = 0, "ranks"_a = 0,
       "Spends a budget where it lowers the bound on the final error most (docs/adaptive.md).\n"
-      "  cost    of a step at a density: most_bytes() or predicted_seconds(), or a function\n"
+      "  cost    of a step at a density: max_step_bytes() or predicted_seconds(), or a function\n"
       "  budget  of the whole run, in the unit of cost; Reducer.set_total_steps tells its length\n"
       "  form    one of skim.adaptive_forms; 'measured' needs n, over all slots, and ranks\n"
       "  learning_rate  of a step, by its number; equal on all ranks\n"
@@ -214,11 +220,12 @@ void bind_schedule(nb::module_& m) {
         "k of n entries: floor(density * n), at least 1 and at most n.");
 
   m.def(
-      "most_bytes",
+      "max_step_bytes",
       [](const std::vector<std::size_t>& lengths, int ranks, const ExchangeChoice& exchange,
-         std::size_t dense_below,
-         double down) { return most_bytes(costing(exchange, dense_below), ranks, lengths, down); },
-      "lengths"_a, nb::kw_only(), "ranks"_a, "exchange"_a = "allgather",
+         const std::optional<ChooserOptions>& chooser, std::size_t dense_below, double down) {
+        return max_step_bytes(costing(exchange, chooser, dense_below), ranks, lengths, down);
+      },
+      "lengths"_a, nb::kw_only(), "ranks"_a, "exchange"_a = "allgather", "chooser"_a = nb::none(),
       "dense_below"_a = ReducerOptions{}.dense_below, "down"_a = 0.0,
       "The most bytes that the busiest rank sends in a step on slots of these lengths, as a "
       "function of the density.");
@@ -226,14 +233,15 @@ void bind_schedule(nb::module_& m) {
       "predicted_seconds",
       [](const std::vector<std::size_t>& lengths, int ranks, const Link& link,
          const LocalSpeeds& local, double compute_s, const ExchangeChoice& exchange,
-         std::size_t dense_below, double down) {
-        return predicted_seconds(costing(exchange, dense_below), ranks, lengths, compute_s, link,
-                                 local, down);
+         const std::optional<ChooserOptions>& chooser, std::size_t dense_below, double down) {
+        return predicted_seconds(costing(exchange, chooser, dense_below), ranks, lengths, compute_s,
+                                 link, local, down);
       },
       "lengths"_a, nb::kw_only(), "ranks"_a, "link"_a, "local"_a = LocalSpeeds{},
-      "compute_s"_a = 0.0, "exchange"_a = "allgather",
+      "compute_s"_a = 0.0, "exchange"_a = "allgather", "chooser"_a = nb::none(),
       "dense_below"_a = ReducerOptions{}.dense_below, "down"_a = 0.0,
-      "The seconds that the cost model predicts for such a step, and compute_s.");
+      "The seconds that the cost model predicts for such a step, and compute_s. With a chooser: "
+      "the least of its candidates.");
 }
 
 }  // namespace skim::python

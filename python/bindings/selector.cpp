@@ -157,26 +157,34 @@ std::unique_ptr<Selector> selector_of(const nb::object& selector) {
 }
 
 void bind_selector(nb::module_& m) {
-  nb::class_<Selection>(m, "Selection", "What a selector took, and what it found on the way.")
+  nb::class_<SelectReport>(m, "SelectReport", "What was found in one bucket.")
+      .def(
+          "__init__",
+          [](SelectReport* self, float threshold, double kept_norm2, double total_norm2,
+             double gradient_norm2, std::uint64_t non_finite) {
+            new (self) SelectReport{.threshold = threshold,
+                                    .kept_norm2 = kept_norm2,
+                                    .total_norm2 = total_norm2,
+                                    .gradient_norm2 = gradient_norm2,
+                                    .non_finite = non_finite};
+          },
+          nb::kw_only(), "threshold"_a = 0.0F, "kept_norm2"_a = 0.0, "total_norm2"_a = 0.0,
+          "gradient_norm2"_a = 0.0, "non_finite"_a = 0)
+      .def_ro("passes", &SelectReport::passes, "How often all n entries were read.")
+      .def_ro("threshold", &SelectReport::threshold, "The smallest magnitude selected; 0 if none.")
+      .def_ro("kept_norm2", &SelectReport::kept_norm2, "|values|^2 of the selection.")
+      .def_ro("total_norm2", &SelectReport::total_norm2,
+              "|residual + gradient|^2, before anything is taken out; without a residual, of the "
+              "gradient.")
+      .def_ro("gradient_norm2", &SelectReport::gradient_norm2,
+              "|gradient / scale|^2 over its finite entries.")
+      .def_ro("non_finite", &SelectReport::non_finite,
+              "Entries of the gradient that were NaN or infinite.");
+
+  nb::class_<Selection>(m, "Selection", "What a selector took.")
       .def_ro("indices", &Selection::indices, nb::rv_policy::reference, "uint32 [k], ascending")
       .def_ro("values", &Selection::values, nb::rv_policy::reference, "float32 [k], none is 0")
-      .def_prop_ro(
-          "threshold", [](const Selection& s) { return s.report.threshold; },
-          "The smallest magnitude taken; 0 if nothing was.")
-      .def_prop_ro(
-          "passes", [](const Selection& s) { return s.report.passes; },
-          "How often all n entries were read.")
-      .def_prop_ro(
-          "kept_norm2", [](const Selection& s) { return s.report.kept_norm2; }, "|values|^2")
-      .def_prop_ro(
-          "total_norm2", [](const Selection& s) { return s.report.total_norm2; },
-          "|residual|^2 after the addition; without a residual, of the gradient.")
-      .def_prop_ro(
-          "gradient_norm2", [](const Selection& s) { return s.report.gradient_norm2; },
-          "|grad / scale|^2 over its finite entries.")
-      .def_prop_ro(
-          "non_finite", [](const Selection& s) { return s.report.non_finite; },
-          "Entries of the gradient that were NaN or infinite.");
+      .def_ro("report", &Selection::report);
 
   nb::class_<BoundSelector>(
       m, "Selector",

@@ -31,21 +31,30 @@ class Options:
 
     density: Any = 0.001
     exchange: Any = "auto"
+    chooser: Any = None
     select: Any = "exact"
     values: str = "f32"
-    momentum: float = 0.0
-    nesterov: bool = False
-    clip_norm: float = 0.0
+    momentum_correction: float = 0.0
+    nesterov_correction: bool = False
+    local_clip: float = 0.0
     error_feedback: bool = True
     residual_decay: float = 1.0
     dense_below: int = 4096
-    non_finite: str = "pass_on"
+    non_finite: str = "pass-on"
     total_steps: int = 0
+    local: Any = None
 
     def reducer(self, comm: _core.Communicator) -> _core.Reducer:
-        exchange = self.exchange
+        exchange, chooser = self.exchange, self.chooser
+        if chooser is not None and isinstance(exchange, str) and exchange != "auto":
+            raise _core.InvalidArgument(f"skim: chooser needs exchange='auto', not '{exchange}'")
         if isinstance(exchange, str):
-            exchange = _core.ExchangeOptions(exchange, codec=_core.CodecOptions(value=self.values))
+            codec = _core.CodecOptions(value=self.values)
+            if exchange == "auto":
+                chooser = chooser or _core.ChooserOptions()
+                exchange = _core.ExchangeOptions(codec=codec)
+            else:
+                exchange = _core.ExchangeOptions(exchange, codec=codec)
         elif self.values != "f32":
             raise _core.InvalidArgument(
                 f"skim: values='{self.values}': with ExchangeOptions their codec says how values travel: "
@@ -56,20 +65,33 @@ class Options:
             comm,
             schedule=self.density,
             exchange=exchange,
+            chooser=chooser,
             feedback=_core.FeedbackOptions(
                 enabled=self.error_feedback,
-                momentum=self.momentum,
-                nesterov=self.nesterov,
-                clip_norm=self.clip_norm,
-                decay=self.residual_decay,
+                momentum_correction=self.momentum_correction,
+                nesterov_correction=self.nesterov_correction,
+                local_clip=self.local_clip,
+                residual_decay=self.residual_decay,
             ),
             dense_below=self.dense_below,
-            non_finite="pass_on",
+            non_finite="pass-on",
+            local=self._own_local_half(),
             **{"select" if by_name else "selector": self.select},
         )
         if self.total_steps:
             reducer.set_total_steps(self.total_steps)
         return reducer
+
+    def _own_local_half(self) -> Any:
+        if self.local is None:
+            return None
+        of_the_librarys = ("select", "momentum_correction", "nesterov_correction", "local_clip", "error_feedback", "residual_decay")
+        for f in dataclasses.fields(self):
+            if f.name in of_the_librarys and getattr(self, f.name) != f.default:
+                raise _core.InvalidArgument(
+                    f"skim: local and {f.name} exclude each other: a local half of your own does that itself"
+                )
+        return self.local()
 
 
 def same_on_all_ranks(comm: _core.Communicator, what: str, mine: Sequence[str]) -> None:
@@ -214,13 +236,13 @@ class Compression:
 
     def reduce_part(self, slot: int, flat: torch.Tensor, scale: float) -> None:
         """flat [n], of any device: in, the gradient; out, the mean."""
-        host = flat if flat.device.type == "cpu" else flat.to("cpu")
+        is_taken_as_it_is = flat.device.type == "cpu" or self.options.local is not None
+        given = flat if is_taken_as_it_is else flat.to("cpu")
         listener = _Phases() if _is_profiling() else None
-        report = self.reducer.reduce(slot, array(host), scale, on_phase=listener)
-        if host is not flat:
-            flat.copy_(host)
-        if report.n > 0 and bool(torch.isnan(host[0])):
-            self._finite = False  # NonFinite::pass_on says so
+        report = self.reducer.reduce(slot, array(given), scale, on_phase=listener)
+        if given is not flat:
+            flat.copy_(given)
+        self._finite = self._finite and report.finite
         first = 0 if self.buckets is None else len(self.names)
         self.statistics.add(slot - first, report, self.reducer.decision(slot))
 
@@ -247,7 +269,7 @@ class Compression:
 
     def give_back(self, slot: int, offset: int, mean: torch.Tensor, scale: float) -> None:
         """What nobody will apply returns to the residuals at the end of the step: each rank's share."""
-        self._give_back.append((slot, offset, mean.float(), scale))
+        self._give_back.append((slot, offset, mean.float().cpu(), scale))
 
     def finish_step(self, *, skip: bool = False) -> None:
         """Ends the step that is open, if one is. A step with NaN or infinity in it is taken back."""

@@ -25,18 +25,20 @@ def attach(
     density: Any = 0.001,
     exchange: Any = "auto",
     *,
+    chooser: Any = None,
     select: Any = "exact",
     values: str = "f32",
     scaler: Any = None,
     updates_of: Any = None,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    clip_norm: float = 0.0,
+    momentum_correction: float = 0.0,
+    nesterov_correction: bool = False,
+    local_clip: float = 0.0,
     error_feedback: bool = True,
     residual_decay: float = 1.0,
     dense_below: int = 4096,
-    non_finite: str = "pass_on",
+    non_finite: str = "pass-on",
     total_steps: int = 0,
+    local: Any = None,
     timeout: float = 1800.0,
     writer: Any = None,
     dry_run: bool | int = False,
@@ -49,22 +51,26 @@ def attach(
 
     density: the share k/n of gradient entries that each rank sends, in (0, 1]; or a schedule, also
         of your own (skim.protocols).
-    exchange: "auto", or the name of one of skim.exchange_kinds, or skim.ExchangeOptions.
+    exchange: "auto", a name of skim.exchanges, or skim.ExchangeOptions.
+    chooser: skim.ChooserOptions: what "auto" may choose, and at what cost.
     select: the rule that chooses them: one of skim.select_algos, or skim.SelectOptions, or an
         object of your own (skim.protocols).
     values: how values travel: one of skim.value_codes. With skim.ExchangeOptions their codec says it.
     scaler: the GradScaler, if there is one: residuals are kept unscaled.
     updates_of: the optimizer (SGD): residuals then hold gradients times its learning rate, that of its
         first group, so that a rate that falls does not shrink what waits.
-    momentum, nesterov: momentum correction, instead of the optimizer's momentum.
-    clip_norm: of this rank's gradient, before it is compressed; 0: none.
+    momentum_correction, nesterov_correction: momentum correction, instead of the optimizer's momentum.
+    local_clip: of this rank's gradient, before it is compressed; 0: none.
     error_feedback: False: what is not sent is lost.
     residual_decay: factor of the residual in every step, in (0, 1]; below 1 what waits is forgotten.
     dense_below: buckets with fewer entries are summed whole.
     non_finite: what a NaN or an infinity in a gradient of any rank does. The step is taken back on
-        all ranks. "pass_on": the gradient then holds a NaN, for a GradScaler (or the user) to see;
+        all ranks. "pass-on": the gradient then holds a NaN, for a GradScaler (or the user) to see;
         "raise": backward raises on all ranks.
     total_steps: for schedules that plan ahead.
+    local: a function without arguments that makes a local half of your own (skim.protocols), once for
+        this model. It gets the gradients as tensors on their device. Not with select, momentum_correction,
+        nesterov_correction, local_clip, error_feedback and residual_decay, which are its own business.
     timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
     writer: a TensorBoard SummaryWriter, or whatever has add_scalar(tag, value, step).
     dry_run: True, or a number of steps (True: 20): trains as before, without compression, measures
@@ -77,27 +83,29 @@ def attach(
     ddp = _unwrapped(model)
     if ddp in _attached:
         raise _core.InvalidArgument("skim.attach: this model has been attached already")
-    if non_finite not in ("pass_on", "raise"):
-        raise _core.InvalidArgument(f"non_finite: no '{non_finite}'; there are: pass_on, raise")
+    if non_finite not in ("pass-on", "raise"):
+        raise _core.InvalidArgument(f"non_finite: no '{non_finite}'; there are: pass-on, raise")
     if dry_run:
         return DryRun(ddp, 20 if dry_run is True else dry_run, timeout)
     options = Options(
         density=density,
         exchange=exchange,
+        chooser=chooser,
         select=select,
         values=values,
-        momentum=momentum,
-        nesterov=nesterov,
-        clip_norm=clip_norm,
+        momentum_correction=momentum_correction,
+        nesterov_correction=nesterov_correction,
+        local_clip=local_clip,
         error_feedback=error_feedback,
         residual_decay=residual_decay,
         dense_below=dense_below,
         non_finite=non_finite,
         total_steps=total_steps,
+        local=local,
     )
-    if updates_of is not None and clip_norm > 0.0:
+    if updates_of is not None and local_clip > 0.0:
         raise _core.InvalidArgument(
-            "skim.attach: updates_of and clip_norm exclude each other: the limit is one of gradients"
+            "skim.attach: updates_of and local_clip exclude each other: the limit is one of gradients"
         )
     if updates_of is not None and not hasattr(updates_of, "param_groups"):
         raise _core.InvalidArgument(

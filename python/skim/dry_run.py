@@ -24,7 +24,7 @@ WORTH = 1.1  # the speed-up from which on it pays
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     density: float  # 1: dense
-    scheme: str
+    exchange: str
     step_s: float
     captured: float  # share of the gradient's |g|^2 in its k largest entries
 
@@ -64,7 +64,7 @@ class DryRun:
         for p in self.predictions:
             density = "dense" if p.density == 1.0 else f"{p.density:g}"
             lines.append(
-                f"{density:>8}  {p.scheme:<20}  {_ms(p.step_s):>10}  {self.step_s / p.step_s:8.2f}  {p.captured:8.3f}"
+                f"{density:>8}  {p.exchange:<20}  {_ms(p.step_s):>10}  {self.step_s / p.step_s:8.2f}  {p.captured:8.3f}"
             )
         lines.append(
             "dense: as measured; others: computing as measured, selection as timed on this gradient, the exchange by "
@@ -116,7 +116,9 @@ class DryRun:
     def _predict(self, density: float) -> Prediction:
         assert self.link is not None
         select_s, kept, total = 0.0, 0.0, 0.0
-        totals = dict.fromkeys(_core.schemes, 0.0)
+        # What the chooser may take, except what depends on how the ranks are spread over hosts.
+        rows = [r for r in _core.exchanges.values() if r.is_candidate and r.selects and not r.needs_hosts]
+        totals = dict.fromkeys([r.name for r in rows], 0.0)
         for g in self._gradients:
             k = _core.entries(density, g.numel())
             selector, residual = _core.Selector("exact"), torch.zeros(g.numel())
@@ -125,38 +127,32 @@ class DryRun:
             start = time.perf_counter()
             chosen = selector.select(array(g), k, residual=array(residual))
             select_s += time.perf_counter() - start
-            kept += chosen.kept_norm2
-            total += chosen.gradient_norm2
-            for scheme in list(totals):
-                if scheme.startswith("param-server") or not _core.is_possible(scheme, self.comm.size):
-                    del totals[scheme]
-                    continue
-                cost = _core.predict(scheme, ranks=self.comm.size, n=g.numel(), k=k, link=self.link, local=LOCAL)
-                totals[scheme] += cost.exchange_s
-        totals.pop("dense", None)
-        scheme = min(totals, key=totals.__getitem__)
-        return Prediction(
-            density, scheme, self.compute_s + select_s + totals[scheme], kept / total if total > 0 else 1.0
-        )
+            kept += chosen.report.kept_norm2
+            total += chosen.report.gradient_norm2
+            for name in totals:
+                cost = _core.predict(name, ranks=self.comm.size, n=g.numel(), k=k, link=self.link, local=LOCAL)
+                totals[name] += cost.exchange_s
+        best = min(totals, key=totals.__getitem__)
+        return Prediction(density, best, self.compute_s + select_s + totals[best], kept / total if total > 0 else 1.0)
 
     def _judge(self) -> str:
         best = min(self.predictions[1:], key=lambda p: p.step_s)
         pays = self.step_s / best.step_s
         if pays < WORTH:
             return (
-                f"verdict: it would not pay: at best {pays:.2f} times as fast (density {best.density:g}, {best.scheme}); "
+                f"verdict: it would not pay: at best {pays:.2f} times as fast (density {best.density:g}, {best.exchange}); "
                 f"of {_ms(self.step_s)} a step only {_ms(self.exposed_s)} are left to gain"
             )
         # Of densities that are about as quick the largest loses least.
         density, chosen = max((p.density, p) for p in self.predictions[1:] if p.step_s <= 1.05 * best.step_s)
         return (
-            f'verdict: it would pay: skim.attach(model, density={density:g}, exchange="auto") ({chosen.scheme}), predicted '
+            f'verdict: it would pay: skim.attach(model, density={density:g}, exchange="auto") ({chosen.exchange}), predicted '
             f"{_ms(chosen.step_s)} a step, {self.step_s / chosen.step_s:.2f} times as fast; residuals take "
             f"{4e-6 * sum(g.numel() for g in self._gradients):.1f} MB a rank. What it does to accuracy only training tells."
         )
 
 
-LOCAL = _core.LocalSpeeds(merge_s=10e-9, add_s=0.35e-9)  # as the exchange auto begins with
+LOCAL = _core.ChooserOptions().local  # where the chooser begins
 
 
 # Without annotations: see ddp.py.

@@ -18,6 +18,7 @@ import numpy as np
 import skim
 import torch
 import torch.distributed as dist
+from numpy_local_half import NumpyLocalHalf
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -389,11 +390,58 @@ def case_parts_of_ones_own():
         assert torch.equal(means(model), means(exact)), step
     kept_entries = [b.k for b in skim.report(model).buckets.values() if b.dense_steps == 0]
     assert kept_entries == [b.n // 100 for b in skim.report(model).buckets.values() if b.dense_steps == 0]
+    among = attached(attach={"chooser": skim.ChooserOptions(among=["gtopk"]), "exchange": "auto"})
+    train(among, range(5))
+    sparse = [b for b in skim.report(among).buckets.values() if b.dense_steps == 0]
+    assert SIZE == 1 or {b.decision.split(" ")[0] for b in sparse} == {"gtopk"}, sparse
     rounded = attached(attach={"values": "q8"})
     for step in range(4):
         rounded(gradients(step)).backward()
         means(rounded)
     assert SIZE == 1 or skim.report(rounded).sent_bytes > 0
+
+
+class OfTensors(NumpyLocalHalf):
+    """A local half of one's own. DDP's tensors come to it as they are."""
+
+    def check(self, grad, n):
+        super().check(grad.numpy(), n)
+
+    def select(self, task, grad):
+        return super().select(task, grad.numpy())
+
+    def accumulate(self, task, grad):
+        return super().accumulate(task, grad.numpy())
+
+    def apply(self, slot, sum, factor, grad):
+        return super().apply(slot, sum, factor, grad.numpy())
+
+    def apply_dense(self, slot, sum, factor, grad):
+        return super().apply_dense(slot, sum, factor, grad.numpy())
+
+    def apply_nan(self, grad):
+        grad[:1] = torch.nan
+
+
+def case_a_local_half_of_ones_own():
+    for ddp in ({}, {"find_unused_parameters": True}):
+        own = attached(attach={"local": OfTensors, "exchange": "gtopk"}, **ddp)
+        built_in = attached(attach={"exchange": "gtopk"}, **ddp)
+        for step in range(8):
+            used = set(range(len(LENGTHS))) - ({0, 3} if ddp and step % 2 else set())
+            for model in (own, built_in):
+                c = gradients(step)
+                if step == 5 and RANK == SIZE - 1:
+                    c[1][7] = torch.nan
+                model(c, used).backward()
+            assert torch.equal(means(own).nan_to_num(-1.0), means(built_in).nan_to_num(-1.0)), step
+            assert torch.equal(kept(own), kept(built_in)), step
+        assert skim.report(own).skipped == skim.report(built_in).skipped == 1
+    other = attached(attach={"local": OfTensors})
+    skim.load_state_dict(other, skim.state_dict(own))
+    assert torch.equal(kept(other), kept(own))
+    wrong = skim.InvalidArgument
+    expect(wrong, "local and momentum_correction exclude", skim.attach, DDP(Linear()), local=OfTensors, momentum_correction=0.9)
 
 
 # ---- state
@@ -506,11 +554,13 @@ def case_refusals():
     expect(wrong, "density", skim.attach, DDP(Linear()), density=0.0)
     expect(wrong, "values='f16': with ExchangeOptions", skim.attach, DDP(Linear()),
            exchange=skim.ExchangeOptions("gtopk"), values="f16")
+    expect(wrong, "chooser needs exchange='auto', not 'gtopk'", skim.attach, DDP(Linear()), exchange="gtopk",
+           chooser=skim.ChooserOptions())
     expect(wrong, "decay", skim.attach, DDP(Linear()), residual_decay=1.5)
-    expect(wrong, "no 'ignore'; there are: pass_on, raise", skim.attach, DDP(Linear()), non_finite="ignore")
+    expect(wrong, "no 'ignore'; there are: pass-on, raise", skim.attach, DDP(Linear()), non_finite="ignore")
     expect(wrong, "updates_of must be an optimizer", skim.attach, DDP(Linear()), updates_of=0.1)
     sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    expect(wrong, "updates_of and clip_norm exclude", skim.attach, DDP(Linear()), updates_of=sgd, clip_norm=1.0)
+    expect(wrong, "updates_of and local_clip exclude", skim.attach, DDP(Linear()), updates_of=sgd, local_clip=1.0)
     hooked = DDP(Linear())
     hooked.register_comm_hook(None, lambda state, bucket: None)
     expect(wrong, "DDP refused the hook", skim.attach, hooked)

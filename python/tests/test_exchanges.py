@@ -6,7 +6,7 @@ import numpy as np
 import skim
 from ranks import on_ranks
 
-KINDS = [k for k in skim.exchange_kinds if k not in ("dense", "auto")]
+KINDS = [row.name for row in skim.exchanges.values() if row.selects]
 
 
 def dense(n, indices, values):
@@ -31,7 +31,9 @@ class Sums(unittest.TestCase):
                         indices, values = skim.top_k(
                             np.random.default_rng(rank).standard_normal(n).astype(np.float32), k
                         )
-                        got = skim.Exchange(options, comm).run(indices, values, n, k=k)
+                        exchange = skim.Exchange(options, comm)
+                        self.assertEqual((exchange.name, exchange.contributors), (kind, ranks))
+                        got = exchange.run(indices, values, n, k=k)
                         return dense(n, indices, values), total(n, got), got
 
                     results = on_ranks(skim.in_process_group(ranks), run)
@@ -39,7 +41,6 @@ class Sums(unittest.TestCase):
                     for mine, sum_, got in results:
                         np.testing.assert_allclose(sum_, expected, rtol=1e-6, atol=1e-6)
                         np.testing.assert_array_equal(sum_, results[0][1])
-                        self.assertEqual(got.contributors, ranks)
                         self.assertEqual(got.returned_indices.size, 0)
 
     def test_unequal_and_empty_selections_and_statistics(self):
@@ -119,25 +120,91 @@ class Conservation(unittest.TestCase):
                     )
 
 
-class Automatic(unittest.TestCase):
+class Servers(unittest.TestCase):
+    def test_who_has_a_gradient(self):
+        n, k = 1000, 10
+
+        def run(rank, comm):
+            exchange = skim.Exchange(skim.ExchangeOptions("param-server", server="dedicated"), comm)
+            indices = np.arange(k) + rank if rank > 0 else np.arange(0)
+            exchange.run(indices, np.ones(indices.size, np.float32), n, k=k)
+            return exchange.contributors, exchange.union_nnz
+
+        self.assertEqual(on_ranks(skim.in_process_group(3), run), [(2, k + 1), (2, 0), (2, 0)])
+
+
+class Rows(unittest.TestCase):
+    def test_what_is_known_of_the_exchanges(self):
+        rows = skim.exchanges
+        self.assertTrue(all(name == row.name for name, row in rows.items()))
+        self.assertEqual([name for name, row in rows.items() if not row.selects], ["dense"])
+        self.assertEqual([name for name, row in rows.items() if row.holds_mass], ["param-server"])
+        self.assertEqual([name for name, row in rows.items() if row.needs_hosts], ["hierarchical"])
+        self.assertTrue(rows["gtopk-tree"].nests and rows["gtopk-tree"].is_candidate)
+        self.assertTrue(rows["global-topk"].cuts_result and not rows["gtopk"].cuts_result)
+        with self.assertRaises(TypeError):
+            rows["mine"] = rows["gtopk"]
+
+
+class Choosers(unittest.TestCase):
+    n, k = 100_000, 100
+
+    def ask(self, **options):
+        def run(rank, comm):
+            chooser = skim.Chooser(comm, skim.ChooserOptions(**options))
+            chosen = chooser.choose(self.n, k=self.k)
+            chooser.took(1e-3)
+            return chosen, chooser.reason(0), chooser.candidates
+
+        results = on_ranks(skim.in_process_group(2), run)
+        self.assertEqual(results[0], results[1])
+        return results[0]
+
     def test_goes_by_the_link(self):
-        n, k = 100_000, 100
+        chosen, reason, candidates = self.ask(link=skim.Link(1e-9, 1e-13))
+        self.assertEqual(chosen, "dense")
+        self.assertRegex(reason, "^dense ")
+        self.assertEqual(list(candidates), [r.name for r in skim.exchanges.values() if r.is_candidate])
+        chosen, reason, _ = self.ask(link=skim.Link(1e-4, 1e-6))
+        self.assertTrue(skim.exchanges[chosen].selects)
+        self.assertTrue(reason.startswith(chosen + " "))
 
-        def run(link):
-            def ask(rank, comm):
-                exchange = skim.Exchange(skim.ExchangeOptions("auto", link=link), comm)
-                wants = exchange.wants_dense(n, k=k)
-                exchange.took(0, select_s=0.0, exchange_s=1e-3)
-                return wants, exchange.decision(0)
+    def test_takes_no_other_than_it_may(self):
+        chosen, _, candidates = self.ask(link=skim.Link(1e-4, 1e-6), among=["gtopk", "sparcml"])
+        self.assertEqual(candidates, ("gtopk", "sparcml"))
+        self.assertIn(chosen, candidates)
 
-            return on_ranks(skim.in_process_group(2), ask)
+    def test_a_reducer_with_one(self):
+        def run(rank, comm, **options):
+            reducer = skim.Reducer(comm, density=0.01, dense_below=0, **options)
+            reducer.set_layout([(0, [("w", self.n)])])
+            before = reducer.decision(0)
+            g = np.random.default_rng(rank).standard_normal(self.n).astype(np.float32)
+            reducer.reduce(0, g)
+            reducer.end_step()
+            return before, reducer.decision(0), g
 
-        for wants, why in run(skim.Link(1e-9, 1e-13)):
-            self.assertTrue(wants)
-            self.assertRegex(why, "^dense ")
-        for wants, why in run(skim.Link(1e-4, 1e-6)):
-            self.assertFalse(wants)
-            self.assertRegex(why, "^(allgather|gtopk|oktopk|sparcml)")
+        link = skim.Link(1e-4, 1e-6)
+        for options in ({"exchange": "auto"}, {"chooser": skim.ChooserOptions(among=["gtopk"], link=link)},
+                        {"exchange": "auto", "chooser": skim.ChooserOptions(among=["gtopk"], link=link)}):
+            with self.subTest(options=list(options)):
+                results = on_ranks(skim.in_process_group(2), lambda rank, comm: run(rank, comm, **options))
+                for before, after, g in results:
+                    self.assertEqual(before, "")
+                    self.assertIn(after.split(" ")[0], skim.exchanges)
+                    self.assertTrue("chooser" not in options or after.startswith("gtopk "))
+                    np.testing.assert_array_equal(g, results[0][2])
+
+    def test_mistakes(self):
+        comm = skim.in_process_group(1)[0]
+        for why, call in (
+            ("param-server, which holds mass", lambda: skim.Chooser(comm, skim.ChooserOptions(among=["param-server"]))),
+            ("among: no 'ring'; there are: dense, ", lambda: skim.ChooserOptions(among=["ring"])),
+            (r"trial_share must be in \[0, 1\]", lambda: skim.Chooser(comm, skim.ChooserOptions(trial_share=2.0))),
+            ("no 'auto'; there are: dense, ", lambda: skim.Exchange("auto", comm)),
+        ):
+            with self.subTest(why=why), self.assertRaisesRegex(skim.InvalidArgument, why):
+                call()
 
 
 class Bytes(unittest.TestCase):
@@ -148,7 +215,7 @@ class Bytes(unittest.TestCase):
             exchange = skim.Exchange("gtopk", comm)
             indices, values = skim.top_k(np.random.default_rng(rank).standard_normal(n).astype(np.float32), k)
             exchange.run(indices, values, n, k=k)
-            return comm.traffic.sent_bytes, exchange.most_bytes(n, k=k)
+            return comm.traffic.sent_bytes, exchange.max_sent_bytes(n, k=k)
 
         for sent, most in on_ranks(skim.in_process_group(4), run):
             self.assertGreater(sent, 0)

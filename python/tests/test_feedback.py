@@ -83,7 +83,7 @@ class Steps(unittest.TestCase):
         np.testing.assert_array_equal(f.residual(7), np.zeros(4))
 
     def test_momentum_takes_the_place_of_the_gradient(self):
-        f = feedback(momentum=0.5)
+        f = feedback(momentum_correction=0.5)
         g = np.array([2, 0, 0, 0, 4], np.float32)
         for expected in (g, 1.5 * g):
             u, scale = f.begin(0, g, scale=1.0)
@@ -96,7 +96,7 @@ class Steps(unittest.TestCase):
         np.testing.assert_array_equal(f.velocity(0), [3, 0, 0, 0, 0])
 
     def test_clipping_changes_the_scale(self):
-        f = feedback(clip_norm=1.0)
+        f = feedback(local_clip=1.0)
         g = np.full(5, 2, np.float32)
         u, scale = f.begin(0, g, norm2=20.0, ranks=4)
         self.assertIs(u, g)
@@ -141,7 +141,7 @@ class Mistakes(unittest.TestCase):
             (r"commit: index 5 \(entry 0\) is not in \[0, 5\)", lambda: f.commit(0, np.array([5]), one)),
             ("commit: returned: 1 indices, but 2",
              lambda: f.commit(0, np.array([1]), one, returned=(np.array([1]), np.ones(2)))),
-            ("momentum must be in", lambda: feedback(momentum=1.0)),
+            ("momentum_correction must be in", lambda: feedback(momentum_correction=1.0)),
         ):
             with self.subTest(why=why), self.assertRaisesRegex(skim.InvalidArgument, why):
                 call()

@@ -48,7 +48,7 @@ class OwnSelector(Case):
 
     def test_equals_the_exact_rule_bit_by_bit(self):
         cases = [{"dtype": np.float32}, {"dtype": np.float16}, {"feedback": skim.FeedbackOptions(enabled=False)},
-                 {"feedback": skim.FeedbackOptions(momentum=0.9, clip_norm=1.0)}, {"exchange": "gtopk"},
+                 {"feedback": skim.FeedbackOptions(momentum_correction=0.9, local_clip=1.0)}, {"exchange": "gtopk"},
                  {"exchange": skim.ExchangeOptions(codec=skim.CodecOptions(value="q4"))}]
         for options in cases:
             for ranks in (1, 3):

@@ -25,7 +25,7 @@ class Lists(unittest.TestCase):
     def test_down(self):
         schedule = skim.with_down(skim.listed_density([0.5], 0.1), 0.01)
         got = schedule.density(skim.Progress(epoch=1.0))
-        self.assertEqual((got.up, got.down, got.threshold, got.cut), (0.1, 0.01, 0.0, False))
+        self.assertEqual((got.up, got.down, got.threshold, got.at_most_k), (0.1, 0.01, 0.0, False))
         self.assertIn("0.5", schedule.describe())
         self.assertIn(schedule.describe(), repr(schedule))
 
@@ -76,7 +76,7 @@ class Budgets(unittest.TestCase):
         for exchange in ("allgather", "gtopk"):
             for form in skim.adaptive_forms:
                 with self.subTest(exchange=exchange, form=form):
-                    cost = skim.most_bytes([self.n], ranks=self.ranks, exchange=exchange, dense_below=0)
+                    cost = skim.max_step_bytes([self.n], ranks=self.ranks, exchange=exchange, dense_below=0)
                     budget = self.steps * cost(0.01)
                     schedule = skim.adaptive_density(
                         cost=cost, budget=budget, form=form, n=self.n, ranks=self.ranks
@@ -86,7 +86,7 @@ class Budgets(unittest.TestCase):
                     self.assertLess(budget - sent, cost(max(ks) / self.n))
 
     def test_a_cost_of_ones_own(self):
-        cost = skim.most_bytes([self.n], ranks=self.ranks, dense_below=0)
+        cost = skim.max_step_bytes([self.n], ranks=self.ranks, dense_below=0)
         budget = self.steps * cost(0.01)
         self.assertEqual(
             self.train(skim.adaptive_density(cost=cost, budget=budget)),
@@ -94,7 +94,7 @@ class Budgets(unittest.TestCase):
         )
 
     def test_it_spends_by_the_learning_rate(self):
-        cost = skim.most_bytes([self.n], ranks=self.ranks, dense_below=0)
+        cost = skim.max_step_bytes([self.n], ranks=self.ranks, dense_below=0)
         schedule = skim.adaptive_density(
             cost=cost, budget=self.steps * cost(0.01), learning_rate=lambda step: 0.1 if step < 5 else 0.01
         )
@@ -104,20 +104,15 @@ class Budgets(unittest.TestCase):
     def test_seconds(self):
         link = skim.Link(1e-4, 1e-8)
         cost = skim.predicted_seconds([self.n], ranks=self.ranks, link=link, compute_s=0.5, dense_below=0)
-        exchange_s = min(
-            skim.predict(
-                name, ranks=self.ranks, n=self.n, k=skim.entries(0.01, self.n), link=link
-            ).total_s
-            for name in skim.schemes
-            if skim.exchange_of(name) == "allgather" and skim.is_possible(name, self.ranks)
-        )
+        k = skim.entries(0.01, self.n)
+        exchange_s = skim.predict("allgather", ranks=self.ranks, n=self.n, k=k, link=link).total_s
         self.assertAlmostEqual(cost(0.01), 0.5 + exchange_s, delta=0.02 * exchange_s)
         schedule = skim.adaptive_density(cost=cost, budget=self.steps * cost(0.01), in_bytes=False)
         _, ks = self.train(schedule)
         self.assertLessEqual(sum(cost(k / self.n) for k in ks), self.steps * cost(0.01) * (1 + 1e-9))
 
     def test_a_budget_that_is_too_small(self):
-        cost = skim.most_bytes([self.n], ranks=self.ranks, dense_below=0)
+        cost = skim.max_step_bytes([self.n], ranks=self.ranks, dense_below=0)
         with self.assertRaisesRegex(skim.InvalidArgument, "budget"):
             self.train(skim.adaptive_density(cost=cost, budget=10 * cost(1e-4)))
 
@@ -126,7 +121,7 @@ class Budgets(unittest.TestCase):
         self.assertTrue(20 <= min(ks) and max(ks) <= 10_000 and len(set(ks)) > 1)
         _, ks = self.train(skim.accordion_density(low=0.01, high=0.1))
         self.assertEqual(set(ks), {200, 2000})
-        cost = skim.most_bytes([self.n], ranks=self.ranks, dense_below=0)
+        cost = skim.max_step_bytes([self.n], ranks=self.ranks, dense_below=0)
         _, ks = self.train(skim.descent_per_bit_density(cost))
         self.assertTrue(2 <= min(ks) and max(ks) <= 5000)
 

@@ -34,10 +34,10 @@ class Exact(unittest.TestCase):
             got = selector.select(g, k, residual=residual, step=step)
             np.testing.assert_array_equal(residual, expected)
             np.testing.assert_array_equal(got.indices, largest(expected, k))
-            self.assertEqual(got.threshold, np.abs(got.values).min())
-            self.assertAlmostEqual(got.kept_norm2, float(np.sum(got.values.astype(np.float64) ** 2)), delta=1e-3)
-            self.assertAlmostEqual(got.total_norm2, float(np.sum(expected.astype(np.float64) ** 2)), delta=0.1)
-            self.assertAlmostEqual(got.gradient_norm2, float(np.sum(g.astype(np.float64) ** 2)), delta=0.1)
+            self.assertEqual(got.report.threshold, np.abs(got.values).min())
+            self.assertAlmostEqual(got.report.kept_norm2, float(np.sum(got.values.astype(np.float64) ** 2)), delta=1e-3)
+            self.assertAlmostEqual(got.report.total_norm2, float(np.sum(expected.astype(np.float64) ** 2)), delta=0.1)
+            self.assertAlmostEqual(got.report.gradient_norm2, float(np.sum(g.astype(np.float64) ** 2)), delta=0.1)
             residual[got.indices] -= got.values
             expected[got.indices] = 0
 
@@ -55,7 +55,7 @@ class Exact(unittest.TestCase):
         g = np.array([1, np.nan, np.inf, 2], np.float32)
         residual = np.zeros(4, np.float32)
         got = skim.Selector().select(g, 4, residual=residual)
-        self.assertEqual(got.non_finite, 2)
+        self.assertEqual(got.report.non_finite, 2)
         np.testing.assert_array_equal(residual, [1, 0, 0, 2])
         np.testing.assert_array_equal(skim.top_k(g, 1)[0], [1])
 

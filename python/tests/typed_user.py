@@ -25,6 +25,11 @@ def train(comm: skim.Communicator, grad: NDArray[np.float32]) -> int:
     return report.sent_bytes if reducer.end_step() else 0
 
 
+def with_parts(comm: skim.Communicator, half: skim.protocols.OwnLocalHalf, grad: object) -> bool:
+    reducer = skim.Reducer(comm, local=half, exchange="auto", chooser=skim.ChooserOptions(among=["gtopk"]))
+    return reducer.reduce(0, grad).finite
+
+
 def by_hand(comm: skim.Communicator, grad: NDArray[np.float32]) -> Optional[NDArray[np.float32]]:
     selection = skim.Selector(skim.SelectOptions("dgc", seed=1)).select(grad, 10)
     codec = skim.Codec()
@@ -34,12 +39,12 @@ def by_hand(comm: skim.Communicator, grad: NDArray[np.float32]) -> Optional[NDAr
 
 
 def budget(lengths: list[int]) -> skim.DensitySchedule:
-    cost: Callable[[float], float] = skim.most_bytes(lengths, ranks=2)
+    cost: Callable[[float], float] = skim.max_step_bytes(lengths, ranks=2)
     return skim.adaptive_density(cost=cost, budget=100 * cost(0.01))
 
 
 def name(error: skim.CommError) -> str:
-    return f"{error.peer + 1} {error.phase.upper()} {skim.exchange_kinds[0].upper()} {skim.__version__}"
+    return f"{error.peer + 1} {error.phase.upper()} {skim.exchanges['gtopk'].name.upper()} {skim.__version__}"
 
 
 ratio: float = skim.analysis.top_k_ratio(np.zeros(3, np.float32), 1)

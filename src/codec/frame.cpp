@@ -1,6 +1,7 @@
 // Frames: header, checksum, bounded decode. The layout is docs/wire-format.md.
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -64,7 +65,7 @@ std::string_view to_string(DecodeError e) noexcept {
 Codec::Codec(CodecOptions options) : options_(options) {
   SKIM_EXPECTS(!options.index || codes::known(*options.index), "codec: unknown index code");
   SKIM_EXPECTS(codes::known(options.value), "codec: unknown value code");
-  SKIM_EXPECTS(static_cast<std::size_t>(options.rounding) < rounding_names().size(),
+  SKIM_EXPECTS(is_named(options.rounding),
                "codec: unknown rounding");
 }
 
@@ -72,6 +73,23 @@ void Codec::quantize(SparseBuffer& s, StepId id, int stream) const noexcept {
   Random random(options_.seed, id, static_cast<std::uint64_t>(stream));
   codes::quantize_values(options_.value, s.values(),
                          options_.rounding == Rounding::stochastic ? &random : nullptr);
+}
+
+void Codec::quantize(SparseBuffer& s, StepId id, int stream, SparseBuffer& error) const {
+  error.reset(s.view().dim);
+  if (options_.value == ValueCode::f32) return;
+  error.assign(s.view());
+  quantize(s, id, stream);
+  const std::span<Index> index = error.indices();
+  const std::span<float> value = error.values();
+  std::size_t kept = 0;
+  for (std::size_t e = 0; e < value.size(); ++e) {
+    const float off = value[e] - s.values()[e];
+    if (off == 0.0F || !std::isfinite(off)) continue;
+    index[kept] = index[e];
+    value[kept++] = off;
+  }
+  error.resize(kept);
 }
 
 std::size_t Codec::max_encoded_bytes(std::size_t nnz, std::size_t dim) const noexcept {
@@ -85,6 +103,8 @@ void encode_stats(const GroupStats& s, std::span<std::byte, kFrameStatsBytes> ou
   std::memcpy(out.data() + 24, &s.sent_bytes, 8);
   std::memcpy(out.data() + 32, &s.non_finite, 4);
   std::memcpy(out.data() + 36, &s.signals, 4);
+  std::memcpy(out.data() + 40, &s.bucket_s, 4);
+  std::memcpy(out.data() + 44, &s.pair_s, 4);
 }
 
 GroupStats decode_stats(std::span<const std::byte, kFrameStatsBytes> in) noexcept {
@@ -94,6 +114,8 @@ GroupStats decode_stats(std::span<const std::byte, kFrameStatsBytes> in) noexcep
   std::memcpy(&s.sent_bytes, in.data() + 24, 8);
   std::memcpy(&s.non_finite, in.data() + 32, 4);
   std::memcpy(&s.signals, in.data() + 36, 4);
+  std::memcpy(&s.bucket_s, in.data() + 40, 4);
+  std::memcpy(&s.pair_s, in.data() + 44, 4);
   s.gradient_norm2 = norms[0];
   s.accumulated_norm2 = norms[1];
   s.sent_norm2 = norms[2];

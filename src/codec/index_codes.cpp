@@ -22,7 +22,8 @@
 
 namespace skim {
 
-std::span<const std::string_view> index_code_names() noexcept {
+template <>
+std::span<const std::string_view> names_of<IndexCode>() noexcept {
   static constexpr std::array<std::string_view, 5> kNames{"raw32", "packed", "rice", "bitmap",
                                                           "huffman"};
   return kNames;
@@ -482,7 +483,7 @@ bool get_huffman(Bytes section, std::size_t dim, std::span<Index> index) {
 }  // namespace
 
 bool known(IndexCode code) noexcept {
-  return static_cast<std::size_t>(code) < index_code_names().size();
+  return is_named(code);
 }
 
 IndexPlan plan_indices(IndexCode code, std::span<const Index> index, std::size_t dim) noexcept {

@@ -16,12 +16,14 @@
 
 namespace skim {
 
-std::span<const std::string_view> value_code_names() noexcept {
+template <>
+std::span<const std::string_view> names_of<ValueCode>() noexcept {
   static constexpr std::array<std::string_view, 6> kNames{"f32", "f16", "bf16", "q8", "q4", "q2"};
   return kNames;
 }
 
-std::span<const std::string_view> rounding_names() noexcept {
+template <>
+std::span<const std::string_view> names_of<Rounding>() noexcept {
   static constexpr std::array<std::string_view, 2> kNames{"nearest", "stochastic"};
   return kNames;
 }
@@ -334,7 +336,7 @@ bool get_blocks(const std::byte* in, std::span<float> value) noexcept {
 }  // namespace
 
 bool known(ValueCode code) noexcept {
-  return static_cast<std::size_t>(code) < value_code_names().size();
+  return is_named(code);
 }
 
 std::size_t value_bytes(ValueCode code, std::size_t nnz) noexcept {

@@ -6,6 +6,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstdio>
 #include <cstring>
@@ -13,6 +14,7 @@
 #include <utility>
 
 #include "communicator/backends.hpp"
+#include "numbers.hpp"
 
 namespace skim {
 namespace {
@@ -24,12 +26,6 @@ constexpr std::chrono::milliseconds kDeadlineLook{20};
 
 std::int64_t since_epoch_ns(WaitLimit::Clock::time_point t) noexcept {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(t.time_since_epoch()).count();
-}
-
-int log2_ceil(int x) noexcept {
-  int rounds = 0;
-  for (int reached = 1; reached < x; reached *= 2) ++rounds;
-  return rounds;
 }
 
 // r modulo the group's size, for r >= -size.
@@ -358,27 +354,42 @@ void Communicator::gather_by_doubling(Bytes mine, bool pairs) {
   }
 }
 
-AllgatherForm allgather_form(int ranks, std::size_t most_bytes) noexcept {
+void refuse_message(const Communicator& comm, int peer, std::string_view what,
+                    std::string_view why) {
+  const std::string phase = comm.phase().text();
+  throw CommError("rank " + std::to_string(comm.rank()) + ": bad " + std::string(what) +
+                      " from rank " + std::to_string(peer) + " in '" + phase +
+                      "': " + std::string(why),
+                  peer, phase);
+}
+
+template <>
+std::span<const std::string_view> names_of<DenseSum>() noexcept {
+  static constexpr std::array<std::string_view, 2> kNames{"ring", "vendor"};
+  return kNames;
+}
+
+AllgatherForm allgather_form(int ranks, std::size_t longest) noexcept {
   // With 3 ranks a ring has as few rounds as any. Above, it has P - 1 - ceil(log2 P) more, but does
   // not copy messages into others: it wins where such a copy takes longer than those latencies,
   // which at 50 us and some GB/s is in the megabytes (derived).
   constexpr std::size_t kLong = std::size_t{4} << 20U;
   const auto p = static_cast<std::size_t>(ranks);
-  if (ranks <= 3 || most_bytes == 0 || most_bytes > kLong / p) return AllgatherForm::ring;
+  if (ranks <= 3 || longest == 0 || longest > kLong / p) return AllgatherForm::ring;
   return std::has_single_bit(p) ? AllgatherForm::doubling : AllgatherForm::bruck;
 }
 
-void Communicator::allgather(Bytes mine, MessageList& all, std::size_t most_bytes) {
+void Communicator::allgather(Bytes mine, MessageList& all, std::size_t longest) {
   const auto p = static_cast<std::size_t>(size_);
-  const AllgatherForm form = allgather_form(size_, most_bytes);
+  const AllgatherForm form = allgather_form(size_, longest);
   parts_.resize(p);
   all.clear();
-  all.reserve(p, p * most_bytes);
-  for (auto& part : parts_) part.reserve(most_bytes);
+  all.reserve(p, p * longest);
+  for (auto& part : parts_) part.reserve(longest);
   if (form == AllgatherForm::ring) {
     gather_by_ring(mine);
   } else {
-    const std::size_t most_packed = (p + 1) / 2 * (most_bytes + sizeof(std::uint64_t));
+    const std::size_t most_packed = (p + 1) / 2 * (longest + sizeof(std::uint64_t));
     scratch_in_.reserve(most_packed);
     scratch_out_.reserve(most_packed);
     gather_by_doubling(mine, form == AllgatherForm::doubling);

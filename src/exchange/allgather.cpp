@@ -1,8 +1,9 @@
 // All-gather: every rank sends its frame to all, and all add the frames in rank order. Exact.
 #include <vector>
 
-#include "exchange/factories.hpp"
-#include "exchange/frames.hpp"
+#include "exchange/byte_counts.hpp"
+#include "skim/error.hpp"
+#include "skim/exchange.hpp"
 
 namespace skim {
 namespace {
@@ -16,7 +17,7 @@ class Allgather final : public Exchange {
                      Communicator& comm) override {
     const auto ranks = static_cast<std::size_t>(comm.size());
     returned_.reset(mine.dim);
-    if (ranks == 1) return {.sum = mine, .returned = returned_.view(), .contributors = 1};
+    if (ranks == 1) return {.sum = mine, .returned = returned_.view()};
     return or_abort(comm, [&] {
       comm.set_phase({"allgather: frames"});
       frame_.clear();
@@ -35,20 +36,19 @@ class Allgather final : public Exchange {
           continue;
         }
         GroupStats of_rank;
-        decode_message(codec_, frames_[r], mine.dim, parts_[r], of_rank, comm, rank);
+        decode_frame(codec_, frames_[r], mine.dim, parts_[r], of_rank, comm, rank);
         combine(stats, of_rank);
         views_[r] = parts_[r].view();
       }
       sum(views_, sum_);
-      return ExchangeResult{
-          .sum = sum_.view(), .returned = returned_.view(), .contributors = comm.size()};
+      return ExchangeResult{.sum = sum_.view(), .returned = returned_.view()};
     });
   }
 
-  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+  double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     const std::size_t most = codec_.max_encoded_bytes(keep.k, n);
     const auto frame = static_cast<double>(most);
-    return most_gathered(ranks, frame, ranks * frame, most);
+    return max_gathered_bytes(ranks, frame, ranks * frame, most);
   }
 
  private:
@@ -61,6 +61,13 @@ class Allgather final : public Exchange {
 };
 
 }  // namespace
+
+CostTerms allgather_terms(const ExchangeOptions& options, const Load& load) {
+  CostTerms terms{.merged = load.ranks * load.k, .result = std::min(load.n, load.ranks * load.k)};
+  add_allgather(terms, form_of_frames(options.codec, load, load.k), load.ranks,
+                frame_bytes(load, load.k), load.frame.length_bytes);
+  return terms;
+}
 
 std::unique_ptr<Exchange> make_allgather(const ExchangeOptions& options) {
   return std::make_unique<Allgather>(options.codec);

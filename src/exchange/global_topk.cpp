@@ -2,8 +2,9 @@
 // exact sum. What gtopk approximates and oktopk computes in parts.
 #include <vector>
 
-#include "exchange/factories.hpp"
-#include "exchange/frames.hpp"
+#include "exchange/byte_counts.hpp"
+#include "skim/error.hpp"
+#include "skim/exchange.hpp"
 #include "skim/select.hpp"
 
 namespace skim {
@@ -11,7 +12,8 @@ namespace {
 
 class GlobalTopK final : public Exchange {
  public:
-  explicit GlobalTopK(const ExchangeOptions& options) : allgather_(make_allgather(options)) {}
+  explicit GlobalTopK(const ExchangeOptions& options)
+      : allgather_(make_exchange(allgather(options))) {}
   std::string_view name() const noexcept override { return "global-topk"; }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
@@ -23,25 +25,39 @@ class GlobalTopK final : public Exchange {
     const std::size_t most = keep.k * static_cast<std::size_t>(comm.size());
     dropped_.reserve(most);
     scratch_.reserve(most);
-    split_top_k(result.sum, entries_of_result(keep), kept_, dropped_, scratch_);
+    split_top_k(result.sum, result_entries(keep), kept_, dropped_, scratch_);
     returned_.reserve(mine.nnz());
-    filter(mine, kept_.view(), false, returned_);
+    entries_not_in(mine, kept_.view(), returned_);
     result.sum = kept_.view();
     result.returned = returned_.view();
     return result;
   }
 
-  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
-    return allgather_->most_bytes(n, keep, ranks);
+  double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+    return allgather_->max_sent_bytes(n, keep, ranks);
   }
 
  private:
+  static ExchangeOptions allgather(ExchangeOptions options) {
+    options.kind = ExchangeKind::allgather;
+    return options;
+  }
+
   std::unique_ptr<Exchange> allgather_;
   SparseBuffer kept_, dropped_, returned_;
   std::vector<std::uint32_t> scratch_;
 };
 
 }  // namespace
+
+// As all-gather, and the cut for as much as summing again.
+CostTerms global_topk_terms(const ExchangeOptions& options, const Load& load) {
+  CostTerms terms{.merged = 2 * load.ranks * load.k,
+                  .result = std::min(load.ranks * load.k, result_of(load))};
+  add_allgather(terms, form_of_frames(options.codec, load, load.k), load.ranks,
+                frame_bytes(load, load.k), load.frame.length_bytes);
+  return terms;
+}
 
 std::unique_ptr<Exchange> make_global_topk(const ExchangeOptions& options) {
   return std::make_unique<GlobalTopK>(options);

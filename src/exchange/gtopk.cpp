@@ -5,14 +5,12 @@
 // first, and splits the sum into `kept` (k entries) and `dropped`. The `result` is what the merge
 // of all ranks kept.
 //
-//   tree       as published: the upper block's lowest rank sends to the lower block's, which
-//   merges;
-//              rank 0 broadcasts the result
-//   butterfly  all ranks of both blocks swap, pair by pair, and all merge: the same merges, on
-//   every
-//              rank, so that nothing is left to broadcast. With P no power of two, the ranks above
-//              the largest one, Q, first give theirs to the rank Q below, and get the result from
-//              it
+//   tree       (gtopk_tree) as published: the upper block's lowest rank sends to the lower block's,
+//              which merges; rank 0 broadcasts the result
+//   butterfly  (gtopk) all ranks of both blocks swap, pair by pair, and all merge: the same merges
+//              on every rank, so that nothing is left to broadcast. With P no power of two, the
+//              ranks above the largest one, Q, first give theirs to the rank Q below, and get the
+//              result from it
 //
 // The tree's broadcast cannot begin before its reduction ends, as the result depends on every
 // frame. A butterfly is the tree with both at once: the same links, in the other direction.
@@ -36,8 +34,10 @@
 #include <deque>
 #include <vector>
 
-#include "exchange/factories.hpp"
-#include "exchange/frames.hpp"
+#include "exchange/byte_counts.hpp"
+#include "numbers.hpp"
+#include "skim/error.hpp"
+#include "skim/exchange.hpp"
 #include "skim/select.hpp"
 
 namespace skim {
@@ -46,36 +46,35 @@ namespace {
 class GTopK final : public Exchange {
  public:
   explicit GTopK(const ExchangeOptions& options)
-      : codec_(options.codec), drop_(options.drop), form_(options.gtopk_form) {}
-  std::string_view name() const noexcept override { return "gtopk"; }
+      : codec_(options.codec), drop_(options.drop), kind_(options.kind) {}
+  std::string_view name() const noexcept override { return name_of(kind_); }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {
     returned_.reset(mine.dim);
-    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view(), .contributors = 1};
+    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view()};
     return or_abort(comm, [&] {
       make_room(mine, keep.k);
-      held_ = mine;
+      partial_ = mine;
       merges_ = 0;
       errors_.clear();
-      if (form_ == GTopKForm::tree) {
+      if (kind_ == ExchangeKind::gtopk_tree) {
         tree(id, keep.k, stats, comm);
       } else {
         butterfly(id, keep.k, stats, comm);
       }
       put_back(mine);
-      return ExchangeResult{
-          .sum = held_, .returned = returned_.view(), .contributors = comm.size()};
+      return ExchangeResult{.sum = partial_, .returned = returned_.view()};
     });
   }
 
   // The root of the tree has a child for each round. Of the butterfly, the busiest rank gives the
   // result to a rank above.
-  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+  double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     const auto p = static_cast<unsigned>(ranks);
     int frames = std::countr_zero(p);
-    if (form_ == GTopKForm::tree || !std::has_single_bit(p)) {
-      frames = static_cast<int>(std::bit_width(p - 1));
+    if (kind_ == ExchangeKind::gtopk_tree || !std::has_single_bit(p)) {
+      frames = log2_ceil(ranks);
     }
     return frames * static_cast<double>(codec_.max_encoded_bytes(keep.k, n));
   }
@@ -99,7 +98,7 @@ class GTopK final : public Exchange {
     return buffers[i];
   }
 
-  // held_ to `to`. What this rank selected is quantized already; a sum is not.
+  // partial_ to `to`. What this rank selected is quantized already; a sum is not.
   void send(StepId id, const GroupStats& stats, Communicator& comm, int to) {
     if (merges_ > 0) round_off(id, comm, {comm.rank(), 1}, 0);
     encode(stats, frame_);
@@ -107,11 +106,11 @@ class GTopK final : public Exchange {
   }
   void encode(const GroupStats& stats, std::vector<std::byte>& frame) {
     frame.clear();
-    codec_.encode(held_, &stats, frame);
+    codec_.encode(partial_, &stats, frame);
   }
   void receive(Communicator& comm, int from) {
     comm.wait(comm.ireceive(message_, from));
-    decode_message(codec_, message_, held_.dim, incoming_, of_peer_, comm, from);
+    decode_frame(codec_, message_, partial_.dim, incoming_, of_peer_, comm, from);
   }
 
   // The ranks that have made a merge alike: `size` of them from `first` on.
@@ -132,26 +131,26 @@ class GTopK final : public Exchange {
     s.resize(own);
   }
 
-  // Rounds held_, a sum, to what a frame keeps: alike on all ranks of the block.
+  // Rounds partial_, a sum, to what a frame keeps: alike on all ranks of the block.
   void round_off(StepId id, const Communicator& comm, const Block& block, int hop) {
     if (codec_.options().value == ValueCode::f32) return;
     SparseBuffer& error = nth(error_, errors_.size(), room_);
-    quantize_to_send(codec_, id, block.first + comm.size() * (hop + 1), kept_[merges_ % 2], error);
-    held_ = kept_[merges_ % 2].view();
+    codec_.quantize(kept_[merges_ % 2], id, block.first + comm.size() * (hop + 1), error);
+    partial_ = kept_[merges_ % 2].view();
     take_turns(error, block, comm.rank());
     errors_.push_back(error.view());
   }
 
-  // Merges held_ with what came in, as all ranks of the block do. lower: held_ is of the lower
-  // half.
+  // Merges partial_ with what came in, as all ranks of the block do. lower: partial_ is of the
+  // lower half.
   void merge(std::size_t k, GroupStats& stats, bool lower, const Block& block, int rank) {
     const SparseView theirs = incoming_.view();
-    sum(lower ? std::array{held_, theirs} : std::array{theirs, held_}, merged_);
+    sum(lower ? std::array{partial_, theirs} : std::array{theirs, partial_}, merged_);
     SparseBuffer& dropped = nth(dropped_, merges_, 2 * room_);
     SparseBuffer& kept = kept_[++merges_ % 2];
     split_top_k(merged_.view(), k, kept, dropped, scratch_);
     take_turns(dropped, block, rank);
-    held_ = kept.view();
+    partial_ = kept.view();
     GroupStats first = lower ? stats : of_peer_;
     combine(first, lower ? of_peer_ : stats);
     stats = first;
@@ -160,7 +159,7 @@ class GTopK final : public Exchange {
   // In round r a rank that is an odd multiple of 2^r sends what it holds to the rank 2^r below it
   // and is done.
   void tree(StepId id, std::size_t k, GroupStats& stats, Communicator& comm) {
-    const int rounds = static_cast<int>(std::bit_width(static_cast<unsigned>(comm.size() - 1)));
+    const int rounds = log2_ceil(comm.size());
     const int rank = comm.rank();
     bool active = true;
     for (int round = 0; round < rounds; ++round) {
@@ -182,8 +181,8 @@ class GTopK final : public Exchange {
     }
     comm.broadcast(message_, 0);
     if (rank == 0) return;
-    decode_message(codec_, message_, held_.dim, incoming_, stats, comm, 0);
-    held_ = incoming_.view();
+    decode_frame(codec_, message_, partial_.dim, incoming_, stats, comm, 0);
+    partial_ = incoming_.view();
   }
 
   void butterfly(StepId id, std::size_t k, GroupStats& stats, Communicator& comm) {
@@ -220,7 +219,7 @@ class GTopK final : public Exchange {
       comm.set_phase({"gtopk: unfold"});
       if (rank >= inner) {
         receive(comm, rank - inner);
-        held_ = incoming_.view();
+        partial_ = incoming_.view();
         stats = of_peer_;
       } else {
         round_off(id, comm, {0, inner}, rounds);  // what the others will get
@@ -233,11 +232,11 @@ class GTopK final : public Exchange {
     }
   }
 
-  // held_ is the result.
+  // partial_ is the result.
   void put_back(const SparseView& mine) {
     parts_.clear();
     if (drop_ != DropPolicy::merger_keeps) {
-      filter(mine, held_, false, mine_lost_);
+      entries_not_in(mine, partial_, mine_lost_);
       parts_.push_back(mine_lost_.view());
     }
     const auto add = [&](const SparseView& kept_here) {
@@ -245,7 +244,7 @@ class GTopK final : public Exchange {
         parts_.push_back(kept_here);
       } else {
         SparseBuffer& arrived = nth(arrived_, parts_.size() - 1, room_);
-        filter(kept_here, held_, true, arrived);
+        entries_in(kept_here, partial_, arrived);
         parts_.push_back(arrived.view());
       }
     };
@@ -259,10 +258,10 @@ class GTopK final : public Exchange {
 
   Codec codec_;
   DropPolicy drop_;
-  GTopKForm form_;
+  ExchangeKind kind_;  // gtopk or gtopk_tree
   std::vector<std::byte> frame_, message_;
   GroupStats of_peer_;
-  SparseView held_;         // the partial sum that this rank has
+  SparseView partial_;      // the partial sum that this rank has
   std::size_t merges_ = 0;  // that made it
   std::size_t room_ = 0;    // entries of a frame, at most
   SparseBuffer incoming_, merged_, mine_lost_, returned_;
@@ -276,13 +275,30 @@ class GTopK final : public Exchange {
 
 }  // namespace
 
+// A merge adds two lists of k, and cuts their sum for as much as adding k more; at the end comes
+// what is put back, from two lists.
+CostTerms gtopk_terms(const ExchangeOptions& options, const Load& load) {
+  const double frame = frame_bytes(load, load.k), log = log2_ceil(load.ranks);
+  if (options.kind == ExchangeKind::gtopk_tree) {
+    return {.rounds = 2 * log,
+            .sent_bytes = log * frame,
+            .chain_bytes = 2 * log * frame,
+            .merged = (3 * log + 2) * load.k,
+            .result = load.k};
+  }
+  const double inner = std::bit_width(static_cast<unsigned>(load.ranks)) - 1.0;
+  // Ranks above the largest power of two give theirs and get the result.
+  const double folds = inner < log ? 1.0 : 0.0;
+  return {.rounds = inner + 2 * folds,
+          .sent_bytes = (inner + folds) * frame,
+          .chain_bytes = (inner + 2 * folds) * frame,
+          .merged = (3 * (inner + folds) + 2) * load.k,
+          .result = load.k};
+}
+
 std::unique_ptr<Exchange> make_gtopk(const ExchangeOptions& options) {
-  SKIM_EXPECTS(
-      static_cast<std::size_t>(options.drop) < drop_policy_names().size(),
-      "gtopk: unknown drop policy (" + std::to_string(static_cast<int>(options.drop)) + ")");
-  SKIM_EXPECTS(
-      static_cast<std::size_t>(options.gtopk_form) < gtopk_form_names().size(),
-      "gtopk: unknown form (" + std::to_string(static_cast<int>(options.gtopk_form)) + ")");
+  SKIM_EXPECTS(is_named(options.drop), "gtopk: unknown drop policy (" +
+                                           std::to_string(static_cast<int>(options.drop)) + ")");
   return std::make_unique<GTopK>(options);
 }
 

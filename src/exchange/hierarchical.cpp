@@ -14,8 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "exchange/factories.hpp"
-#include "exchange/frames.hpp"
+#include "exchange/byte_counts.hpp"
+#include "numbers.hpp"
+#include "skim/error.hpp"
+#include "skim/exchange.hpp"
 
 namespace skim {
 namespace {
@@ -32,7 +34,7 @@ class Hierarchical final : public Exchange {
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {
     returned_.reset(mine.dim);
-    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view(), .contributors = 1};
+    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view()};
     return or_abort(comm, [&] {
       join(comm);
       const ExchangeResult host = in(host_, comm, [&](Communicator& part) {
@@ -44,7 +46,7 @@ class Hierarchical final : public Exchange {
       make_room(std::min(mine.dim, keep.k * static_cast<std::size_t>(comm.size())), mine.dim);
       if (leads) {
         host_sum_.assign(sparse(host));
-        quantize_to_send(codec_, id, 1, comm, host_sum_, error_);
+        codec_.quantize(host_sum_, id, stream_of_hop(comm, 1), error_);
         const ExchangeResult all = in(leaders_, comm, [&](Communicator& part) {
           return between_->run(id, host_sum_.view(), keep, stats, part);
         });
@@ -55,34 +57,33 @@ class Hierarchical final : public Exchange {
       in(host_, comm, [&](Communicator& part) {
         part.set_phase({"hierarchical: result"});
         part.broadcast(message_, 0);
-        decode_message(exact_, message_, mine.dim, result_, stats, part, 0);
+        decode_frame(exact_, message_, mine.dim, result_, stats, part, 0);
         return ExchangeResult{};
       });
       const SparseView result = result_.view();
-      filter(mine, result, false, back_[0]);
-      filter(host.returned, result, true, back_[1]);
-      filter(between_returned, result, true, back_[2]);
-      filter(error_.view(), result, true, back_[3]);
+      entries_not_in(mine, result, back_[0]);
+      entries_in(host.returned, result, back_[1]);
+      entries_in(between_returned, result, back_[2]);
+      entries_in(error_.view(), result, back_[3]);
       sum(std::array{back_[0].view(), back_[1].view(), back_[2].view(), back_[3].view()},
           returned_);
-      return ExchangeResult{
-          .sum = result, .returned = returned_.view(), .contributors = comm.size()};
+      return ExchangeResult{.sum = result, .returned = returned_.view()};
     });
   }
 
   // Which ranks share a host is not known here: of all numbers a host, the one that costs most.
-  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+  double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     const auto sum = [&](int of_ranks) {
       return Keep{.k = std::min(n, keep.k * static_cast<std::size_t>(of_ranks)),
                   .threshold = 0.0F,
-                  .k_down = std::min(n, entries_of_result(keep))};
+                  .k_down = std::min(n, result_entries(keep))};
     };
     double most = 0.0;
     for (int local = 1; local <= ranks; ++local) {
-      const auto children = static_cast<double>(std::bit_width(static_cast<unsigned>(local - 1)));
+      const double children = log2_ceil(local);
       most = std::max(
-          most, inside_->most_bytes(n, keep, local) +
-                    between_->most_bytes(n, sum(local), ranks - local + 1) +
+          most, inside_->max_sent_bytes(n, keep, local) +
+                    between_->max_sent_bytes(n, sum(local), ranks - local + 1) +
                     children * static_cast<double>(exact_.max_encoded_bytes(sum(ranks).k, n)));
     }
     return most;
@@ -111,11 +112,15 @@ class Hierarchical final : public Exchange {
     std::vector<int> ranks;  // [rank there]: its rank in the whole group
   };
 
+  static std::string listed(const std::vector<std::string>& names) {
+    std::string text;
+    for (const std::string& name : names) text.append(text.empty() ? "" : ", ").append(name);
+    return text;
+  }
   static std::unique_ptr<Exchange> make_part(ExchangeOptions options, ExchangeKind kind) {
-    SKIM_EXPECTS(kind != ExchangeKind::hierarchical && kind != ExchangeKind::automatic &&
-                     kind != ExchangeKind::param_server,
-                 "hierarchical: inside and between hosts goes one of the other sparse exchanges, "
-                 "and none that holds mass");
+    SKIM_EXPECTS(row_of(kind).nests, "hierarchical: '" + std::string(row_of(kind).name) +
+                                         "' cannot be a part of it; there are: " +
+                                         listed(names_where(&ExchangeRow::nests)));
     options.kind = kind;
     return make_exchange(options);
   }
@@ -148,10 +153,7 @@ class Hierarchical final : public Exchange {
       std::array<int, 2> its{};
       if (word.size() == sizeof its) std::memcpy(its.data(), word.data(), sizeof its);
       if (its[1] != ~its[0]) {
-        const std::string where = comm.phase().text();
-        throw CommError("rank " + std::to_string(comm.rank()) + ": rank " + std::to_string(r) +
-                            " does not tell its host in '" + where + "'",
-                        r, where);
+        refuse_message(comm, r, "message", "it does not tell its host");
       }
       if (its[0] == mine[0]) host_.ranks.push_back(r);
       if (std::ranges::find(hosts, its[0]) == hosts.end()) leaders_.ranks.push_back(r);
@@ -209,6 +211,32 @@ class Hierarchical final : public Exchange {
 };
 
 }  // namespace
+
+// The largest host decides. Its ranks sum, its leader goes on with their sum, and tells them.
+CostTerms hierarchical_terms(const ExchangeOptions& options, const Load& load) {
+  const int hosts = load.hosts > 0 ? load.hosts : load.ranks;
+  const int local = (load.ranks + hosts - 1) / hosts;
+  const auto part = [&](ExchangeKind kind, int ranks, double k) {
+    ExchangeOptions of_part = options;
+    of_part.kind = kind;
+    Load of_ranks = load;
+    of_ranks.ranks = ranks;
+    of_ranks.k = k;
+    of_ranks.k_down = std::min(load.n, result_of(load));
+    return ranks > 1 ? row_of(kind).terms(of_part, of_ranks) : CostTerms{.result = k};
+  };
+  const CostTerms inside = part(options.hierarchy.inside, local, load.k);
+  const CostTerms between = part(options.hierarchy.between, hosts, inside.result);
+  const double children = log2_ceil(local), result = frame_bytes(load, between.result);
+  return {.rounds = between.rounds,
+          .sent_bytes = inside.sent_bytes + between.sent_bytes + children * result,
+          .chain_bytes = between.chain_bytes,
+          .merged = inside.merged + between.merged + between.result,
+          .added = inside.added + between.added,
+          .result = between.result,
+          .inside_rounds = inside.rounds + children,
+          .inside_chain_bytes = inside.chain_bytes + children * result};
+}
 
 std::unique_ptr<Exchange> make_hierarchical(const ExchangeOptions& options) {
   return std::make_unique<Hierarchical>(options);

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <functional>
 
-#include "exchange/frames.hpp"
+#include "exchange/byte_counts.hpp"
 #include "skim/error.hpp"
 
 namespace skim {
@@ -30,22 +30,15 @@ std::size_t longest_list(std::size_t most, std::size_t ranks) {
 }
 
 // Of lists of at most `each` numbers, and `all` in all, with checksums; room was made for `most`.
-double most_gathered_words(std::size_t ranks, std::size_t each, std::size_t all, std::size_t most) {
+double max_gathered_words(std::size_t ranks, std::size_t each, std::size_t all, std::size_t most) {
   const auto bytes = [](std::size_t words) {
     return static_cast<double>(sizeof(std::uint64_t) * words);
   };
-  return most_gathered(static_cast<int>(ranks), bytes(each + 1), bytes(all + ranks),
-                       sizeof(std::uint64_t) * (most + 1));
+  return max_gathered_bytes(static_cast<int>(ranks), bytes(each + 1), bytes(all + ranks),
+                            sizeof(std::uint64_t) * (most + 1));
 }
 
 }  // namespace
-
-void refuse_message(std::size_t peer, const std::string& why, const Communicator& comm) {
-  const std::string phase = comm.phase().text();
-  throw CommError("rank " + std::to_string(comm.rank()) + ": bad message from rank " +
-                      std::to_string(peer) + " in '" + phase + "': " + why,
-                  static_cast<int>(peer), phase);
-}
 
 void WordsOfRanks::reserve(std::size_t most) {
   most_ = most;
@@ -53,8 +46,8 @@ void WordsOfRanks::reserve(std::size_t most) {
   words_.reserve(most);
 }
 
-double WordsOfRanks::most_bytes(std::size_t most, std::size_t ranks) {
-  return most_gathered_words(ranks, most, ranks * most, most);
+double WordsOfRanks::max_sent_bytes(std::size_t most, std::size_t ranks) {
+  return max_gathered_words(ranks, most, ranks * most, most);
 }
 
 void WordsOfRanks::gather(std::span<const std::uint64_t> mine, Communicator& comm) {
@@ -78,7 +71,8 @@ std::span<const std::uint64_t> WordsOfRanks::of(std::size_t r, std::size_t least
     std::memcpy(&sum, in.data() + body.size(), sizeof sum);
     if (XXH3_64bits(body.data(), body.size()) == sum) return words_;
   }
-  refuse_message(r, whole ? "checksum does not fit" : "truncated", comm);
+  refuse_message(comm, static_cast<int>(r), "message",
+                 whole ? "checksum does not fit" : "truncated");
 }
 
 void KthKey::reserve(std::size_t most, std::size_t ranks) {
@@ -90,11 +84,11 @@ void KthKey::reserve(std::size_t most, std::size_t ranks) {
   counts_.resize(ranks);
 }
 
-double KthKey::most_bytes(std::size_t most, std::size_t ranks) {
+double KthKey::max_sent_bytes(std::size_t most, std::size_t ranks) {
   const std::size_t step = step_of(most), longest = longest_list(most, ranks);
   const std::size_t told = 2 * step + 6, between = std::min(ranks * most, 2 * (ranks + 1) * step);
-  return most_gathered_words(ranks, told, ranks * told, longest) +
-         most_gathered_words(ranks, std::min(most, between) + 1, between + ranks, longest);
+  return max_gathered_words(ranks, told, ranks * told, longest) +
+         max_gathered_words(ranks, std::min(most, between) + 1, between + ranks, longest);
 }
 
 Key KthKey::find(std::vector<Key>& keys, std::size_t k, const char* phase, Communicator& comm) {
@@ -110,7 +104,8 @@ Key KthKey::find(std::vector<Key>& keys, std::size_t k, const char* phase, Commu
   for (std::size_t r = 0; r < ranks; ++r) {
     const auto words = all_.of(r, 1, comm);
     const std::size_t its_step = step_of(words[0]);
-    if (words.size() != 1 + words[0] / its_step) refuse_message(r, "not a list of keys", comm);
+    if (words.size() != 1 + words[0] / its_step)
+      refuse_message(comm, static_cast<int>(r), "message", "not a list of keys");
     all += counts_[r] = words[0];
     slack += its_step - 1;
     for (const Key key : words.subspan(1)) told_.emplace_back(key, its_step);
@@ -146,7 +141,7 @@ Key KthKey::find(std::vector<Key>& keys, std::size_t k, const char* phase, Commu
     found_.insert(found_.end(), words.begin() + 1, words.end());
   }
   if (above >= k || found_.size() < k - above) {
-    refuse_message(static_cast<std::size_t>(comm.rank()), "no k-th key", comm);
+    refuse_message(comm, comm.rank(), "message", "no k-th key");
   }
   const auto kth = found_.begin() + static_cast<std::ptrdiff_t>(k - above - 1);
   std::ranges::nth_element(found_, kth, std::greater<>{});

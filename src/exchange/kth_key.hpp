@@ -24,10 +24,6 @@ inline Key key_of(Index index, float value) {
 }
 inline Key key_of(std::uint32_t order) { return Key{order} << 32U; }
 
-// The message of rank `peer` is not what it must be. Throws: CommError.
-[[noreturn]] void refuse_message(std::size_t peer, const std::string& why,
-                                 const Communicator& comm);
-
 // Everybody's list of numbers, by all-gather, with a checksum.
 class WordsOfRanks {
  public:
@@ -35,7 +31,7 @@ class WordsOfRanks {
   void reserve(std::size_t most);
   // The most bytes that a rank sends to gather lists of at most `most` numbers, for which room was
   // made.
-  static double most_bytes(std::size_t most, std::size_t ranks);
+  static double max_sent_bytes(std::size_t most, std::size_t ranks);
   // Collective.
   void gather(std::span<const std::uint64_t> mine, Communicator& comm);
   // Of rank r, at least `least` of them; valid until the next call of of() or gather(). Throws:
@@ -56,7 +52,7 @@ class KthKey {
   // For at most `most` keys a rank, on so many ranks; equal on all ranks.
   void reserve(std::size_t most, std::size_t ranks);
   // The most bytes that a rank sends in find().
-  static double most_bytes(std::size_t most, std::size_t ranks);
+  static double max_sent_bytes(std::size_t most, std::size_t ranks);
   // Of rank r, how many of its keys reach the one that was found.
   const std::vector<std::size_t>& counts() const noexcept { return counts_; }
   // 0 if there are k or fewer; the largest number if k = 0. Sorts keys, which may be none but not

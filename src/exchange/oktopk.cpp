@@ -27,9 +27,10 @@
 #include <utility>
 #include <vector>
 
-#include "exchange/factories.hpp"
-#include "exchange/frames.hpp"
+#include "exchange/byte_counts.hpp"
 #include "exchange/kth_key.hpp"
+#include "skim/error.hpp"
+#include "skim/exchange.hpp"
 #include "skim/select.hpp"
 #include "state.hpp"
 
@@ -60,7 +61,7 @@ class OkTopK final : public Exchange {
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {
     returned_.reset(mine.dim);
-    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view(), .contributors = 1};
+    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view()};
     return or_abort(comm, [&] {
       State& state = open(id.slot);
       make_room(mine, keep, comm);
@@ -76,13 +77,12 @@ class OkTopK final : public Exchange {
       give_back();
       state.region_age += state.region_age < kNever ? 1U : 0U;
       ++state.cut_age;
-      return ExchangeResult{
-          .sum = result_.view(), .returned = returned_.view(), .contributors = comm.size()};
+      return ExchangeResult{.sum = result_.view(), .returned = returned_.view()};
     });
   }
 
   // Of a run that finds regions and cut anew, balances, and has the limit of entries everywhere.
-  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+  double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     if (ranks == 1) return 0.0;
     const auto p = static_cast<std::size_t>(ranks);
     const Most most = most_of(keep, p);
@@ -90,8 +90,8 @@ class OkTopK final : public Exchange {
     const auto frame = [&](std::size_t nnz, const Codec& codec) {
       return static_cast<double>(codec.max_encoded_bytes(std::min(nnz, n), n));
     };
-    double bytes = WordsOfRanks::most_bytes(2 * p + 1, p) + WordsOfRanks::most_bytes(2, p) +
-                   KthKey::most_bytes(most.sums, p);
+    double bytes = WordsOfRanks::max_sent_bytes(2 * p + 1, p) + WordsOfRanks::max_sent_bytes(2, p) +
+                   KthKey::max_sent_bytes(most.sums, p);
     bytes += others * frame(most.part, codec_);
     // Shares are equal, or unequal by less than what would be worth a round.
     const std::size_t equal = (most.result + p - 1) / p;
@@ -99,8 +99,8 @@ class OkTopK final : public Exchange {
     if (share < most.result) bytes += others * frame(equal, exact_);
     const double gathered = frame(share, codec_);
     const double all = frame(most.result, codec_) + others * frame(1, codec_);
-    return bytes + most_gathered(ranks, gathered, std::max(gathered, all),
-                                 codec_.max_encoded_bytes(most.result, n));
+    return bytes + max_gathered_bytes(ranks, gathered, std::max(gathered, all),
+                                      codec_.max_encoded_bytes(most.result, n));
   }
 
   void end_step() noexcept override {
@@ -177,7 +177,7 @@ class OkTopK final : public Exchange {
   // keep.k entries a rank, at most.
   Most most_of(const Keep& keep, std::size_t ranks) const {
     Most most{};
-    const std::size_t k = entries_of_result(keep);
+    const std::size_t k = result_entries(keep);
     // A third above an equal share.
     most.part_limit = options_.exact ? std::numeric_limits<std::size_t>::max()
                                      : (4 * keep.k + 3 * ranks - 1) / (3 * ranks);
@@ -192,7 +192,7 @@ class OkTopK final : public Exchange {
   void make_room(const SparseView& mine, const Keep& keep, Communicator& comm) {
     ranks_ = static_cast<std::size_t>(comm.size());
     me_ = static_cast<std::size_t>(comm.rank());
-    k_ = entries_of_result(keep);
+    k_ = result_entries(keep);
     const Most most = most_of(keep, ranks_);
     part_limit_ = most.part_limit;
     most_result_ = most.result;
@@ -250,7 +250,8 @@ class OkTopK final : public Exchange {
     for (std::size_t r = 0; r < ranks_; ++r) {
       const auto words = all_words_.of(r, 1, comm);
       const std::uint64_t nnz = words[0], samples = samples_of(nnz);
-      if (words.size() != 1 + samples) refuse_message(r, "not the samples of a selection", comm);
+      if (words.size() != 1 + samples)
+        refuse_message(comm, static_cast<int>(r), "message", "not the samples of a selection");
       for (const std::uint64_t at : words.subspan(1)) {
         samples_.emplace_back(static_cast<Index>(at),
                               static_cast<double>(nnz) / static_cast<double>(samples));
@@ -302,7 +303,7 @@ class OkTopK final : public Exchange {
       }
       append(sent_, piece_.view());
       if (i != me_) {
-        quantize_to_send(codec_, id, static_cast<int>(i + 1), comm, piece_, error_);
+        codec_.quantize(piece_, id, stream_of_hop(comm, static_cast<int>(i + 1)), error_);
         append(off_, error_.view());
       }
       append(wire_, piece_.view());
@@ -329,12 +330,13 @@ class OkTopK final : public Exchange {
       const Ticket sending = comm.isend(frame, static_cast<int>(to));
       comm.wait(comm.ireceive(message_, static_cast<int>(from)));
       SparseBuffer& got = parts_[from];
-      decode_message(codec_, message_, sent_.view().dim, got, stats_[from], comm,
-                     static_cast<int>(from));
+      decode_frame(codec_, message_, sent_.view().dim, got, stats_[from], comm,
+                   static_cast<int>(from));
       views_[from] = got.view();
       const auto index = views_[from].index;
       if (!index.empty() && (index.front() < begin || index.back() >= end)) {
-        refuse_message(from, "entries outside of this rank's region", comm);
+        refuse_message(comm, static_cast<int>(from), "message",
+                       "entries outside of this rank's region");
       }
       comm.wait(sending);
       comm.end_round();
@@ -450,7 +452,7 @@ class OkTopK final : public Exchange {
 
   void gather(StepId id, Communicator& comm) {
     comm.set_phase({"oktopk: gather"});
-    quantize_to_send(codec_, id, comm.size() + 1, comm, share_, off_share_);
+    codec_.quantize(share_, id, stream_of_hop(comm, comm.size() + 1), off_share_);
     message_.clear();
     codec_.encode(share_.view(), nullptr, message_);
     comm.allgather(message_, all_, codec_.max_encoded_bytes(most_result_, share_.view().dim));
@@ -466,18 +468,19 @@ class OkTopK final : public Exchange {
   void take(Bytes frame, std::size_t from, std::size_t most, SparseBuffer& to,
             const Communicator& comm) {
     GroupStats none;
-    decode_message(codec_, frame, to.view().dim, piece_, none, comm, static_cast<int>(from));
+    decode_frame(codec_, frame, to.view().dim, piece_, none, comm, static_cast<int>(from));
     const SparseView piece = piece_.view(), so_far = to.view();
     if (piece.nnz() == 0) return;
     if (piece.nnz() > most || (so_far.nnz() > 0 && piece.index.front() <= so_far.index.back())) {
-      refuse_message(from, "not the share of the result that was announced", comm);
+      refuse_message(comm, static_cast<int>(from), "message",
+                     "not the share of the result that was announced");
     }
     append(to, piece);
   }
 
   void give_back() {
-    filter(sent_.view(), result_.view(), false, dropped_);
-    filter(off_.view(), result_.view(), true, arrived_);
+    entries_not_in(sent_.view(), result_.view(), dropped_);
+    entries_in(off_.view(), result_.view(), arrived_);
     sum(std::array{held_back_.view(), dropped_.view(), arrived_.view(), off_share_.view()},
         returned_);
   }
@@ -510,6 +513,21 @@ class OkTopK final : public Exchange {
 };
 
 }  // namespace
+
+// Of a run whose cut and regions stand, with selections spread evenly.
+CostTerms oktopk_terms(const ExchangeOptions& options, const Load& load) {
+  constexpr double kWords = 24.0;  // two counts and a checksum
+  const double p = load.ranks, part = load.frame.bytes(load.k / p, load.n);
+  CostTerms terms{.rounds = p - 1,
+                  .merged = 2 * load.k,  // a region's sum, and the shares of the result
+                  .result = std::min(load.n, result_of(load))};
+  terms.sent_bytes = terms.chain_bytes = (p - 1) * (part + load.frame.stats_bytes);
+  add_allgather(terms, allgather_form(load.ranks, static_cast<std::size_t>(kWords)), load.ranks,
+                kWords, load.frame.length_bytes);
+  add_allgather(terms, form_of_frames(options.codec, load, 4.0 / 3.0 * load.k), load.ranks, part,
+                load.frame.length_bytes);
+  return terms;
+}
 
 std::unique_ptr<Exchange> make_oktopk(const ExchangeOptions& options) {
   SKIM_EXPECTS(options.oktopk.cut_every > 0 && options.oktopk.regions_every > 0,

@@ -2,16 +2,16 @@
 // of ranks.
 //
 //   uplink    every rank sends its selection to the server, which adds it to what it held back
-//   downlink  the k_d largest of that go to all ranks; the server holds back the rest
+//   downlink  the k_down largest of that go to all ranks; the server holds back the rest
 //
 // All in sums over the ranks, where the paper has means: selections do not depend on the scale.
 //
 // The server is rank 0, or all ranks are, each for a range of indices. Then an owner adds up its
-// range, and owners agree on the k_d-th largest entry of all, so that the result is the same, bit
-// for bit (with values in full precision), and no link carries more than its share.
+// range, and owners agree on the k_down-th largest entry of all, so that the result is the same,
+// bit for bit (with values in full precision), and no link carries more than its share.
 //
-// k_d = n: all that the ranks sent goes back, and nothing is held back but what rounding takes off.
-// Then the result has the union of their indices and no more.
+// k_down = n: all that the ranks sent goes back, and nothing is held back but what rounding takes
+// off. Then the result has the union of their indices and no more.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -19,15 +19,17 @@
 #include <utility>
 #include <vector>
 
-#include "exchange/factories.hpp"
-#include "exchange/frames.hpp"
+#include "exchange/byte_counts.hpp"
 #include "exchange/kth_key.hpp"
+#include "numbers.hpp"
+#include "skim/error.hpp"
+#include "skim/exchange.hpp"
 #include "skim/select.hpp"
 
 namespace skim {
 namespace {
 
-class ParamServer final : public Exchange {
+class ParamServer final : public Exchange, public HeldMass {
  public:
   explicit ParamServer(const ExchangeOptions& options)
       : codec_(options.codec), options_(options.server), selector_(make_selector({})) {}
@@ -40,8 +42,8 @@ class ParamServer final : public Exchange {
                      Communicator& comm) override {
     returned_.reset(mine.dim);
     if (comm.size() == 1) {
-      return {
-          .sum = mine, .returned = returned_.view(), .contributors = 1, .union_nnz = mine.nnz()};
+      union_nnz_ = mine.nnz();
+      return {.sum = mine, .returned = returned_.view()};
     }
     return or_abort(comm, [&] {
       make_room(id, mine, keep, comm);
@@ -57,16 +59,14 @@ class ParamServer final : public Exchange {
       } else {
         broadcast(id, stats, comm);
       }
-      return ExchangeResult{.sum = result_.view(),
-                            .returned = returned_.view(),
-                            .contributors = contributors(comm.size()),
-                            .union_nnz = owns_ ? sum_.nnz() : 0};
+      union_nnz_ = owns_ ? sum_.nnz() : 0;
+      return ExchangeResult{.sum = result_.view(), .returned = returned_.view()};
     });
   }
 
   // Rank 0's: the result to each child; another's: its selection, and the result to fewer children.
   // A sharded one's: the parts of its selection, lists of keys, and shares of the result.
-  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+  double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     if (ranks == 1) return 0.0;
     const auto p = static_cast<std::size_t>(ranks);
     // Of so many entries in so many frames. Even ones are longest: an index takes the more bits the
@@ -75,26 +75,28 @@ class ParamServer final : public Exchange {
       const std::size_t each = std::min((nnz + count - 1) / count, n);
       return static_cast<double>(count * codec_.max_encoded_bytes(each, n));
     };
-    const std::size_t wanted = std::min(entries_of_result(keep), n);
+    const std::size_t wanted = std::min(result_entries(keep), n);
     const std::size_t result = wanted < n ? wanted : std::min(n, p * keep.k);
     const double up = frames(1, keep.k), down = frames(1, result);
     if (!sharded()) {
       const double children = std::ceil(std::log2(ranks));
       return std::max(children * down, up + (children - 1) * down);
     }
-    const double keys = wanted < n ? KthKey::most_bytes(wanted, p) : 0.0;
+    const double keys = wanted < n ? KthKey::max_sent_bytes(wanted, p) : 0.0;
     return frames(p - 1, keep.k) + keys +
-           most_gathered(ranks, down, frames(p, result), codec_.max_encoded_bytes(result, n));
+           max_gathered_bytes(ranks, down, frames(p, result), codec_.max_encoded_bytes(result, n));
   }
 
-  HeldMass held(Slot slot) noexcept override {
+  HeldMass* held_mass() noexcept override { return this; }
+  std::size_t union_nnz() const noexcept override { return union_nnz_; }
+  Piece held(Slot slot) noexcept override {
     const auto found = slots_.find(slot);
     if (found == slots_.end()) return {};
     return {found->second.first, std::span(found->second.mass)};
   }
-  bool hold(Slot slot, std::size_t first, std::span<const float> mass) override {
-    slots_[slot] = {.first = first, .mass = {mass.begin(), mass.end()}, .cut = true, .journal = {}};
-    return true;
+  void hold(Slot slot, std::size_t first, std::span<const float> mass) override {
+    slots_[slot] = {
+        .first = first, .mass = {mass.begin(), mass.end()}, .leaves_out = true, .journal = {}};
   }
   void flush(Slot slot, SparseBuffer& returned) override {
     returned.reset(returned.view().dim);
@@ -117,7 +119,7 @@ class ParamServer final : public Exchange {
         state.mass[state.journal[e].at] = state.journal[e].before;
       }
       state.journal.clear();
-      state.cut = true;
+      state.leaves_out = true;
     }
   }
 
@@ -129,7 +131,7 @@ class ParamServer final : public Exchange {
   struct State {
     std::size_t first = 0;        // index of the slot that mass[0] is of
     std::vector<float> mass;      // held back, as a sum over the ranks; finite
-    bool cut = false;             // a result left entries out since all of it was sent
+    bool leaves_out = false;      // a result left entries out since all of it was sent
     std::vector<Change> journal;  // of the open step
   };
 
@@ -158,13 +160,14 @@ class ParamServer final : public Exchange {
     owns_ = sharded() || me_ == 0;
     first_ = sharded() ? begin_of(me_, mine.dim, ranks_) : 0;
     const std::size_t last = sharded() ? begin_of(me_ + 1, mine.dim, ranks_) : mine.dim;
-    k_ = std::min(entries_of_result(keep), mine.dim);
+    k_ = std::min(result_entries(keep), mine.dim);
     state_ = &slots_[id.slot];
     const std::size_t own = owns_ ? last - first_ : 0;
     if (state_->first != first_ || state_->mass.size() != own) {
       append_all(*state_, returned_);
       if (!state_->mass.empty()) misplaced_[id.slot] = std::move(*state_);
-      *state_ = {.first = first_, .mass = std::vector<float>(own), .cut = false, .journal = {}};
+      *state_ = {
+          .first = first_, .mass = std::vector<float>(own), .leaves_out = false, .journal = {}};
     }
     if (dedicated(comm.size()) && me_ == 0) {  // its residual is nobody's: it goes on to hold it
       give_back(mine);
@@ -214,8 +217,8 @@ class ParamServer final : public Exchange {
   // owners, the group's.
 
   void take(std::size_t from, std::size_t dim, const Communicator& comm) {
-    decode_message(codec_, incoming_[from], dim, parts_[from], stats_[from], comm,
-                   static_cast<int>(from));
+    decode_frame(codec_, incoming_[from], dim, parts_[from], stats_[from], comm,
+                 static_cast<int>(from));
     views_[from] = parts_[from].view();
   }
   void combine_stats(GroupStats& stats) const {
@@ -265,7 +268,7 @@ class ParamServer final : public Exchange {
       comm.set_phase({"param-server: uplink", static_cast<int>(s), static_cast<int>(ranks_ - 1)});
       const std::size_t to = (me_ + s) % ranks_, from = (me_ + ranks_ - s) % ranks_;
       piece_.assign(part(to));
-      quantize_to_send(codec_, id, static_cast<int>(s), comm, piece_, error_);
+      codec_.quantize(piece_, id, stream_of_hop(comm, static_cast<int>(s)), error_);
       if (error_.nnz() > 0) give_back(error_.view());
       outgoing_[to].clear();
       codec_.encode(piece_.view(), &stats, outgoing_[to]);
@@ -274,7 +277,8 @@ class ParamServer final : public Exchange {
       take(from, mine.dim, comm);
       const auto index = views_[from].index;
       if (!index.empty() && (index.front() < first_ || index.back() >= end)) {
-        refuse_message(from, "entries outside of this rank's range", comm);
+        refuse_message(comm, static_cast<int>(from), "frame",
+                       "entries outside of this rank's range");
       }
       comm.wait(sending);
       comm.end_round();
@@ -284,12 +288,12 @@ class ParamServer final : public Exchange {
 
   // ---- the server
 
-  // chosen_: of what is held and came in, the k_d largest of this rank's range (k_d = n: all), not
-  // yet rounded; what of it goes out is decided together. Mass takes in the sums.
+  // chosen_: of what is held and came in, the k_down largest of this rank's range (k_down = n:
+  // all), not yet rounded; what of it goes out is decided together. Mass takes in the sums.
   void choose(StepId id) {
     State& state = *state_;
     const SparseView sums = sum_.view();
-    const bool all = k_ == sums.dim && !state.cut;
+    const bool all = k_ == sums.dim && !state.leaves_out;
     for (std::size_t e = 0; e < sums.nnz(); ++e) {
       const std::size_t at = sums.index[e] - first_;
       set(state, at, state.mass[at] + sums.value[e]);
@@ -309,7 +313,7 @@ class ParamServer final : public Exchange {
                       chosen_);
     chosen_.set_dim(sums.dim);
     for (Index& i : chosen_.indices()) i += static_cast<Index>(first_);
-    state.cut = k_ < sums.dim;
+    state.leaves_out = k_ < sums.dim;
   }
 
   // Of `s`, as it goes out, nothing is held any longer; what rounding took off, is. NaN and
@@ -337,7 +341,7 @@ class ParamServer final : public Exchange {
     }
     comm.set_phase({"param-server: downlink"});
     comm.broadcast(message_, 0);
-    decode_message(codec_, message_, sum_.view().dim, result_, stats, comm, 0);
+    decode_frame(codec_, message_, sum_.view().dim, result_, stats, comm, 0);
   }
 
   void gather(StepId id, Communicator& comm) {
@@ -365,11 +369,11 @@ class ParamServer final : public Exchange {
     result_.reset(dim);
     for (std::size_t r = 0; r < ranks_; ++r) {
       GroupStats none;
-      decode_message(codec_, all_[r], dim, scratch_, none, comm, static_cast<int>(r));
+      decode_frame(codec_, all_[r], dim, scratch_, none, comm, static_cast<int>(r));
       const SparseView piece = scratch_.view(), so_far = result_.view();
       if (piece.nnz() == 0) continue;
       if (so_far.nnz() > 0 && piece.index.front() <= so_far.index.back()) {
-        refuse_message(r, "not the share of its own range", comm);
+        refuse_message(comm, static_cast<int>(r), "frame", "not the share of its own range");
       }
       for (std::size_t e = 0; e < piece.nnz(); ++e) result_.append(piece.index[e], piece.value[e]);
     }
@@ -383,8 +387,9 @@ class ParamServer final : public Exchange {
 
   // Of the run that goes on.
   std::size_t ranks_ = 0, me_ = 0, first_ = 0;
-  std::size_t k_ = 0;  // k_d
+  std::size_t k_ = 0;  // k_down
   bool owns_ = false;  // this rank is the server, or a part of it
+  std::size_t union_nnz_ = 0;
   State* state_ = nullptr;
   std::size_t most_share_bytes_ = 0;
   std::vector<std::vector<std::byte>> outgoing_, incoming_;  // [P]
@@ -401,9 +406,42 @@ class ParamServer final : public Exchange {
 
 }  // namespace
 
+// The server selects from what it holds, whole, unless everything goes back.
+CostTerms param_server_terms(const ExchangeOptions& options, const Load& load) {
+  const double p = load.ranks, log = log2_ceil(load.ranks);
+  const double wanted = result_of(load), result = std::min({wanted, p * load.k, load.n});
+  const bool cuts = wanted < load.n;
+  CostTerms terms{.result = result};
+  if (options.server.placement != ServerPlacement::sharded) {
+    const double up = frame_bytes(load, load.k), down = frame_bytes(load, result);
+    terms.rounds = 1 + log;
+    terms.chain_bytes = (p - 1) * up + log * down;
+    // Rank 0's, or its first child's.
+    terms.sent_bytes = std::max(log * down, up + (log - 1) * down);
+    terms.merged = p * load.k + result;
+    terms.added = cuts ? load.n : 0.0;
+    return terms;
+  }
+  terms.rounds = p - 1;
+  terms.sent_bytes = terms.chain_bytes = (p - 1) * frame_bytes(load, load.k / p);
+  const double length = load.frame.length_bytes;
+  if (cuts) {  // two lists of keys, and a checksum and a count with each
+    const double keys = std::sqrt(2.0 * result);
+    for (const double words : {keys + 2.0, keys / p + 2.0}) {
+      const double bytes = sizeof(std::uint64_t) * words;
+      add_allgather(terms, allgather_form(load.ranks, static_cast<std::size_t>(bytes)), load.ranks,
+                    bytes, length);
+    }
+  }
+  add_allgather(terms, form_of_frames(options.codec, load, result), load.ranks,
+                load.frame.bytes(result / p, load.n), length);
+  terms.merged = load.k + result;
+  terms.added = cuts ? load.n / p : 0.0;
+  return terms;
+}
+
 std::unique_ptr<Exchange> make_param_server(const ExchangeOptions& options) {
-  SKIM_EXPECTS(static_cast<std::size_t>(options.server.placement) < server_placement_names().size(),
-               "param-server: unknown placement");
+  SKIM_EXPECTS(is_named(options.server.placement), "param-server: unknown placement");
   return std::make_unique<ParamServer>(options);
 }
 

@@ -16,8 +16,9 @@
 #include <numeric>
 #include <vector>
 
-#include "exchange/factories.hpp"
-#include "exchange/frames.hpp"
+#include "exchange/byte_counts.hpp"
+#include "skim/error.hpp"
+#include "skim/exchange.hpp"
 
 namespace skim {
 namespace {
@@ -54,14 +55,14 @@ class SparCML final : public Exchange {
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {
     returned_.reset(mine.dim);
-    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view(), .contributors = 1};
+    if (comm.size() == 1) return {.sum = mine, .returned = returned_.view()};
     return or_abort(comm, [&] {
       const int rank = comm.rank();
       const int inner = static_cast<int>(std::bit_floor(static_cast<unsigned>(comm.size())));
       const int rounds = std::countr_zero(static_cast<unsigned>(inner));
       const bool folds = inner < comm.size();
       make_room(mine, keep, comm.size(), rounds);
-      held_.assign(mine);
+      partial_.assign(mine);
       is_sum_ = false;
       if (folds) {
         comm.set_phase({"sparcml: fold"});
@@ -80,7 +81,7 @@ class SparCML final : public Exchange {
           const int partner = rank ^ (1 << round);
           round_off(id, block, round, comm);
           frame_.clear();
-          codec_.encode(held_.view(), &stats, frame_);
+          codec_.encode(partial_.view(), &stats, frame_);
           const Ticket sending = comm.isend(frame_, partner);
           receive(mine.dim, comm, partner);
           comm.wait(sending);
@@ -93,7 +94,7 @@ class SparCML final : public Exchange {
         if (rank < inner) round_off(id, 0, rounds, comm);  // what the others will get
         if (rank >= inner) {
           receive(mine.dim, comm, rank - inner);
-          std::swap(held_, incoming_);
+          std::swap(partial_, incoming_);
           stats = of_peer_;
         } else if (rank + inner < comm.size()) {
           send(stats, comm, rank + inner);
@@ -101,11 +102,10 @@ class SparCML final : public Exchange {
         comm.end_round();
       }
       if (!errors_.empty()) sum(errors_, returned_);
-      ExchangeResult result{
-          .sum = held_.view(), .returned = returned_.view(), .contributors = comm.size()};
-      if (mine.dim > 0 && held_.nnz() == mine.dim) {
+      ExchangeResult result{.sum = partial_.view(), .returned = returned_.view()};
+      if (mine.dim > 0 && partial_.nnz() == mine.dim) {
         result.sum = {{}, {}, mine.dim};
-        result.dense_sum = DenseView(held_.values());
+        result.dense_sum = DenseView(partial_.values());
       }
       return result;
     });
@@ -113,7 +113,7 @@ class SparCML final : public Exchange {
 
   // Where selections have no index in common. A rank below the largest power of two is never idle,
   // and rank 0's block is never smaller than another.
-  double most_bytes(std::size_t n, const Keep& keep, int ranks) const override {
+  double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     const auto size = [&](std::size_t nnz) {
       return static_cast<double>(codec_.max_encoded_bytes(nnz, n));
     };
@@ -134,7 +134,7 @@ class SparCML final : public Exchange {
   void make_room(const SparseView& mine, const Keep& keep, int ranks, int rounds) {
     const std::size_t all = keep.k * static_cast<std::size_t>(ranks);
     const std::size_t most = all <= mine.dim / 2 ? all : mine.dim;
-    for (SparseBuffer* s : {&held_, &incoming_, &total_}) s->reserve(most);
+    for (SparseBuffer* s : {&partial_, &incoming_, &total_}) s->reserve(most);
     for (auto* m : {&frame_, &message_}) m->reserve(codec_.max_encoded_bytes(most, mine.dim));
     const std::size_t hops = static_cast<std::size_t>(rounds) + 1;
     error_.resize(hops);
@@ -150,25 +150,25 @@ class SparCML final : public Exchange {
   void round_off(StepId id, int block, int round, const Communicator& comm) {
     if (!is_sum_) return;
     SparseBuffer& error = error_[static_cast<std::size_t>(round)];
-    quantize_to_send(codec_, id, block + comm.size() * (round + 1), held_, error);
+    codec_.quantize(partial_, id, block + comm.size() * (round + 1), error);
     if (comm.rank() == block) errors_.push_back(error.view());
   }
 
   void send(const GroupStats& stats, Communicator& comm, int to) {
     frame_.clear();
-    codec_.encode(held_.view(), &stats, frame_);
+    codec_.encode(partial_.view(), &stats, frame_);
     comm.wait(comm.isend(frame_, to));
   }
   void receive(std::size_t dim, Communicator& comm, int from) {
     comm.wait(comm.ireceive(message_, from));
-    decode_message(codec_, message_, dim, incoming_, of_peer_, comm, from);
+    decode_frame(codec_, message_, dim, incoming_, of_peer_, comm, from);
   }
 
   // Adds what came in; lower: to the right of what this rank holds.
   void meet(GroupStats& stats, bool lower) {
-    const SparseView mine = held_.view(), theirs = incoming_.view();
+    const SparseView mine = partial_.view(), theirs = incoming_.view();
     add(lower ? mine : theirs, lower ? theirs : mine, total_);
-    std::swap(held_, total_);
+    std::swap(partial_, total_);
     GroupStats first = lower ? stats : of_peer_;
     combine(first, lower ? of_peer_ : stats);
     stats = first;
@@ -178,13 +178,44 @@ class SparCML final : public Exchange {
   Codec codec_;
   std::vector<std::byte> frame_, message_;
   GroupStats of_peer_;
-  SparseBuffer held_, incoming_, total_, returned_;
-  bool is_sum_ = false;              // held_ is more than this rank's selection
+  SparseBuffer partial_, incoming_, total_, returned_;
+  bool is_sum_ = false;              // partial_ is more than this rank's selection
   std::vector<SparseBuffer> error_;  // [rounds + 1]
   std::vector<SparseView> errors_;   // those that this rank keeps
 };
 
 }  // namespace
+
+// Of selections without a common index. The block of rank 0 is never smaller than another, and what
+// it sends is on the chain.
+CostTerms sparcml_terms(const ExchangeOptions&, const Load& load) {
+  const int inner = static_cast<int>(std::bit_floor(static_cast<unsigned>(load.ranks)));
+  const double outer = load.ranks - inner;  // ranks that give theirs away, and get the result
+  // Of ranks with k entries each: more than half of n become all of n.
+  const auto entries = [&](double ranks) {
+    return ranks > 1 && ranks * load.k > load.n / 2 ? load.n : ranks * load.k;
+  };
+  CostTerms terms{.result = entries(load.ranks)};
+  if (outer > 0) {
+    terms.rounds += 1;
+    terms.chain_bytes += frame_bytes(load, load.k);
+    terms.merged += 2 * load.k;
+  }
+  for (int block = 1; block < inner; block *= 2) {
+    const double held = entries(block + std::min<double>(block, outer));
+    terms.rounds += 1;
+    terms.sent_bytes += frame_bytes(load, held);
+    terms.chain_bytes += frame_bytes(load, held);
+    terms.merged += 2 * held;
+  }
+  if (outer > 0) {
+    const double result = frame_bytes(load, terms.result);
+    terms.rounds += 1;
+    terms.sent_bytes += result;
+    terms.chain_bytes += result;
+  }
+  return terms;
+}
 
 std::unique_ptr<Exchange> make_sparcml(const ExchangeOptions& options) {
   return std::make_unique<SparCML>(options.codec);

@@ -19,17 +19,17 @@ constexpr std::uint32_t kVersion = 1;
 
 // A section (state.hpp): number of pieces; for each: name of the parameter, its entries [first,
 // first + length), values.
-void save_held(const ErrorFeedback& feedback, Exchange* exchange, std::ostream& out) {
+void save_held(const LocalHalf& local, HeldMass* holder, std::ostream& out) {
   struct Piece {
     const Segment* parameter;
     std::size_t first;
     std::span<const float> values;
   };
   std::vector<Piece> pieces;
-  for (const Slot slot : feedback.slots()) {
-    const HeldMass held = exchange ? exchange->held(slot) : HeldMass{};
+  for (const Slot slot : local.slots()) {
+    const HeldMass::Piece held = holder != nullptr ? holder->held(slot) : HeldMass::Piece{};
     const std::size_t end = held.first + held.mass.n;
-    for (const Segment& p : feedback.layout(slot)) {
+    for (const Segment& p : local.layout(slot)) {
       const std::size_t first = std::max(p.offset, held.first);
       const std::size_t last = std::min(p.offset + p.length, end);
       if (first >= last) continue;
@@ -48,15 +48,15 @@ void save_held(const ErrorFeedback& feedback, Exchange* exchange, std::ostream& 
   w.end();
 }
 
-void load_held(std::span<std::istream* const> of_old_ranks, ErrorFeedback& feedback,
-               Exchange* exchange, int rank, int size) {
+LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHalf& local, int rank,
+                     int size) {
   struct Place {
     Slot slot;
     std::size_t offset, length;
   };
   std::map<std::string, Place, std::less<>> places;
-  for (const Slot slot : feedback.slots()) {
-    for (const Segment& p : feedback.layout(slot)) {
+  for (const Slot slot : local.slots()) {
+    for (const Segment& p : local.layout(slot)) {
       places.emplace(p.name, Place{slot, p.offset, p.length});
     }
   }
@@ -86,7 +86,7 @@ void load_held(std::span<std::istream* const> of_old_ranks, ErrorFeedback& feedb
       in.get(std::span<float>(values));
       if (same_group && old != static_cast<std::size_t>(rank)) continue;
       Loaded& to = loaded[at.slot];
-      to.mass.resize(feedback.size(at.slot));
+      to.mass.resize(local.size(at.slot));
       to.first = std::min(to.first, at.offset + first);
       to.last = std::max(to.last, at.offset + first + length);
       for (std::size_t j = 0; j < length; ++j) {
@@ -95,18 +95,33 @@ void load_held(std::span<std::istream* const> of_old_ranks, ErrorFeedback& feedb
     }
     in.end();
   }
-  SparseBuffer nothing, mass;
-  for (const auto& [slot, from] : loaded) {
-    const auto held = std::span(from.mass).subspan(from.first, from.last - from.first);
-    if (same_group && exchange && exchange->hold(slot, from.first, held)) continue;
-    nothing.reset(from.mass.size());
-    mass.reset(from.mass.size());
-    for (std::size_t i = 0; i < from.mass.size(); ++i) {
-      if (from.mass[i] != 0.0F) mass.append(static_cast<Index>(i), from.mass[i]);
-    }
-    feedback.commit(slot, nothing.view(), mass.view());
+  LoadedMass result;
+  for (auto& [slot, from] : loaded) {
+    const auto begin = from.mass.begin();
+    result.of[slot] = {.first = from.first,
+                       .mass = {begin + static_cast<std::ptrdiff_t>(from.first),
+                                begin + static_cast<std::ptrdiff_t>(from.last)}};
   }
-  feedback.end_step();
+  return result;
+}
+
+void hold_or_keep(const LoadedMass& loaded, LocalHalf& local, HeldMass* holder) {
+  SparseBuffer nothing, mass;
+  for (const auto& [slot, piece] : loaded.of) {
+    if (holder != nullptr) {
+      holder->hold(slot, piece.first, piece.mass);
+      continue;
+    }
+    nothing.reset(local.size(slot));
+    mass.reset(local.size(slot));
+    for (std::size_t i = 0; i < piece.mass.size(); ++i) {
+      if (piece.mass[i] != 0.0F) {
+        mass.append(static_cast<Index>(piece.first + i), piece.mass[i]);
+      }
+    }
+    local.commit(slot, nothing.view(), mass.view());
+  }
+  local.end_step();
 }
 
 }  // namespace skim

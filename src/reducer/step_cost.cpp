@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "exchange/frames.hpp"
+#include "exchange/byte_counts.hpp"
 #include "skim/cost.hpp"
 #include "skim/error.hpp"
 
@@ -25,18 +25,42 @@ Keep keep_of(const Density& density, std::size_t n) {
           .k_down = density.down > 0.0 ? entries(density.down, n) : 0};
 }
 
-StepCost most_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
-                    double down) {
-  SKIM_EXPECTS(ranks >= 1, "most_bytes: ranks must be >= 1 (got " + std::to_string(ranks) + ")");
-  const std::shared_ptr<const Exchange> exchange =
-      options.exchange.kind == ExchangeKind::dense ? nullptr : make_exchange(options.exchange);
+namespace {
+
+std::vector<ExchangeOptions> candidates_of(const ReducerOptions& options) {
+  if (!options.chooser) return {options.exchange};
+  std::vector<ExchangeOptions> all;
+  for (const ExchangeKind kind : candidates(*options.chooser)) {
+    all.push_back(options.exchange);
+    all.back().kind = kind;
+  }
+  return all;
+}
+
+}  // namespace
+
+StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
+                        double down) {
+  SKIM_EXPECTS(ranks >= 1,
+               "max_step_bytes: ranks must be >= 1 (got " + std::to_string(ranks) + ")");
+  std::vector<std::shared_ptr<const Exchange>> exchanges;
+  for (const ExchangeOptions& o : candidates_of(options)) {
+    exchanges.push_back(o.kind == ExchangeKind::dense ? nullptr : make_exchange(o));
+  }
   return [=, lengths = std::move(lengths)](double up) {
     const Density density{.up = up, .down = down};
     double bytes = 0.0;
     for (const std::size_t n : lengths) {
-      bytes += !exchange || goes_dense(options, density, n)
-                   ? most_dense_bytes(n, ranks)
-                   : exchange->most_bytes(n, keep_of(density, n), ranks);
+      if (goes_dense(options, density, n)) {
+        bytes += max_dense_bytes(n, ranks);
+        continue;
+      }
+      double most = 0.0;
+      for (const auto& exchange : exchanges) {
+        most = std::max(most, exchange ? exchange->max_sent_bytes(n, keep_of(density, n), ranks)
+                                       : max_dense_bytes(n, ranks));
+      }
+      bytes += most;
     }
     return bytes;
   };
@@ -47,19 +71,7 @@ StepCost predicted_seconds(const ReducerOptions& options, int ranks,
                            const LocalSpeeds& local, double down) {
   SKIM_EXPECTS(compute_s >= 0.0 && std::isfinite(compute_s),
                "predicted_seconds: compute_s must be finite and >= 0");
-  std::vector<ExchangeOptions> ways{options.exchange};
-  if (options.exchange.kind == ExchangeKind::automatic) {
-    ways.clear();
-    for (const ExchangeKind kind : choices(options.exchange.automatic)) {
-      ways.push_back(options.exchange);
-      ways.back().kind = kind;
-    }
-  }
-  for (const ExchangeOptions& way : ways) {
-    SKIM_EXPECTS(scheme_of(way, ranks, 1, 1).has_value(),
-                 "predicted_seconds: there is no model of " +
-                     std::string(exchange_kind_names()[static_cast<std::size_t>(way.kind)]));
-  }
+  const std::vector<ExchangeOptions> all = candidates_of(options);
   const auto of_bucket = [=](double up, std::size_t n) {
     const std::size_t k = entries(up, n);
     const Load load{.ranks = ranks,
@@ -67,12 +79,14 @@ StepCost predicted_seconds(const ReducerOptions& options, int ranks,
                     .k = static_cast<double>(k),
                     .k_down = down > 0.0 ? static_cast<double>(entries(down, n)) : 0.0,
                     .frame = frame_size(options.exchange.codec)};
-    const auto seconds = [&](Scheme s) { return predict(s, load, link, local).total_s(); };
-    if (goes_dense(options, {.up = up, .down = down}, n)) return seconds(Scheme::dense);
-    double least = std::numeric_limits<double>::infinity();
-    for (const ExchangeOptions& way : ways) {
-      least = std::min(least, seconds(*scheme_of(way, ranks, n, k)));
+    const auto seconds = [&](const ExchangeOptions& o) {
+      return predict(o, load, link, local).total_s();
+    };
+    if (goes_dense(options, {.up = up, .down = down}, n)) {
+      return seconds({.kind = ExchangeKind::dense});
     }
+    double least = std::numeric_limits<double>::infinity();
+    for (const ExchangeOptions& o : all) least = std::min(least, seconds(o));
     return least;
   };
   return [=, lengths = std::move(lengths)](double up) {

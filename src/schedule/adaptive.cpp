@@ -159,7 +159,7 @@ class Adaptive final : public DensitySchedule {
  public:
   explicit Adaptive(AdaptiveOptions options) : o_(std::move(options)) {
     constexpr const char* kWho = "adaptive_density";
-    SKIM_EXPECTS(static_cast<std::size_t>(o_.form) < adaptive_form_names().size(),
+    SKIM_EXPECTS(is_named(o_.form),
                  std::string(kWho) + ": unknown form");
     expect_range(o_.density_min, o_.density_max, kWho);
     SKIM_EXPECTS(std::isfinite(o_.budget) && o_.budget > 0.0,
@@ -176,7 +176,7 @@ class Adaptive final : public DensitySchedule {
   }
 
   Density density(const Progress& p) override {
-    if (p.total_steps == 0) return {.up = o_.density_min, .cut = true};
+    if (p.total_steps == 0) return {.up = o_.density_min, .at_most_k = true};
     if (!table_) table_.emplace(o_.cost, o_.density_min, o_.density_max);
     observe(p);
     start(p);
@@ -184,7 +184,7 @@ class Adaptive final : public DensitySchedule {
   }
 
   std::string describe() const override {
-    return "adaptive (" + std::string(adaptive_form_names()[static_cast<std::size_t>(o_.form)]) +
+    return "adaptive (" + std::string(name_of(o_.form)) +
            "), budget " + in_unit(o_.budget);
   }
 
@@ -308,7 +308,7 @@ class Adaptive final : public DensitySchedule {
                                                            o_.density_min, o_.density_max)
                                               : o_.density_max;
 
-    Density d{.up = wanted, .cut = true};
+    Density d{.up = wanted, .at_most_k = true};
     // A threshold leaves counts open. Not in the last steps, which close the budget, and not where
     // the steps to come could not make up for it.
     constexpr double kClosing = 4.0, kMostShare = 0.5;
@@ -556,7 +556,8 @@ class Accordion final : public DensitySchedule {
 
 }  // namespace
 
-std::span<const std::string_view> adaptive_form_names() noexcept {
+template <>
+std::span<const std::string_view> names_of<AdaptiveForm>() noexcept {
   static constexpr std::array<std::string_view, 5> kNames{"even", "water-filling", "laplace",
                                                           "measured", "feedback"};
   return kNames;

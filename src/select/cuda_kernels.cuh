@@ -601,4 +601,22 @@ __global__ void add_entries(const Index* index, const float* value, std::uint32_
   if (e < count) residual[index[e]] = finite_sum(residual[index[e]], kSign * value[e]);
 }
 
+// The same, and before[e] = what stood there.
+template <int kSign>
+__global__ void commit_entries(const Index* index, const float* value, std::uint32_t count,
+                               float* residual, float* before) {
+  const std::uint32_t e = blockIdx.x * blockDim.x + threadIdx.x;
+  if (e >= count) return;
+  const float old = residual[index[e]];
+  before[e] = old;
+  residual[index[e]] = finite_sum(old, kSign * value[e]);
+}
+
+// residual[index] = value.
+template <class T>
+__global__ void put_entries(const Index* index, const T* value, std::uint32_t count, T* residual) {
+  const std::uint32_t e = blockIdx.x * blockDim.x + threadIdx.x;
+  if (e < count) residual[index[e]] = value[e];
+}
+
 }  // namespace skim::cuda

@@ -42,9 +42,7 @@ class CudaSelector : public Selector {
  public:
   CudaSelector(SelectAlgo algo, std::unique_ptr<Engine> engine)
       : algo_(algo), engine_(std::move(engine)) {}
-  std::string_view name() const noexcept final {
-    return select_algo_names()[static_cast<std::size_t>(algo_)];
-  }
+  std::string_view name() const noexcept final { return name_of(algo_); }
   SelectReport select(const SelectTask& task, SparseBuffer& out) final;
 
  protected:
@@ -118,12 +116,14 @@ inline SelectReport CudaSelector::select(const SelectTask& task, SparseBuffer& o
           .non_finite = report.non_finite};
 }
 
-// What `exact` remembers of a slot. Unlike on the CPU, candidates cost next to nothing, and a
-// second look at all entries much: the margin settles where they are 1.25 to 2 times k.
+// What `exact` remembers of a slot, saved as on the CPU. Unlike there, candidates cost next to
+// nothing, and a second look at all entries much: the margin settles where they are 1.25 to 2 times
+// k.
 struct Carried {
   std::uint64_t n = 0, k = 0;
   float threshold = 0.0F;  // the k-th magnitude; 0: there was none
-  float margin = 0.04F;    // the next pass starts this fraction below it
+  float growth = 1.0F;     // the CPU's; not used here
+  float margin = 0.04F;    // the next pass starts this fraction below the threshold
 
   static constexpr float kLeastMargin = 0.001F, kLargestMargin = 0.5F;
 
@@ -146,11 +146,13 @@ struct Carried {
     f(self.n);
     f(self.k);
     f(self.threshold);
+    f(self.growth);
     f(self.margin);
   }
   bool valid() const {
     return n <= std::numeric_limits<Index>::max() && k <= n && std::isfinite(threshold) &&
-           threshold >= 0.0F && margin >= kLeastMargin && margin <= kLargestMargin;
+           threshold >= 0.0F && growth >= 0.8F && growth <= 1.25F && margin >= kLeastMargin &&
+           margin <= kLargestMargin;
   }
 };
 
@@ -162,7 +164,7 @@ class CudaExact final : public CudaSelector {
   void load(std::istream& in) override { carried_.load(in, kMagic); }
 
  private:
-  static constexpr std::string_view kMagic = "SKIMCUDA";
+  static constexpr std::string_view kMagic = "SKIMEXAC";
 
   std::size_t most(std::size_t, std::size_t k) const override { return k; }
 
@@ -188,6 +190,7 @@ class CudaExact final : public CudaSelector {
     carried.k = task.keep.k;
     const bool is_kth = kept == carried.k && least <= kernels::kLargestFinite;
     carried.threshold = is_kth ? selectors::magnitude_of(least) : 0.0F;
+    carried.growth = 1.0F;
   }
 
   // Of a sample's orders, the one that about k of n entries, and hardly ever fewer, will pass; 0 if

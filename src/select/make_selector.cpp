@@ -8,6 +8,8 @@
 #include <string>
 #include <string_view>
 
+#include "assert.hpp"
+#include "select/kernels.hpp"
 #include "select/selectors.hpp"
 #include "skim/error.hpp"
 
@@ -102,7 +104,8 @@ float magnitude_of(std::uint32_t order) {
 
 }  // namespace selectors
 
-std::span<const std::string_view> select_algo_names() noexcept {
+template <>
+std::span<const std::string_view> names_of<SelectAlgo>() noexcept {
   static constexpr std::array<std::string_view, 12> kNames = {"exact",
                                                               "gaussian",
                                                               "gaussian-two-sided",
@@ -153,6 +156,24 @@ std::unique_ptr<Selector> make_rule(const SelectOptions& options) {
 }
 
 }  // namespace
+
+SelectReport accumulate(const SelectTask& task) {
+  selectors::check(task);
+  kernels::Pass pass = selectors::accumulation(task);
+  pass.clear = nullptr;
+  // Nothing passes the threshold, but a store may touch what lies behind the last candidate.
+  std::array<Index, kernels::kBlock + kernels::kSlack> index{};
+  std::array<float, kernels::kBlock + kernels::kSlack> value{};
+  kernels::Candidates none{index.data(), value.data(), 0, kernels::kBlock};
+  kernels::Sums sums;
+  const std::size_t end = kernels::collect(pass, 0, kernels::kAboveAll, none, sums);
+  SKIM_ASSERT(end == pass.n);
+  static_cast<void>(end);
+  return {.passes = pass.n > 0 ? 1 : 0,
+          .total_norm2 = pass.residual != nullptr ? sums.total : sums.gradient,
+          .gradient_norm2 = sums.gradient,
+          .non_finite = sums.non_finite};
+}
 
 std::unique_ptr<Selector> make_selector(const SelectOptions& options) {
   SKIM_EXPECTS(options.threshold >= 0.0F, "select: threshold must be >= 0 (threshold=" +

@@ -11,7 +11,7 @@ using kernels::kBlock;
 using kernels::kSlack;
 
 std::string_view Rule::name() const noexcept {
-  return select_algo_names()[static_cast<std::size_t>(algo_)];
+  return name_of(algo_);
 }
 
 Rule::Room Rule::room_for(std::size_t n, std::size_t k) {

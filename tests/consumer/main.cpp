@@ -1,11 +1,19 @@
 // Includes every installed header and runs one step on two ranks.
 #include <cstdio>
+#include <skim/analysis.hpp>
+#include <skim/chooser.hpp>
 #include <skim/codec.hpp>
 #include <skim/communicator.hpp>
+#include <skim/cost.hpp>
+#include <skim/cuda.hpp>
 #include <skim/error.hpp>
 #include <skim/exchange.hpp>
 #include <skim/feedback.hpp>
+#include <skim/fields.hpp>
+#include <skim/local_half.hpp>
+#include <skim/names.hpp>
 #include <skim/reducer.hpp>
+#include <skim/report.hpp>
 #include <skim/schedule.hpp>
 #include <skim/select.hpp>
 #include <skim/types.hpp>

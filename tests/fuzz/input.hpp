@@ -38,8 +38,8 @@ struct Case {
 inline Case take_case(Input in) {
   Case c;
   const std::uint8_t codes = take(in);
-  const std::size_t index = codes % 8, value = codes / 8 % value_code_names().size();
-  if (index < index_code_names().size()) c.options.index = static_cast<IndexCode>(index);
+  const std::size_t index = codes % 8, value = codes / 8 % names_of<ValueCode>().size();
+  if (index < names_of<IndexCode>().size()) c.options.index = static_cast<IndexCode>(index);
   c.options.value = static_cast<ValueCode>(value);
   c.options.rounding = codes >= 128 ? Rounding::stochastic : Rounding::nearest;
   const unsigned scales = c.options.index == IndexCode::bitmap ? 6 : 24;

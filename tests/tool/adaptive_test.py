@@ -27,10 +27,10 @@ class Rules(Case):
         return row, [line for line in lines(metrics) if "sent_bytes" in line], done.stderr
 
     def test_a_budget_of_bytes_is_used_up_and_never_exceeded(self):
-        for more in [["--exchange", "gtopk"], ["--exchange", "allgather", "--feedback", "none"],
+        for more in [["--exchange", "gtopk"], ["--exchange", "allgather", "--no-feedback"],
                      ["--exchange", "allgather", "--adaptive-form", "measured"],
                      ["--exchange", "gtopk", "--bucket-mb", 0.05, "--contraction", 0.95],
-                     ["--exchange", "auto", "--auto-among", "allgather,gtopk"]]:
+                     ["--exchange", "auto", "--among", "allgather,gtopk"]]:
             with self.subTest(more):
                 row, steps, people = self.simulate("--density", "adaptive", "--budget", "600kB", *more)
                 sent = sum(s["max_sent_bytes"] for s in steps)  # at least the busiest rank's
@@ -40,12 +40,12 @@ class Rules(Case):
                 spent = [s["budget_spent"] for s in steps]
                 self.assertEqual(spent, sorted(spent))
                 self.assertAlmostEqual(spent[-1], busiest / 600e3, delta=0.05)
-                self.assertEqual((row["density"], row["budget_bytes"]), ("adaptive", 600e3))
+                self.assertEqual((row["density"], row["budget"]), ("adaptive", 600e3))
                 self.assertRegex(people, r"density 0\.\d+  budget \d+\.\d\d %")
 
     def test_the_form_is_that_of_the_feedback_and_follows_the_learning_rate(self):
         adaptive = ["--threads", 1, "--density", "adaptive", "--budget", "600kB"]
-        for form, more in [("feedback", []), ("measured", ["--feedback", "none"]),
+        for form, more in [("feedback", []), ("measured", ["--no-feedback"]),
                            ("laplace", ["--adaptive-form", "laplace"]),
                            ("water-filling", ["--adaptive-form", "water-filling"]),
                            ("feedback", ["--exchange", "param-server", "--memory", "updates"])]:
@@ -62,7 +62,7 @@ class Rules(Case):
         adaptive = ["--density", "adaptive", "--budget", "600kB"]
         for memory, more in [("gradients", []), ("updates", adaptive),
                              ("gradients", [*adaptive, "--memory", "gradients"]),
-                             ("gradients", [*adaptive, "--feedback", "none"]),
+                             ("gradients", [*adaptive, "--no-feedback"]),
                              ("gradients", [*adaptive, "--adaptive-form", "even"]),
                              ("gradients", [*adaptive, "--optimizer", "adam", "--lr", 0.001]),
                              ("gradients", [*adaptive, "--local-clip", 1])]:
@@ -75,7 +75,7 @@ class Rules(Case):
         row, steps, _ = self.simulate("--density", "adaptive", "--target-time", "0.5s",
                                       "--index-code", "raw32", "--exchange", "allgather",
                                       "--density-max", 1)
-        self.assertEqual(row["target_s"], 0.5)
+        self.assertEqual(row["target_time"], 0.5)
         self.assertLessEqual(row["total_s"], 0.5)
         self.assertGreater(row["total_s"], 0.5 - 2 * max(s["step_ms"] for s in steps) / 1e3)
 
@@ -126,7 +126,7 @@ class Rules(Case):
             (["--target-time", "1min"], ["--target-time", "needs --density adaptive"]),
             ([*budget, "--target-time", "1min"], ["exclude"]),
             ([*budget, "--exchange", "dense"], ["dense"]),
-            ([*budget, "--exchange", "auto"], ["--auto-among"]),
+            ([*budget, "--exchange", "auto"], ["--among"]),
             ([*budget, "--density-warmup", "dgc"], ["--density-warmup"]),
             ([*budget, "--density-min", 0.5], ["--density-min", "--density-max"]),
             ([*budget, "--contraction", 0], ["--contraction"]),
@@ -162,9 +162,9 @@ class Rules(Case):
 
 class Plots(Case):
     def draw(self, records):
-        data, out = self.dir / "paper3.json", self.dir / "p.svg"
+        data, out = self.dir / "adaptive-k.json", self.dir / "p.svg"
         data.write_text(json.dumps(records))
-        done = subprocess.run([os.environ["SKIM_PYTHON"], ROOT / "tools/plots/plots.py", "budgets", data, "--out", out],
+        done = subprocess.run([os.environ["SKIM_PYTHON"], ROOT / "studies/figures.py", "budgets", data, "--out", out],
                               capture_output=True, text=True, timeout=LIMIT)
         return done, out
 

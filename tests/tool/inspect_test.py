@@ -14,7 +14,9 @@ import unittest
 
 from tool_test import HAS_MPI, LIMIT, SMALL, Case, skim
 
-PLOTS = pathlib.Path(__file__).parents[2] / "tools/plots/plots.py"
+ROOT = pathlib.Path(__file__).parents[2]
+PLOTS = ROOT / "tools/plots/plots.py"
+FIGURES = ROOT / "studies/figures.py"
 PYTHON = os.environ["SKIM_PYTHON"]
 CAN_DRAW = subprocess.run([PYTHON, "-c", "import matplotlib"], capture_output=True).returncode == 0 \
     if os.path.exists(PYTHON) else False
@@ -179,7 +181,7 @@ class Training(Case):
         self.assertGreater(last["std"], first["std"])
 
     def test_without_feedback_and_with_several_buckets(self):
-        done = inspect(*self.MLP, "--feedback", "none", "--exchange", "allgather", "--bucket-mb", 0.1,
+        done = inspect(*self.MLP, "--no-feedback", "--exchange", "allgather", "--bucket-mb", 0.1,
                        "--dense-below", 0, "--every", 3, "--out", self.dir)
         self.assert_ok(done)
         records = result(self.dir)["records"]
@@ -201,8 +203,8 @@ class Training(Case):
 
 @unittest.skipUnless(CAN_DRAW, "no matplotlib")
 class Plots(Case):
-    def plot(self, *arguments):
-        return subprocess.run([PYTHON, PLOTS, *map(str, arguments)], capture_output=True, text=True,
+    def plot(self, *arguments, script=PLOTS):
+        return subprocess.run([PYTHON, script, *map(str, arguments)], capture_output=True, text=True,
                               timeout=LIMIT)
 
     def test_curves_of_runs(self):
@@ -231,15 +233,15 @@ class Plots(Case):
                  for n in [2**18, 2**22, 2**26]]
         bench = self.dir / "bench.json"
         bench.write_text(json.dumps(cases))
-        for command in ["select-time", "iteration-time"]:
+        for command, script in [("select-time", PLOTS), ("iteration-time", FIGURES)]:
             out = self.dir / f"{command}.svg"
-            self.assert_ok(self.plot(command, bench, "--out", out))
+            self.assert_ok(self.plot(command, bench, "--out", out, script=script))
             for word in ["exact", "gaussian", "dgc"]:
                 self.assertIn(word, out.read_text())
-            self.assert_refused(self.plot(command, bench, "--density", 0.1, "--out", out), "density",
-                                status=1)
-            self.assert_refused(self.plot(command, bench, "--algos", "magic", "--out", out), "magic",
-                                status=1)
+            self.assert_refused(self.plot(command, bench, "--density", 0.1, "--out", out, script=script),
+                                "density", status=1)
+            self.assert_refused(self.plot(command, bench, "--algos", "magic", "--out", out, script=script),
+                                "magic", status=1)
         # The same cases with two threads: which, is for the caller to say.
         both = self.dir / "both.json"
         both.write_text(json.dumps([{**c, "threads": t, "ns": c["ns"] // t} for c in cases for t in [1, 2]]))

@@ -4,11 +4,12 @@ Needs SKIM_TOOL (the binary); SKIM_HAS_MPI=1 where the build has MPI.
 """
 
 import json
+import re
 import unittest
 
 from tool_test import HAS_MPI, Case, skim
 
-FIELDS = {"exchange", "density", "step_s", "exchange_s", "speed_up", "bytes"}
+FIELDS = {"exchange", "density", "step_s", "exchange_s", "speed_up", "bytes", "advised", "entry_sends"}
 PAPER = ["--link", "1gbit", "--latency", "0.4ms", "--compute", "0.2s"]
 
 
@@ -41,9 +42,9 @@ class Plan(Case):
     def test_the_dense_step_is_the_formula(self):
         dense = self.rows("--params", "1e6", "--ranks", 4, "--link", "1gbit", "--latency", "1ms",
                           "--compute", "10ms", "--add-ns", 0)[0]
-        # 6 rounds of 1 ms; 1.5 times 4 MB, and 40 bytes of each other rank, at 8 ns a byte.
-        self.assertAlmostEqual(dense["exchange_s"], 6e-3 + (6e6 + 120) * 8e-9)
-        self.assertEqual(dense["bytes"], 6e6 + 120)
+        # 6 rounds of 1 ms; 1.5 times 4 MB, and 48 bytes of each other rank, at 8 ns a byte.
+        self.assertAlmostEqual(dense["exchange_s"], 6e-3 + (6e6 + 144) * 8e-9)
+        self.assertEqual(dense["bytes"], 6e6 + 144)
         self.assertAlmostEqual(dense["step_s"], 10e-3 + dense["exchange_s"])
 
     def test_raw_frames_are_larger_and_overlap_hides_the_link(self):
@@ -54,15 +55,108 @@ class Plan(Case):
             self.assertLess(c["bytes"], 0.8 * r["bytes"])
             self.assertLess(h["step_s"], c["step_s"])
 
-    def test_it_says_which_is_best(self):
-        done = plan("--params", "25.6e6", "--ranks", 32, *PAPER)
-        self.assert_ok(done)
-        self.assertRegex(done.stdout, r"\nbest: \S+ at density \S+, a step [\d.]+ times as fast as dense\n$")
+    def test_the_largest_density_within_5_percent_of_the_shortest_step_is_advised(self):
+        cases = [[*PAPER, *more] for more in ([], ["--density", "0.3,0.05,0.01,0.003,0.001"],
+                                              ["--compute", "4s"], ["--compute", "50s"],
+                                              ["--density", "1,0.5"], ["--overlap", 1])]
+        for case in cases:
+            with self.subTest(case):
+                rows = self.rows("--params", "25.6e6", "--ranks", 32, *case)
+                shortest = min(r["step_s"] for r in rows)
+                density = max(r["density"] for r in rows if r["step_s"] <= 1.05 * shortest)
+                there = [r for r in rows if r["density"] == density]
+                (advised,) = [r for r in rows if r["advised"]]
+                self.assertEqual(advised, min(there, key=lambda r: r["step_s"]))
+
+    def test_a_tiny_density_is_not_advised_for_a_gain_of_a_few_percent(self):
+        case = ["--params", "25.6e6", "--ranks", 32, *PAPER, "--compute", "4s"]
+        rows = self.rows(*case, "--density", "1e-6,0.01")
+        shortest = min(rows, key=lambda r: r["step_s"])
+        (advised,) = [r for r in rows if r["advised"]]
+        self.assertEqual((shortest["density"], advised["density"]), (1e-6, 0.01))
+        self.assertLess(shortest["step_s"], advised["step_s"])
+        done = plan(*case, "--density", "1e-6,0.01")
+        (marked,) = [line for line in done.stdout.splitlines() if line.endswith("<- advised")]
+        self.assertEqual(marked.split()[:2], ["0.01", advised["exchange"]])
+        self.assertRegex(done.stdout, rf"\nadvised: {advised['exchange']} at density 0.01: a step of "
+                                      r"[\d.]+ ms, [\d.]+ times as fast as dense\n")
+        self.assertRegex(done.stdout, r"\nThe shortest step, \S+ at density 1e-06, is [\d.]+ % shorter\.\n")
+        # Where it gains much, it is.
+        rows = self.rows(*case, "--density", "1e-6,0.01", "--compute", "10ms")
+        (advised,) = [r for r in rows if r["advised"]]
+        self.assertEqual(advised["density"], 1e-6)
+
+    def test_of_equal_rows_the_first_is_advised(self):
+        rows = self.rows("--params", "25.6e6", "--ranks", 32, *PAPER, "--density", "0.01,0.01")
+        half = rows[1:len(rows) // 2 + 1]
+        (first,) = [i for i, r in enumerate(rows) if r["advised"]]
+        self.assertEqual(rows[first], min(half, key=lambda r: r["step_s"]))
+        self.assertLessEqual(first, len(half))
+        self.assertEqual({**rows[first + len(half)], "advised": True}, rows[first])
 
     def test_it_says_when_not_to_compress(self):
-        done = plan("--params", "1e6", "--ranks", 2, "--link", "400gbit", "--latency", "2us", "--compute", "1ms")
-        self.assert_ok(done)
-        self.assertIn("do not compress", done.stdout)
+        fast = ["--params", "1e6", "--ranks", 2, "--link", "400gbit", "--latency", "2us", "--compute", "1ms"]
+        near = ["--params", "25.6e6", "--ranks", 32, *PAPER, "--compute", "60s"]
+        for case, words in [(fast, "do not compress: the dense sum has the shortest step\n"),
+                            (near, "do not compress: the step of the dense sum is within 5 % of the shortest\n")]:
+            with self.subTest(words):
+                done = plan(*case, "--steps", 20)
+                self.assert_ok(done)
+                self.assertTrue(done.stdout.endswith(words), done.stdout)  # nothing on quality
+                (advised,) = [r for r in self.rows(*case) if r["advised"]]
+                self.assertEqual(advised["exchange"], "dense")
+        # The step of `near` is not the shortest.
+        self.assertGreater(max(r["speed_up"] for r in self.rows(*near)), 1.0)
+
+    RUN = ["--params", "25.6e6", "--ranks", 32, *PAPER]
+    QUALITY = [*RUN, "--density", "0.01"]
+
+    def test_quality_of_a_run_of_that_length(self):
+        for steps, s, words, others in [
+            (2900, "29", "fell behind dense", ["reached dense", "unclear"]),
+            (3000, "30", "unclear", ["fell behind", "reached dense"]),
+            (4900, "49", "unclear", ["fell behind", "reached dense"]),
+            (5000, "50", "reached dense accuracy", ["fell behind", "unclear"]),
+        ]:
+            with self.subTest(steps):
+                done = plan(*self.QUALITY, "--steps", steps)
+                self.assert_ok(done)
+                self.assertIn(f"quality: S = density x steps = {s}: ", done.stdout)
+                self.assertIn(words, done.stdout)
+                for other in others:
+                    self.assertNotIn(other, done.stdout)
+                for remedy in ["larger density", "momentum correction", "more steps"]:
+                    self.assertEqual(remedy in done.stdout, s == "29")
+                for r in self.rows(*self.QUALITY, "--steps", steps):
+                    self.assertAlmostEqual(r["entry_sends"], r["density"] * steps)
+
+    def test_the_smallest_density_of_known_quality_and_its_step(self):
+        smallest = r"\nS >= 50 needs density (\S+): (\S+), a step of (\S+) ms, "
+        for steps, density in [(5000, "0.01"), (64000, "0.00079"), (2900, "0.018")]:
+            with self.subTest(steps):
+                done = plan(*self.QUALITY, "--steps", steps)
+                self.assert_ok(done)
+                self.assertRegex(done.stdout, smallest)
+                d, exchange, ms = re.search(smallest, done.stdout).groups()
+                self.assertEqual(d, density)
+                rows = self.rows(*self.RUN, "--density", d)
+                best = min(rows[1:], key=lambda r: r["step_s"])
+                self.assertEqual(exchange, best["exchange"])
+                self.assertAlmostEqual(float(ms), 1e3 * best["step_s"], delta=1e-3 * float(ms))
+        # Dense is the fastest exchange at 0.9, and the only one in a run of 50 steps.
+        for steps in [56, 50, 1]:
+            done = plan(*self.QUALITY, "--steps", steps)
+            self.assert_ok(done)
+            self.assertRegex(done.stdout, r"\nA run of \d+ steps? has S >= 50 only at densities where "
+                                          r"dense is the fastest exchange\.\n$")
+
+    def test_without_steps_it_says_how_many_the_density_needs(self):
+        for density, steps in [("0.01", 5000), ("0.003", 16667), ("1e-06", 50000000)]:
+            done = plan(*self.RUN, "--density", density)
+            self.assert_ok(done)
+            self.assertRegex(done.stdout, rf"\nquality: density {density} needs {steps} steps for S = ")
+            for r in self.rows(*self.QUALITY):
+                self.assertIsNone(r["entry_sends"])
 
     def test_a_fit_gives_link_and_speeds(self):
         fit = {"alpha_s": 1e-3, "beta_s_per_byte": 8e-9, "select_s": 1e-9, "merge_s": 0.0, "add_s": 0.0}
@@ -70,12 +164,23 @@ class Plan(Case):
         path.write_text(json.dumps(fit))
         case = ["--params", "1e6", "--ranks", 4, "--compute", "10ms", "--density", "0.01"]
         rows = self.rows(*case, "--fit", path)
-        self.assertAlmostEqual(rows[0]["exchange_s"], 6e-3 + (6e6 + 120) * 8e-9)
+        self.assertAlmostEqual(rows[0]["exchange_s"], 6e-3 + (6e6 + 144) * 8e-9)
         self.assertAlmostEqual(rows[1]["select_s"], 1e-3)
         # What stands on the command line wins.
         rows = self.rows(*case, "--fit", path, "--latency", "0ms", "--select-ns", 0)
-        self.assertAlmostEqual(rows[0]["exchange_s"], (6e6 + 120) * 8e-9)
+        self.assertAlmostEqual(rows[0]["exchange_s"], (6e6 + 144) * 8e-9)
         self.assertEqual(rows[1]["select_s"], 0.0)
+
+    def test_hosts_of_several_ranks_show_hierarchical(self):
+        case = ["--params", "1e6", "--ranks", 8, *PAPER, "--density", "0.01", "--merge-ns", 0]
+        alone = {r["exchange"]: r for r in self.rows(*case)}
+        hosts = {r["exchange"]: r for r in self.rows(*case, "--hosts", 2, "--inside-link", "100gbit")}
+        self.assertEqual(hosts.keys() - alone.keys(), {"hierarchical"})
+        # Between two hosts there is one swap on the slow link.
+        self.assertLess(hosts["hierarchical"]["exchange_s"], alone["gtopk"]["exchange_s"])
+        slow = self.rows(*case, "--hosts", 2, "--inside-link", "100gbit", "--inside-latency", "10ms")
+        (slow,) = [r for r in slow if r["exchange"] == "hierarchical"]
+        self.assertGreater(slow["exchange_s"], hosts["hierarchical"]["exchange_s"] + 0.01)
 
     def test_refusals(self):
         good = ["--params", "1e6", "--ranks", 4, *PAPER]
@@ -90,6 +195,13 @@ class Plan(Case):
             ([*good, "--density", "0.1,2"], ["--density", "(0, 1]", "2"]),
             ([*good, "--params", "0.5"], ["--params", "at least 1"]),
             ([*good, "--ranks", 0], ["--ranks"]),
+            ([*good, "--ranks", 4, "--hosts", 8, "--inside-link", "10gbit"], ["--hosts 8", "--ranks 4"]),
+            ([*good, "--hosts", 2], ["--hosts", "--inside-link"]),
+            ([*good, "--inside-link", "10gbit"], ["--hosts", "--inside-link"]),
+            ([*good, "--steps", 0], ["--steps", "0"]),
+            ([*good, "--steps", -5], ["--steps", "-5"]),
+            ([*good, "--steps", "many"], ["--steps", "many"]),
+            ([*good, "--steps", "1.5"], ["--steps", "1.5"]),
             ([*good, "--fit", self.dir / "none.json"], ["--fit", "cannot open"]),
             ([*good, "--fit", self.dir / "bad.json"], ["--fit", "bench network"]),
             ([*good, "--json", self.dir / "no" / "file"], ["--json", "cannot open"]),

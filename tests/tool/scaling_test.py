@@ -11,14 +11,14 @@ import statistics
 import subprocess
 import unittest
 
-from inspect_test import CAN_DRAW, PLOTS, PYTHON
+from inspect_test import CAN_DRAW, FIGURES, PYTHON
 from tool_test import HAS_MPI, LIMIT, TOOL, Case, skim
 
 P, N, K = 4, 20000, 200
 SHIFT = 4099  # of one rank's gradient against the next
 FIT = {"alpha_s": 1e-3, "beta_s_per_byte": 8e-9, "select_s": 1e-9, "merge_s": 1e-8, "add_s": 0.0}
 OWN = ["--params", N, "--compute", "1ms", "--density", 0.01, "--rounds", 3]
-FIELDS = {"model", "params", "k", "density", "ranks", "exchange", "counts_as", "scheme", "reason", "compute_s",
+FIELDS = {"model", "params", "k", "density", "ranks", "exchange", "counts_as", "chosen", "reason", "compute_s",
           "select_s", "select_n", "exchange_s", "exchange_least_s", "exchange_most_s", "rounds_s", "predicted_s",
           "predicted_link_s", "predicted_merge_s", "measured_over_predicted", "efficiency", "speed_up_over_dense",
           "speed_up_over_allgather", "busy", "bytes", "result_entries", "frame_bytes", "index_code", "time_scale",
@@ -53,8 +53,8 @@ class Measured(Case):
 
     def test_every_exchange_has_every_field_and_they_agree(self):
         rows = self.rows("--fit", self.fit)
-        self.assertEqual(list(rows), ["dense-ring", "dense-mpi", "allgather", "gtopk", "oktopk", "auto"])
-        dense = min((rows["dense-ring"], rows["dense-mpi"]), key=lambda r: r["exchange_s"])
+        self.assertEqual(list(rows), ["dense-ring", "dense-vendor", "allgather", "gtopk", "oktopk", "auto"])
+        dense = min((rows["dense-ring"], rows["dense-vendor"]), key=lambda r: r["exchange_s"])
         self.assertEqual({name: r["counts_as"] for name, r in rows.items() if r["counts_as"]},
                          {dense["exchange"]: "dense", "allgather": "allgather", "gtopk": "gtopk", "oktopk": "oktopk",
                           "auto": "auto"})
@@ -65,15 +65,15 @@ class Measured(Case):
             self.assertEqual(r["exchange_s"], statistics.median(r["rounds_s"]))
             self.assertEqual((r["exchange_least_s"], r["exchange_most_s"]), (min(r["rounds_s"]), max(r["rounds_s"])))
             self.assertGreater(min(r["rounds_s"]), 0)
-            self.assertEqual(r["select_s"] == 0, r["scheme"] == "dense", name)
+            self.assertEqual(r["select_s"] == 0, r["chosen"] == "dense", name)
             self.assertEqual((r["select_n"], r["waited_s"]), (N, 1e-3))
             self.assertAlmostEqual(r["efficiency"], 1e-3 / (1e-3 + r["select_s"] + r["exchange_s"]))
             self.assertAlmostEqual(r["speed_up_over_dense"], r["efficiency"] / dense["efficiency"])
             self.assertAlmostEqual(r["speed_up_over_allgather"], r["efficiency"] / rows["allgather"]["efficiency"])
             self.assertAlmostEqual(r["predicted_s"], r["predicted_link_s"] + r["predicted_merge_s"])
             self.assertAlmostEqual(r["measured_over_predicted"], r["exchange_s"] / r["predicted_s"])
-        # 2 (P - 1) / P of 4 n bytes, and 40 of each other rank.
-        self.assertEqual(rows["dense-ring"]["bytes"], 1.5 * 4 * N + 40 * 3)
+        # 2 (P - 1) / P of 4 n bytes, and 48 of each other rank.
+        self.assertEqual(rows["dense-ring"]["bytes"], 1.5 * 4 * N + 48 * 3)
         self.assertAlmostEqual(rows["dense-ring"]["predicted_s"], 6e-3 + (1.5 * 4 * N + 120) * 8e-9)
         self.assertEqual(rows["dense-ring"]["result_entries"], N)
 
@@ -91,13 +91,13 @@ class Measured(Case):
         plan = skim("plan", "--params", N, "--ranks", P, "--compute", "1ms", "--density", 0.01, "--fit", self.fit,
                     "--frames", "raw", "--json", "-")
         self.assert_ok(plan)
-        planned = {r["scheme"]: r for r in json.loads(plan.stdout)}
+        planned = {r["exchange"]: r for r in json.loads(plan.stdout)}
         whole = self.rows("--fit", self.fit, "--exchange", "dense,allgather,gtopk,oktopk", "--index-code", "raw32")
-        known = [r for r in whole.values() if r["scheme"] in planned]
+        known = [r for r in whole.values() if r["chosen"] in planned]
         self.assertGreaterEqual(len(known), 3, planned.keys())
         for r in known:
-            self.assertAlmostEqual(r["predicted_link_s"], planned[r["scheme"]]["link_s"])
-            self.assertAlmostEqual(r["predicted_merge_s"], planned[r["scheme"]]["merge_s"])
+            self.assertAlmostEqual(r["predicted_link_s"], planned[r["chosen"]]["link_s"])
+            self.assertAlmostEqual(r["predicted_merge_s"], planned[r["chosen"]]["merge_s"])
         # A link that is ten times slower is meant to be ten times faster; two cores merge for four ranks.
         scaled = self.rows("--fit", self.fit, "--exchange", "dense,allgather,gtopk,oktopk", "--index-code", "raw32",
                            "--time-scale", 10, "--shared-cores", 2, "--longest-wait", "2ms")
@@ -109,18 +109,18 @@ class Measured(Case):
     def test_frames_with_coded_indices_are_shorter(self):
         case = ["--exchange", "gtopk"]
         coded, raw = self.rows(*case)["gtopk"], self.rows(*case, "--index-code", "raw32")["gtopk"]
-        self.assertEqual(raw["frame_bytes"], 24 + 40 + 8 * K)
+        self.assertEqual(raw["frame_bytes"], 24 + 48 + 8 * K)
         self.assertLess(coded["frame_bytes"], 0.8 * raw["frame_bytes"])
         self.assertLess(coded["bytes"], raw["bytes"])
 
     def test_auto_says_what_it_took_and_how_far_it_is_from_the_best(self):
         # On this link, dense is a second and the others are not.
         self.fit.write_text(json.dumps(FIT | {"beta_s_per_byte": 1e-5}))
-        rows = self.rows("--fit", self.fit, "--exchange", "dense,allgather,gtopk,auto", "--no-mpi-sum", "--rounds", 7)
-        self.assertNotIn("dense-mpi", rows)
+        rows = self.rows("--fit", self.fit, "--exchange", "dense,allgather,gtopk,auto", "--no-vendor-sum", "--rounds", 7)
+        self.assertNotIn("dense-vendor", rows)
         auto = rows.pop("auto")
-        self.assertTrue(auto["reason"].startswith(auto["scheme"] + " "), auto["reason"])
-        self.assertNotEqual(auto["scheme"], "dense")
+        self.assertTrue(auto["reason"].startswith(auto["chosen"] + " "), auto["reason"])
+        self.assertNotEqual(auto["chosen"], "dense")
         paired = auto["over_best"]
         best = min(rows.values(), key=lambda r: r["select_s"] + r["exchange_s"])
         self.assertEqual(paired["best"], best["exchange"])
@@ -157,7 +157,7 @@ class Measured(Case):
         path = self.dir / "out.json"
         done = self.start("--model", "resnet20", "--rounds", 1, "--longest-wait", "1ms", "--json", path, ranks=2)
         self.assert_ok(done)
-        for words in ("resnet20: 269722 parameters, k 269", "dense-mpi", "auto over ", "efficiency"):
+        for words in ("resnet20: 269722 parameters, k 269", "dense-vendor", "auto over ", "efficiency"):
             self.assertIn(words, done.stdout)
         self.assertIn("resnet20: round 1 of 1: ", done.stderr)
         for r in json.loads(path.read_text()):
@@ -206,18 +206,18 @@ class Plots(Case):
                     "counts_as": counts_as, "index_code": "coded", "compute_s": 0.1, "select_s": 0.02,
                     "exchange_s": seconds, "exchange_least_s": seconds / 2, "exchange_most_s": seconds * 2,
                     "predicted_s": seconds / 1.25, "measured_over_predicted": 1.25, "efficiency": 0.1 / (0.12 + seconds),
-                    "speed_up_over_dense": 2.0, "speed_up_over_allgather": None, "busy": 0.5, "scheme": exchange,
+                    "speed_up_over_dense": 2.0, "speed_up_over_allgather": None, "busy": 0.5, "chosen": exchange,
                     "bytes": 1000} | more
 
         self.rows = [row(p, scale, *case) for p, scale in [(4, 1), (16, 1), (16, 10), (32, 10)]
-                     for case in [("dense-ring", None, 0.9), ("dense-mpi", "dense", 0.38), ("allgather", "allgather", 0.05),
+                     for case in [("dense-ring", None, 0.9), ("dense-vendor", "dense", 0.38), ("allgather", "allgather", 0.05),
                                   ("gtopk", "gtopk", 0.03)]]
         over = {"median": 1.01, "low": 0.99, "high": 1.04}
         self.rows.append(row(4, 1, "auto", "auto", 0.03, over_best=over, busy=0.95))
         self.file.write_text(json.dumps(self.rows))
 
     def plot(self, *arguments):
-        return subprocess.run([PYTHON, PLOTS, *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT)
+        return subprocess.run([PYTHON, FIGURES, *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT)
 
     def table(self, cell):
         done = self.plot("scaling-table", self.file, "--cell", cell)

@@ -44,7 +44,7 @@ class Training(Case):
                     same = {key for key in t if not key.endswith("_ms")}
                     self.assertEqual({key: s[key] for key in same}, {key: t[key] for key in same})
                 (expected,) = json.loads(summary.read_text())
-                for key in expected.keys() - {"peak_rss_bytes"}:
+                for key in expected.keys() - {"peak_rss_bytes", "metrics"}:
                     if not key.endswith("_ms"):
                         self.assertEqual(row[key], expected[key], key)
 
@@ -52,7 +52,7 @@ class Training(Case):
         case = ["--ranks", 6, "--steps", 5, "--exchange", "gtopk", "--density", 0.01, "--compute", "20ms",
                 "--link-only", "--measure-delta", 2]
         first, again = (self.run_with_metrics(name, *case) for name in ("a.jsonl", "b.jsonl"))
-        machine = ["wall_ms", "wall_s", "peak_rss_bytes"]
+        machine = ["wall_ms", "wall_s", "peak_rss_bytes", "metrics"]
         self.assertEqual(without(first[0], *machine), without(again[0], *machine))
         for a, b in zip(first[1], again[1], strict=True):
             self.assertEqual(without(a, *machine), without(b, *machine))
@@ -118,7 +118,7 @@ class Training(Case):
         self.assertIn("stopped after step", err)
         (row,) = json.loads((self.dir / "s.json").read_text())
         self.assertTrue(row["stopped"])
-        self.assertEqual(row["steps"], max(line["step"] for line in lines(metrics)))
+        self.assertEqual(row["steps_done"], max(line["step"] for line in lines(metrics)))
 
     def test_refusals(self):
         text = self.dir / "text"
@@ -130,7 +130,7 @@ class Training(Case):
             (["--ranks", 0], ["--ranks"]),
             (["--ranks", 100], ["512", "100"]),
             (["--measure-delta", 0], ["--measure-delta"]),
-            (["--measure-delta", 1, "--feedback", "none"], ["--measure-delta", "--feedback none"]),
+            (["--measure-delta", 1, "--no-feedback"], ["--measure-delta", "--no-feedback"]),
             (["--exchange", "ring"], ["--exchange", "ring"]),
             (["--exchange", "hierarchical"], ["hierarchical", "one host"]),
             (["--checkpoint", self.dir], ["--checkpoint", "none"]),
@@ -144,7 +144,7 @@ class Training(Case):
             (["--json", self.dir / "x", "--metrics", self.dir / "x"], ["--json and --metrics"]),
             (["--params", 5], ["--params"]),
             (["--model", "lstm", "--data", "text", "--data-dir", text, "--hidden", 2048, "--ranks", 4096,
-              "--batch", 1, "--sequence", 8], ["lstm on 4096 ranks needs about", "GB"]),
+              "--batch", 1, "--sequence-length", 8], ["lstm on 4096 ranks needs about", "GB"]),
         ]:
             with self.subTest(arguments):
                 self.assert_refused(simulate("--steps", 1, *arguments), *words)

@@ -125,10 +125,9 @@ class Usage(Case):
         self.assert_refused(train("--compare", "gtopk:0.01:best"), "best", "exact", "blocktopk")
         self.assert_refused(train("--compare", "gtopk::exact"), "''", "no density")
         self.assert_refused(train("--select-seeds", "other"), "other", "same", "own")
-        self.assert_refused(train("--gtopk-form", "star"), "star", "tree", "butterfly")
-        self.assert_refused(train("--auto-among", "dense,auto"), "auto", "oktopk")
-        self.assert_refused(train("--inside-hosts", "dense"), "dense", "allgather")
-        self.assert_refused(train("--oktopk-cut-every", "0"), "--oktopk-cut-every", "> 0")
+        self.assert_refused(train("--among", "dense,auto"), "auto", "oktopk")
+        self.assert_refused(train("--inside", "dense"), "dense", "allgather")
+        self.assert_refused(train("--cut-every", "0"), "--cut-every", "> 0")
         self.assert_refused(train("--fit", self.dir / "none"), "--fit", "cannot open", "none")
 
     def test_values_out_of_range(self):
@@ -154,8 +153,7 @@ class Usage(Case):
                             "auto,raw32,packed,rice,bitmap,huffman")
         self.assert_refused(train("--rounding", "up"), "--rounding", "nearest,stochastic")
         for option in ["--momentum-correction", "--residual-decay"]:
-            self.assert_refused(train(option, "0.5", "--feedback", "none"), option,
-                                "--feedback residual")
+            self.assert_refused(train(option, "0.5", "--no-feedback"), option, "--no-feedback")
         self.assert_refused(train("--server", "star"), "--server", "star", "rank0", "sharded")
         self.assert_refused(train("--exchange", "allgather", "--down-density", "0.1"),
                             "--down-density", "allgather", "param-server")
@@ -176,16 +174,39 @@ class Usage(Case):
         # The command line goes before the file.
         self.assert_ok(train("--config", config, "--steps", 3, "--summary", summary))
         self.assertEqual(json.loads(summary.read_text())[0]["steps"], 3)
-        config.write_text('select = "randomk"\nselect-seeds = "own"\nper-layer = true\n'
+        config.write_text('select = "randomk"\nselect-seeds = "own"\nper-parameter = true\n'
                           'momentum-correction = 0.5\nno-factor-masking = true\nlocal-clip = 2.0\n'
                           'residual-decay = 0.75\nmodel = "linear"\nsteps = 2\n')
         self.assert_ok(train("--config", config, "--summary", summary))
         run = json.loads(summary.read_text())[0]
-        self.assertEqual([run[key] for key in ["select", "per_layer", "momentum_correction",
+        self.assertEqual([run[key] for key in ["select", "per_parameter", "momentum_correction",
                                                "local_clip", "residual_decay"]],
                          ["randomk", True, 0.5, 2.0, 0.75])
         config.write_text("modle = 'linear'\n")
         self.assert_refused(train("--config", config), "modle")
+
+    def test_a_summary_is_a_config_file(self):
+        summary = self.dir / "s.json"
+        for text in ["[]", "{}", "[1]", '[{"model": "mlp"}]']:
+            summary.write_text(text)
+            self.assert_refused(train("--config", summary), "--config", "no summary", "TOML")
+        for key, value, words in [("select", "best", ["select", "best", "exact"]),
+                                  ("batch", 0.5, ["batch", "whole number", "0.5"]),
+                                  ("momentum", 1, ["momentum", "[0, 1)", "1"]),
+                                  ("density", "much", ["density", "much", "adaptive"]),
+                                  ("lr", "fast", ["lr", "fast"])]:
+            summary.write_text(json.dumps([{"exchange": "gtopk", key: value}]))
+            self.assert_refused(train("--config", summary), "--config", *words)
+        # The command line goes before the file, and files of the first run are not written again.
+        self.assert_ok(train("--model", "linear", "--steps", 2, "--metrics", self.dir / "m", "--lr", 0.3,
+                             "--summary", summary))
+        (self.dir / "m").unlink()
+        again = self.dir / "again.json"
+        self.assert_ok(skim("train", "--config", summary, "--lr", 0.2, "--summary", again))
+        first, second = (json.loads(path.read_text())[0] for path in [summary, again])
+        results = {"train_loss", "test_loss", "test_accuracy"}
+        self.assertEqual({key for key in OPTIONS(first) - results if first[key] != second[key]}, {"lr", "metrics"})
+        self.assertFalse((self.dir / "m").exists())
 
     def test_bad_data_files(self):
         def mnist(images, labels):
@@ -207,8 +228,55 @@ class Usage(Case):
         self.assert_refused(train("--data", "mnist", "--data-dir", self.dir / "none"), "none")
 
 
+# Of a summary: the keys that are options.
+def OPTIONS(run):
+    return {key for key in run if not key.endswith(("_ms", "_bytes", "_per_step"))}
+
+
 @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
 class Runs(Case):
+    def repeat(self, *arguments):
+        """The run, and the one that its summary describes."""
+        found = []
+        for number, words in enumerate([arguments, ["--config", self.dir / "0.json"]]):
+            folder = self.dir / f"checkpoint-{number}"
+            done = skim("train", *words, "--summary", self.dir / f"{number}.json", "--metrics",
+                        self.dir / f"{number}.jsonl", "--checkpoint", folder)
+            self.assert_ok(done)
+            summary = json.loads((self.dir / f"{number}.json").read_text())
+            timeless = [{k: v for k, v in run.items() if k in OPTIONS(run) - {"metrics", "checkpoint"}}
+                        for run in summary]
+            steps = [{k: v for k, v in line.items() if not k.endswith("_ms")}
+                     for line in lines(self.dir / f"{number}.jsonl")]
+            models = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
+                      if path.suffix in (".residual", ".pt") and path.name != "optimizer.pt"}
+            found.append((timeless, steps, models))
+        self.assertEqual(found[0][0], found[1][0])
+        self.assertEqual(found[0][1], found[1][1])
+        self.assertTrue(found[0][2] and found[0][2] == found[1][2], "the models differ")
+        return found[0][0]
+
+    def test_a_summary_repeats_its_run(self):
+        (run,) = self.repeat(
+            *SMALL, "--ranks", 3, "--model", "mlp-64", "--steps", 7, "--exchange", "param-server",
+            "--server", "sharded", "--down-density", 0.3, "--density", "capture=0.4", "--density-max", 0.6,
+            "--select", "randomk", "--select-seeds", "own", "--per-parameter", "--value-code", "q4",
+            "--rounding", "stochastic", "--index-code", "rice", "--momentum-correction", 0.7,
+            "--nesterov-correction", "--no-factor-masking", "--local-clip", 0.9, "--residual-decay", 0.9,
+            "--lr", 0.07, "--lr-schedule", "cosine", "--lr-warmup", 0.05, "--split", "shards",
+            "--shards-per-rank", 3, "--bucket-mb", 0.05, "--dense-below", 100, "--seed", 9, "--clip-norm", 0.8,
+            "--weight-decay", 0.001, "--no-bias-decay", "--threads", 1)
+        self.assertEqual([run[key] for key in ["density", "factor_masking", "bias_decay", "local_clip", "index_code",
+                                               "server", "per_parameter", "lr_warmup"]],
+                         ["capture=0.4", False, False, 0.9, "rice", "sharded", True, 0.05])
+
+    def test_a_summary_repeats_a_comparison(self):
+        runs = self.repeat(*SMALL, "--ranks", 2, "--model", "mlp-64", "--steps", 5, "--compare",
+                           "dense,gtopk-tree:adaptive,oktopk:0.01:mstopk", "--budget", "100kB", "--threads", 1)
+        self.assertEqual([(r["run"], r["density"], r["select"], r["memory"]) for r in runs],
+                         [("dense", 1, "exact", "gradients"), ("gtopk-tree:adaptive", "adaptive", "exact", "updates"),
+                          ("oktopk:0.01:mstopk", 0.01, "mstopk", "gradients")])
+
     def test_compare_counts_bytes_and_learns(self):
         summary, metrics = self.dir / "s.json", self.dir / "m.jsonl"
         done = train("--ranks", 4, "--model", "mlp-64", "--steps", 30, "--dense-below", 0,
@@ -224,8 +292,8 @@ class Runs(Case):
             self.assertGreater(run["test_accuracy"], 0.2)
             self.assertLess(run["train_loss"], 2.4)
         # Exactly the formulas of docs/algorithms.md.
-        self.assertEqual(runs["dense"]["sent_bytes_per_step"], 2 * 3 / 4 * 4 * n + 3 * 40)
-        frame = 24 + 40 + 8 * k
+        self.assertEqual(runs["dense"]["sent_bytes_per_step"], 2 * 3 / 4 * 4 * n + 3 * 48)
+        frame = 24 + 48 + 8 * k
         # In two rounds: a frame, then two in one message, in front of each but the last its length.
         self.assertEqual(runs["allgather:0.01"]["sent_bytes_per_step"], 3 * frame + 8)
         # Two swaps of every rank; k entries in each frame.
@@ -289,7 +357,7 @@ class Runs(Case):
         runs = [plain, dense]
         for arguments in [momentum, [*momentum, "--nesterov-correction"],
                           [*momentum, "--no-factor-masking"], ["--local-clip", 0.5],
-                          ["--residual-decay", 0.5], ["--per-layer"], ["--value-code", "q4"],
+                          ["--residual-decay", 0.5], ["--per-parameter"], ["--value-code", "q4"],
                           ["--value-code", "q4", "--rounding", "stochastic"]]:
             changed = losses(*sparse, *arguments)
             self.assertEqual(changed[0], plain[0])
@@ -357,7 +425,7 @@ class Runs(Case):
 
         self.assertEqual(decisions(1e-15), {"dense"})
         self.assertNotIn("dense", decisions(1e-6))
-        self.assertEqual(decisions(1e-15, "--auto-among", "gtopk,oktopk"), {"gtopk-butterfly"})
+        self.assertEqual(decisions(1e-15, "--among", "gtopk,oktopk"), {"gtopk"})
         # Without a fit it measures; on this machine anything may be best, but all ranks agree.
         self.assert_ok(train("--ranks", 3, "--exchange", "auto", "--steps", 40))
 
@@ -385,11 +453,11 @@ class Runs(Case):
         self.assertNotEqual(dense, losses("--exchange", "dense", "--seed", 2))
         self.assertNotEqual(dense, losses("--exchange", "gtopk", "--density", 0.001))
 
-    def test_mpi_sum_agrees_with_the_ring(self):
-        for how in ["ring", "mpi"]:
+    def test_the_vendors_sum_agrees_with_the_ring(self):
+        for how in ["ring", "vendor"]:
             self.assert_ok(train("--ranks", 3, "--model", "linear", "--steps", 4, "--exchange",
                                  "dense", "--dense-sum", how, "--summary", self.dir / how))
-        ring, mpi = (json.loads((self.dir / how).read_text())[0] for how in ["ring", "mpi"])
+        ring, mpi = (json.loads((self.dir / how).read_text())[0] for how in ["ring", "vendor"])
         self.assertAlmostEqual(ring["train_loss"], mpi["train_loss"], places=5)
 
     def test_under_mpirun(self):
@@ -481,7 +549,7 @@ class Checkpoints(Case):
 
     def test_all_state_resumes_bit_identically(self):
         local = ["--momentum-correction", 0.8, "--nesterov-correction", "--local-clip", 1,
-                 "--residual-decay", 0.9, "--per-layer", "--select", "gaussian",
+                 "--residual-decay", 0.9, "--per-parameter", "--select", "gaussian",
                  "--value-code", "q2", "--rounding", "stochastic"]
         server = ["--exchange", "param-server", "--server", "sharded", "--memory", "updates",
                   "--down-density", 0.004]
@@ -610,7 +678,7 @@ exit 1
         done = under(f'"{os.environ["SKIM_MPIRUN"]}" "$@" || exit\n{complaint}')
         self.assert_ok(done)
         self.assertNotIn("mpirun", done.stderr)
-        self.assertEqual(json.loads((self.dir / "s.json").read_text())[0]["steps"], 2)
+        self.assertEqual(json.loads((self.dir / "s.json").read_text())[0]["steps_done"], 2)
         # But where no rank came to its end, that is what there is to say.
         self.assert_refused(under(complaint), "mpirun has exited due to process rank 0", status=1)
         (self.dir / "mpirun").unlink()

@@ -2,7 +2,7 @@
 #include "train/data.hpp"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 #include <zlib.h>
 
 #include <algorithm>

@@ -2,6 +2,8 @@
 #include "train/models.hpp"
 
 #include <gtest/gtest.h>
+#include <torch/optim/adam.h>
+#include <torch/utils.h>
 
 #include <algorithm>
 #include <cmath>

@@ -13,6 +13,7 @@ from typing import Any
 from skim import _core
 
 HOOKS = ("none", "barrier", "allreduce", "fp16", "bf16", "powersgd", "skim")
+EXCHANGES = ("auto", *_core.exchanges)
 DEFAULT = [*(hook for hook in HOOKS if hook != "barrier"), "skim-auto"]
 
 DDP = """\
@@ -63,8 +64,8 @@ def main() -> int:
     add("--rate", type=_rate, metavar="RATE", help="of the link of every rank, each way: 1gbit, 100mbit, ..; loopback")
     add("--latency", type=_latency, metavar="TIME", help="one way, with --rate: 0.2ms, 50us, ..; none")
     add("--density", type=_density, default=0.001, metavar="D", help="share of entries that skim sends (0.001)")
-    add("--exchange", choices=_core.exchange_kinds, default="allgather", metavar="KIND",
-        help="of hook skim: one of " + ", ".join(_core.exchange_kinds) + " (allgather)")  # fmt: skip
+    add("--exchange", choices=EXCHANGES, default="allgather", metavar="KIND",
+        help="of hook skim: one of " + ", ".join(EXCHANGES) + " (allgather)")  # fmt: skip
     add("--bucket-mb", type=_size, default=25.0, metavar="MB", help="bucket_cap_mb of DDP (25, as DDP)")
     add("--steps", type=_whole(1, 10**6), default=20, metavar="N", help="timed steps of a hook in a round (20)")
     add("--rounds", type=_whole(1, 10**6), default=5, metavar="N", help="rounds of a run (5)")
@@ -114,10 +115,10 @@ def _refuse(text: str) -> Any:
 def _hooks(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in HOOKS and name.removeprefix("skim-") not in _core.exchange_kinds:
+        if name not in HOOKS and name.removeprefix("skim-") not in EXCHANGES:
             raise argparse.ArgumentTypeError(
                 f"no hook '{name}'; there are: {', '.join(HOOKS)}, "
-                + ", ".join(f"skim-{kind}" for kind in _core.exchange_kinds)
+                + ", ".join(f"skim-{kind}" for kind in EXCHANGES)
             )
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"a hook twice in '{text}'")

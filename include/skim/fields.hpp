@@ -1,0 +1,164 @@
+// Every option of the library once: its name, the member that holds it, and one line about it. The
+// command line, config files, JSON and Python take their options from these lists.
+//
+//   each_field(options, [](const char* name, auto& member, const FieldInfo& info) { ... });
+//
+// Names are unique over all structs, because a command line is flat. There, `select_block` is
+// --select-block. A new option needs its line here and the code that uses it.
+#pragma once
+
+#include <concepts>
+#include <limits>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "skim/chooser.hpp"
+#include "skim/exchange.hpp"
+#include "skim/feedback.hpp"
+#include "skim/reducer.hpp"
+#include "skim/select.hpp"
+
+namespace skim {
+
+// The numbers that an option may be. A default outside of its range means "not given".
+struct FieldRange {
+  double low = -std::numeric_limits<double>::infinity();
+  double high = std::numeric_limits<double>::infinity();
+  bool with_low = true, with_high = true;
+
+  constexpr bool holds(double x) const {
+    return (with_low ? x >= low : x > low) && (with_high ? x <= high : x < high);
+  }
+  // For "expected a number ...": "> 0", "in [0, 1)".
+  std::string text() const {
+    const auto whole = [](double x) { return std::to_string(static_cast<long long>(x)); };
+    if (high == std::numeric_limits<double>::infinity()) {
+      return (with_low ? ">= " : "> ") + whole(low);
+    }
+    return std::string("in ") + (with_low ? "[" : "(") + whole(low) + ", " + whole(high) +
+           (with_high ? "]" : ")");
+  }
+};
+inline constexpr FieldRange kPositive{.low = 0.0, .with_low = false};
+inline constexpr FieldRange kNotNegative{.low = 0.0};
+inline constexpr FieldRange kFraction{.low = 0.0, .high = 1.0};
+inline constexpr FieldRange kBelowOne{.low = 0.0, .high = 1.0, .with_high = false};
+inline constexpr FieldRange kDensityRange{.low = 0.0, .high = 1.0, .with_low = false};
+
+// Where an option must have one value.
+enum class FieldScope : std::uint8_t {
+  run,      // on all ranks, and in a run and the one that resumes it
+  session,  // on all ranks; a run that resumes may change it
+  rank,     // nowhere
+};
+
+struct FieldInfo {
+  const char* what;  // one line
+  FieldRange range = {};
+  // Of a name or a list of names: those that are valid; null: all of the type.
+  std::vector<std::string> (*names)() = nullptr;
+  FieldScope scope = FieldScope::run;
+  // Says where the run's files go: a repetition of the run does not take it over.
+  bool is_place = false;
+};
+
+template <class Options, class Of>
+concept OptionsOf = std::same_as<std::remove_const_t<Options>, Of>;
+
+template <OptionsOf<SelectOptions> Options, class F>
+void each_field(Options& o, F&& f) {
+  f("select", o.algo, FieldInfo{"how entries are chosen"});
+  f("select_threshold", o.threshold,
+    FieldInfo{"threshold: what is at least this large is chosen, whatever the density", kPositive});
+  f("select_block", o.block, FieldInfo{"blocktopk: entries of a block", kPositive});
+  f("select_stages", o.stages, FieldInfo{"sidco: stages of its fit [adapted]", kPositive});
+  f("select_seed", o.seed, FieldInfo{"dgc, mstopk, randomk: seed of what they draw"});
+  f("per_parameter", o.per_parameter,
+    FieldInfo{"choose inside every parameter, not over a whole bucket"});
+}
+
+template <OptionsOf<CodecOptions> Options, class F>
+void each_field(Options& o, F&& f) {
+  f("index_code", o.index,
+    FieldInfo{"indices in frames; auto: the smallest for each that is worth its time"});
+  f("value_code", o.value, FieldInfo{"values in frames: q8, q4, q2 with scales for blocks"});
+  f("rounding", o.rounding, FieldInfo{"to the value code"});
+  f("rounding_seed", o.seed, FieldInfo{"stochastic: seed of what it draws"});
+}
+
+template <OptionsOf<ExchangeOptions> Options, class F>
+void each_field(Options& o, F&& f) {
+  const auto nesting = [] { return names_where(&ExchangeRow::nests); };
+  f("exchange", o.kind, FieldInfo{"how gradients are summed"});
+  f("drop", o.drop, FieldInfo{"gtopk, gtopk-tree: who keeps what a merge drops"});
+  f("inside", o.hierarchy.inside,
+    FieldInfo{.what = "hierarchical: among the ranks of a host", .names = nesting});
+  f("between", o.hierarchy.between,
+    FieldInfo{.what = "hierarchical: among one rank of each host", .names = nesting});
+  f("server", o.server.placement,
+    FieldInfo{"param-server: rank 0, which trains or only serves (dedicated), or all ranks, each "
+              "for a range of indices (sharded)"});
+  f("oktopk_exact", o.oktopk.exact,
+    FieldInfo{"oktopk: the largest of the exact sum, at a volume without a bound"});
+  f("cut_every", o.oktopk.cut_every,
+    FieldInfo{"oktopk: steps until the cut is found anew", kPositive});
+  f("regions_every", o.oktopk.regions_every,
+    FieldInfo{"oktopk: steps until the ranks' index ranges are found anew", kPositive});
+  each_field(o.codec, f);
+}
+
+template <OptionsOf<ChooserOptions> Options, class F>
+void each_field(Options& o, F&& f) {
+  f("among", o.among,
+    FieldInfo{.what = "auto: what it may choose [all but global-topk]", .names = [] {
+                std::vector<std::string> names;
+                for (const ExchangeRow& row : exchange_rows()) {
+                  if (!row.holds_mass) names.emplace_back(row.name);
+                }
+                return names;
+              }});
+  f("trial_share", o.trial_share,
+    FieldInfo{"auto: part of the run's time that trying exchanges may cost", kFraction});
+  // Rank 0's count on all ranks.
+  f("link", o.link,
+    FieldInfo{.what = "auto: the link to predict from; none: rank 0 measures it",
+              .scope = FieldScope::rank});
+  f("local_speeds", o.local,
+    FieldInfo{.what = "auto: seconds an entry of a rank's own work", .scope = FieldScope::rank});
+}
+
+template <OptionsOf<FeedbackOptions> Options, class F>
+void each_field(Options& o, F&& f) {
+  f("feedback", o.enabled,
+    FieldInfo{"keep what is not sent for the next step; without: it is lost"});
+  f("momentum_correction", o.momentum_correction,
+    FieldInfo{"momentum of each rank, before selection, in place of the optimizer's; 0: none",
+              kBelowOne});
+  f("nesterov_correction", o.nesterov_correction, FieldInfo{"Nesterov form of it"});
+  f("factor_masking", o.factor_masking,
+    FieldInfo{"clear the momentum of entries that were delivered"});
+  f("local_clip", o.local_clip,
+    FieldInfo{"each rank's gradient is clipped to a norm of X / sqrt(P) before selection; 0: none",
+              kNotNegative});
+  f("residual_decay", o.residual_decay,
+    FieldInfo{"factor of the residual in every step", kFraction});
+}
+
+// The Reducer's own, of any struct that has them.
+template <class Options, class F>
+void each_reducer_field(Options& o, F&& f) {
+  f("dense_sum", o.dense_sum, FieldInfo{"dense: Skim's ring, or vendor, MPI's own sum"});
+  f("dense_below", o.dense_below, FieldInfo{"buckets of fewer entries go dense"});
+  f("non_finite", o.non_finite,
+    FieldInfo{
+        "a step with NaN or infinity: skip it or raise an error, on all ranks, or pass it on"});
+}
+
+// Without those of select, feedback, exchange and chooser, which have lists of their own, above.
+template <OptionsOf<ReducerOptions> Options, class F>
+void each_field(Options& o, F&& f) {
+  each_reducer_field(o, f);
+}
+
+}  // namespace skim

@@ -1,0 +1,102 @@
+// The local half of a step: what happens to this rank's gradient and residual, wherever their
+// memory is. The other half, the exchange, sees only sparse entries in host memory.
+//
+//   select      residual += gradient; the entries to send          (or accumulate and whole: all)
+//   commit      residual -= sent, residual += returned
+//   apply       gradient = factor * sum
+//   end_step or rollback_step
+//
+// One implementation keeps everything in host memory (make_local_half), one on a CUDA device
+// (make_cuda_local_half in cuda.hpp). One of your own goes to the Reducer in ReducerParts::local.
+#pragma once
+
+#include <iosfwd>
+#include <memory>
+#include <span>
+
+#include "skim/feedback.hpp"
+#include "skim/select.hpp"
+#include "skim/types.hpp"
+
+namespace skim {
+
+// The Reducer calls it for one bucket at a time, in the order above. Not thread-safe.
+class LocalHalf {
+ public:
+  virtual ~LocalHalf() = default;
+
+  // Declares all buckets, or declares them anew: ErrorFeedback::set_layout. Between steps only.
+  virtual void set_layout(std::span<const Bucket> buckets) = 0;
+  // The slots that are declared, in that order.
+  virtual std::span<const Slot> slots() const noexcept = 0;
+  // The bucket's parameters, ascending by offset. Throws: InvalidArgument: unknown slot.
+  virtual std::span<const Segment> layout(Slot slot) const = 0;
+
+  // Throws: InvalidArgument: a gradient that select, accumulate and apply do not take (another
+  // device or type; null).
+  virtual void check(const GradView& grad) const = 0;
+
+  // residual += grad / scale; mine = the entries to send, at most task.k of them if at_most_k.
+  // grad may be overwritten. mine is overwritten: canonical, in host memory, not yet rounded.
+  // The report's norms and counts are of this rank's gradient as the caller gave it; threshold and
+  // kept_norm2 are of mine.
+  // Throws: InvalidArgument (nothing changed).
+  struct Task {
+    StepId id;
+    GradView grad;  // [n]
+    Keep keep;
+    bool at_most_k = false;  // drop the smallest entries if the rule selects more
+    int ranks = 1;           // P, for local clipping
+  };
+  virtual SelectReport select(const Task& task, SparseBuffer& mine) = 0;
+
+  // Instead of select, for a dense sum: residual += grad / scale.
+  virtual SelectReport accumulate(const Task& task) = 0;
+  // After that: residual and gradient together [n], in host memory that the caller may overwrite.
+  // It may be the gradient's own memory. Valid until apply.
+  virtual std::span<float> whole(StepId id, const GradView& grad) = 0;
+
+  // residual -= sent, then residual += returned. Returns the change of |residual|^2.
+  // Throws: InvalidArgument: unknown slot, a dim that differs.
+  virtual double commit(Slot slot, const SparseView& sent, const SparseView& returned) = 0;
+  // The whole residual was delivered: it becomes 0 at end_step.
+  virtual void commit_all(Slot slot) = 0;
+
+  // grad = factor * sum, in grad's type (scatter() of types.hpp), zeros elsewhere. Returns whether
+  // the sum is finite.
+  virtual bool apply(StepId id, const SparseView& sum, float factor, const GradView& grad) = 0;
+  // The same for a dense sum; it may be what whole() returned.
+  virtual bool apply(StepId id, std::span<const float> sum, float factor, const GradView& grad) = 0;
+  // Leaves a NaN in grad, for a loss scaler to see (NonFinite::pass_on).
+  virtual void apply_nan(const GradView& grad) = 0;
+
+  // The step's commits become permanent, or are taken back: ErrorFeedback has the contract.
+  virtual void end_step() noexcept = 0;
+  virtual void rollback_step() = 0;
+
+  // All that carries over between steps: residuals by the names of parameters, and the selector's
+  // state. load reads what every rank of the saving run wrote, in rank order; with another number
+  // of ranks, residuals become (1/P) times their sum, and selectors begin anew.
+  // Throws: StateError; residuals of a stream that is damaged are not taken.
+  virtual void save(std::ostream& out) const = 0;
+  virtual void load(std::span<std::istream* const> of_old_ranks, int rank, int size) = 0;
+
+  // The slot's residual, and the velocity of momentum correction, where they lie; empty if none is
+  // kept. Valid until set_layout.
+  virtual DenseView residual(Slot slot) = 0;
+  virtual DenseView velocity(Slot /*slot*/) { return {}; }
+
+  // The bucket's length. Throws: InvalidArgument: unknown slot.
+  std::size_t size(Slot slot) const {
+    const std::span<const Segment> parameters = layout(slot);
+    return parameters.empty() ? 0 : parameters.back().offset + parameters.back().length;
+  }
+};
+
+// In host memory: an ErrorFeedback and a selector. selector: null: made from the options.
+// Throws: InvalidArgument: an option out of its range.
+std::unique_ptr<LocalHalf> make_local_half(const SelectOptions& select,
+                                           const FeedbackOptions& feedback,
+                                           std::unique_ptr<Selector> selector = nullptr);
+
+}  // namespace skim

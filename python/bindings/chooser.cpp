@@ -1,0 +1,122 @@
+// Which exchange each bucket takes: the chooser behind exchange="auto".
+#include "skim/chooser.hpp"
+
+#include <nanobind/stl/optional.h>
+
+#include "python/bindings/parts.hpp"
+
+namespace skim::python {
+namespace {
+
+using namespace nb::literals;
+
+struct BoundChooser {
+  Communicator& comm;
+  std::unique_ptr<Chooser> chooser;
+};
+
+std::string_view name_at(const BoundChooser& self, std::size_t i) {
+  return name_of(self.chooser->candidates()[i].kind);
+}
+
+}  // namespace
+
+void set_exchange(ReducerOptions& options, const ExchangeChoice& choice,
+                  const std::optional<ChooserOptions>& chooser) {
+  const auto* const name = std::get_if<std::string>(&choice);
+  options.chooser = chooser;
+  if (name != nullptr && *name == "auto") {
+    if (!chooser) options.chooser.emplace();
+  } else {
+    options.exchange = options_of(choice);
+  }
+}
+
+void bind_chooser(nb::module_& m) {
+  nb::class_<ChooserOptions>(m, "ChooserOptions", "What a chooser may choose, and at what cost.")
+      .def(
+          "__init__",
+          [](ChooserOptions* self, const std::vector<std::string>& among,
+             const std::optional<Link>& link, const LocalSpeeds& local, double trial_share) {
+            ChooserOptions o;
+            for (const std::string& name : among) {
+              o.among.push_back(from_name<ExchangeKind>(name, "among"));
+            }
+            o.link = link;
+            o.local = local;
+            o.trial_share = trial_share;
+            new (self) ChooserOptions(std::move(o));
+          },
+          nb::kw_only(), "among"_a = std::vector<std::string>{}, "link"_a = nb::none(),
+          "local"_a = ChooserOptions{}.local, "trial_share"_a = ChooserOptions{}.trial_share,
+          "  among  names of exchanges that hold no mass; empty: every one of skim.exchanges that "
+          "is_candidate\n"
+          "  link   None: rank 0 measures its link to the last rank before the first bucket\n"
+          "  trial_share  the part of the run's time that trying exchanges may cost, in [0, 1]; 0: "
+          "the cost model alone decides")
+      .def_ro("local", &ChooserOptions::local);
+
+  nb::class_<BoundChooser>(
+      m, "Chooser",
+      "Chooses the exchange of each bucket by the cost model, and corrects the model by what the "
+      "group measured. Reducer(exchange='auto') has one. Not for two threads at a time.")
+      .def(
+          "__init__",
+          [](BoundChooser* self, Communicator& comm, const ChooserOptions& options,
+             const ExchangeOptions& exchange) {
+            new (self) BoundChooser{comm, make_chooser(exchange, options)};
+          },
+          "comm"_a, "options"_a = ChooserOptions{}, nb::kw_only(), "exchange"_a = ExchangeOptions{},
+          nb::keep_alive<1, 2>(), "exchange: the options of every candidate, but for the kind.")
+      .def_prop_ro(
+          "candidates",
+          [](const BoundChooser& self) {
+            nb::list names;
+            for (std::size_t i = 0; i < self.chooser->candidates().size(); ++i) {
+              names.append(name_at(self, i));
+            }
+            return nb::tuple(names);
+          },
+          nb::sig("def candidates(self) -> tuple[str, ...]"), "Names of skim.exchanges.")
+      .def(
+          "choose",
+          [](BoundChooser& self, std::size_t n, std::size_t k, std::size_t k_down,
+             std::uint64_t step, Slot slot) {
+            std::size_t chosen = 0;
+            {
+              const nb::gil_scoped_release no_gil;
+              chosen = self.chooser->choose({step, slot}, n, {.k = k, .k_down = k_down}, self.comm);
+            }
+            return name_at(self, chosen);
+          },
+          "n"_a, nb::kw_only(), "k"_a, "k_down"_a = 0, "step"_a = 0, "slot"_a = 0,
+          "The name of the exchange for this bucket, equal on all ranks; 'dense': sum it whole "
+          "(Communicator.allreduce_sum). Collective.")
+      .def(
+          "told",
+          [](const BoundChooser& self, Slot slot) {
+            const Chooser::Times told = self.chooser->told(slot);
+            return std::pair(told.bucket_s, told.pair_s);
+          },
+          "slot"_a = 0, "What this rank's frame tells the others: GroupStats' bucket_s and pair_s.")
+      .def(
+          "took",
+          [](BoundChooser& self, double seconds, const std::pair<float, float>& heard,
+             std::uint64_t step, Slot slot) {
+            self.chooser->took({step, slot}, static_cast<std::int64_t>(seconds * 1e9),
+                               {heard.first, heard.second});
+          },
+          "seconds"_a, "heard"_a = std::pair(0.0F, 0.0F), nb::kw_only(), "step"_a = 0, "slot"_a = 0,
+          "After the bucket: what selection, exchange and apply took together on this rank, and "
+          "the sums over the ranks of what their frames told.")
+      .def(
+          "reason",
+          [](const BoundChooser& self, Slot slot) {
+            return std::string(self.chooser->reason(slot));
+          },
+          "slot"_a,
+          "What the slot goes by, and why: one line whose first word is the exchange's name. Empty "
+          "before its first bucket, and where there is nothing to choose.");
+}
+
+}  // namespace skim::python

@@ -1,0 +1,223 @@
+// The table of exchanges, and what follows from it. An exchange's own file defines its make and
+// terms functions; nothing else names an exchange.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "exchange/byte_counts.hpp"
+#include "skim/error.hpp"
+#include "skim/exchange.hpp"
+
+namespace skim {
+
+std::unique_ptr<Exchange> make_allgather(const ExchangeOptions&);
+std::unique_ptr<Exchange> make_global_topk(const ExchangeOptions&);
+std::unique_ptr<Exchange> make_gtopk(const ExchangeOptions&);
+std::unique_ptr<Exchange> make_hierarchical(const ExchangeOptions&);
+std::unique_ptr<Exchange> make_oktopk(const ExchangeOptions&);
+std::unique_ptr<Exchange> make_param_server(const ExchangeOptions&);
+std::unique_ptr<Exchange> make_sparcml(const ExchangeOptions&);
+CostTerms allgather_terms(const ExchangeOptions&, const Load&);
+CostTerms global_topk_terms(const ExchangeOptions&, const Load&);
+CostTerms gtopk_terms(const ExchangeOptions&, const Load&);
+CostTerms hierarchical_terms(const ExchangeOptions&, const Load&);
+CostTerms oktopk_terms(const ExchangeOptions&, const Load&);
+CostTerms param_server_terms(const ExchangeOptions&, const Load&);
+CostTerms sparcml_terms(const ExchangeOptions&, const Load&);
+
+namespace {
+
+// Around a ring: reduce-scatter, then all-gather.
+CostTerms dense_terms(const ExchangeOptions&, const Load& load) {
+  const double p = load.ranks;
+  const double bytes = 2 * (p - 1) / p * sizeof(float) * load.n + (p - 1) * load.frame.stats_bytes;
+  return {.rounds = 2 * (p - 1),
+          .sent_bytes = bytes,
+          .chain_bytes = bytes,
+          .added = (p - 1) / p * load.n,
+          .result = load.n};
+}
+
+// Bytes of scratch: an entry in a frame, decoded, and in a sum or two.
+constexpr double kEntry = 60.0;
+double of_dense(const Load& load) { return 4.0 * sizeof(float) * load.n / load.ranks; }
+double of_all_frames(const Load& load) { return kEntry * load.ranks * load.k; }
+double of_union(const Load& load) { return kEntry * std::min(load.ranks * load.k, load.n); }
+double of_few_frames(const Load& load) { return 200.0 * load.k; }
+
+using K = ExchangeKind;
+constexpr std::array kRows{
+    ExchangeRow{.kind = K::dense,
+                .name = "dense",
+                .make = nullptr,
+                .terms = dense_terms,
+                .memory = of_dense,
+                .is_candidate = true},
+    ExchangeRow{.kind = K::allgather,
+                .name = "allgather",
+                .make = make_allgather,
+                .terms = allgather_terms,
+                .memory = of_all_frames,
+                .nests = true,
+                .is_candidate = true},
+    ExchangeRow{.kind = K::gtopk,
+                .name = "gtopk",
+                .make = make_gtopk,
+                .terms = gtopk_terms,
+                .memory = of_few_frames,
+                .nests = true,
+                .is_candidate = true},
+    ExchangeRow{.kind = K::gtopk_tree,
+                .name = "gtopk-tree",
+                .make = make_gtopk,
+                .terms = gtopk_terms,
+                .memory = of_few_frames,
+                .nests = true,
+                .is_candidate = true},
+    ExchangeRow{.kind = K::global_topk,
+                .name = "global-topk",
+                .make = make_global_topk,
+                .terms = global_topk_terms,
+                .memory = of_all_frames,
+                .cuts_result = true,
+                .nests = true},
+    ExchangeRow{.kind = K::oktopk,
+                .name = "oktopk",
+                .make = make_oktopk,
+                .terms = oktopk_terms,
+                .memory = of_few_frames,
+                .cuts_result = true,
+                .nests = true,
+                .is_candidate = true},
+    ExchangeRow{.kind = K::sparcml,
+                .name = "sparcml",
+                .make = make_sparcml,
+                .terms = sparcml_terms,
+                .memory = of_all_frames,
+                .nests = true,
+                .is_candidate = true},
+    ExchangeRow{.kind = K::hierarchical,
+                .name = "hierarchical",
+                .make = make_hierarchical,
+                .terms = hierarchical_terms,
+                .memory = of_few_frames,
+                .cuts_result = true,
+                .needs_hosts = true,
+                .is_candidate = true},
+    ExchangeRow{.kind = K::param_server,
+                .name = "param-server",
+                .make = make_param_server,
+                .terms = param_server_terms,
+                .memory = of_union,
+                .holds_mass = true,
+                .cuts_result = true},
+};
+static_assert(
+    [] {
+      for (std::size_t i = 0; i < kRows.size(); ++i) {
+        if (static_cast<std::size_t>(kRows[i].kind) != i) return false;
+      }
+      return true;
+    }(),
+    "rows stand in the order of the enumerators");
+
+constexpr auto kNames = [] {
+  std::array<std::string_view, kRows.size()> names;
+  for (std::size_t i = 0; i < kRows.size(); ++i) names[i] = kRows[i].name;
+  return names;
+}();
+
+}  // namespace
+
+template <>
+std::span<const std::string_view> names_of<ExchangeKind>() noexcept {
+  return kNames;
+}
+
+template <>
+std::span<const std::string_view> names_of<DropPolicy>() noexcept {
+  static constexpr std::array<std::string_view, 3> kPolicies{"survivors", "merger-keeps",
+                                                             "sender-keeps"};
+  return kPolicies;
+}
+
+template <>
+std::span<const std::string_view> names_of<ServerPlacement>() noexcept {
+  static constexpr std::array<std::string_view, 3> kPlacements{"rank0", "dedicated", "sharded"};
+  return kPlacements;
+}
+
+std::span<const ExchangeRow> exchange_rows() noexcept { return kRows; }
+
+const ExchangeRow& row_of(ExchangeKind kind) {
+  SKIM_EXPECTS(is_named(kind),
+               "exchange: unknown kind (" + std::to_string(static_cast<int>(kind)) + ")");
+  return kRows[static_cast<std::size_t>(kind)];
+}
+
+std::vector<std::string> names_where(bool ExchangeRow::*property) {
+  std::vector<std::string> names;
+  for (const ExchangeRow& row : kRows) {
+    if (row.*property) names.emplace_back(row.name);
+  }
+  return names;
+}
+
+std::unique_ptr<Exchange> make_exchange(const ExchangeOptions& options) {
+  const ExchangeRow& row = row_of(options.kind);
+  SKIM_EXPECTS(row.make != nullptr,
+               "make_exchange: '" + std::string(row.name) +
+                   "' is no sparse exchange; the Reducer sums whole gradients itself");
+  return row.make(options);
+}
+
+void decode_frame(const Codec& codec, Bytes message, std::size_t dim, SparseBuffer& out,
+                  GroupStats& stats, const Communicator& comm, int peer) {
+  const DecodeResult got = codec.decode(message, dim, out, &stats);
+  if (got && got.bytes_read == message.size()) return;
+  const std::string why(got ? "bytes after the frame" : to_string(got.error));
+  refuse_message(comm, peer, "frame",
+                 why + " (" + std::to_string(message.size()) + " bytes, dense length expected " +
+                     std::to_string(dim) + ")");
+}
+
+Cost predict(const ExchangeOptions& options, const Load& load, const Link& link,
+             const LocalSpeeds& local) {
+  check_load(load);
+  const ExchangeRow& row = row_of(options.kind);
+  const CostTerms terms = load.ranks > 1 ? row.terms(options, load) : CostTerms{};
+  return cost_of(terms, row.make != nullptr, load, link, local);
+}
+
+Choice cheapest(std::span<const ExchangeKind> among, const ExchangeOptions& options,
+                const Load& load, const Link& link, const LocalSpeeds& local) {
+  SKIM_EXPECTS(!among.empty(), "cost: no exchange to choose from");
+  struct Candidate {
+    ExchangeKind kind;
+    Cost cost;
+  };
+  std::vector<Candidate> order;
+  for (const ExchangeKind kind : among) {
+    ExchangeOptions of_kind = options;
+    of_kind.kind = kind;
+    order.push_back({kind, predict(of_kind, load, link, local)});
+  }
+  std::ranges::stable_sort(order, {}, [](const Candidate& c) { return c.cost.total_s(); });
+
+  // The best, the runner-up, and dense if it is neither.
+  const auto entry = [](const Candidate& c) {
+    std::string text = std::string(name_of(c.kind)) + " " + duration_text(c.cost.total_s());
+    if (c.cost.select_s > 0.0) text += " (selection " + duration_text(c.cost.select_s) + ")";
+    return text;
+  };
+  Choice best{order.front().kind, order.front().cost, entry(order.front())};
+  for (std::size_t i = 1; i < order.size(); ++i) {
+    if (i == 1 || order[i].kind == ExchangeKind::dense) best.reason += ", " + entry(order[i]);
+  }
+  if (best.kind == ExchangeKind::dense) best.reason += ": do not compress";
+  return best;
+}
+
+}  // namespace skim

@@ -1,0 +1,156 @@
+// The local half of a step in host memory.
+#include "skim/local_half.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "half.hpp"
+#include "local_half/parts.hpp"
+#include "skim/error.hpp"
+
+namespace skim {
+namespace {
+
+class HostLocalHalf final : public LocalHalf {
+ public:
+  HostLocalHalf(const SelectOptions& select, const FeedbackOptions& feedback,
+                std::unique_ptr<Selector> selector)
+      : feedback_(feedback), selector_(selector ? std::move(selector) : make_selector(select)) {}
+
+  void set_layout(std::span<const Bucket> buckets) override { feedback_.set_layout(buckets); }
+  std::span<const Slot> slots() const noexcept override { return feedback_.slots(); }
+  std::span<const Segment> layout(Slot slot) const override { return feedback_.layout(slot); }
+
+  void check(const GradView& grad) const override {
+    if (grad.dtype == DType::f32) {
+      grad.f32();
+    } else {
+      grad.bits16();
+    }
+  }
+
+  SelectReport select(const Task& task, SparseBuffer& mine) override {
+    const Incoming in = begin(task);
+    // The mean will stand where the gradient does: it may be cleared once the residual has it. A
+    // velocity, which takes its place with momentum, may not.
+    SelectReport report = selector_->select({.id = task.id,
+                                             .grad = in.grad,
+                                             .residual = feedback_.residual(task.id.slot),
+                                             .layout = feedback_.layout(task.id.slot),
+                                             .keep = task.keep,
+                                             .decay = feedback_.options().residual_decay,
+                                             .clear = in.grad.data == task.grad.data},
+                                            mine);
+    is_cleared_ = report.cleared;
+    if (task.at_most_k && mine.nnz() > task.keep.k) at_most_.cut(task.keep.k, mine, report);
+    return in.of(report);
+  }
+
+  SelectReport accumulate(const Task& task) override {
+    const Incoming in = begin(task);
+    is_cleared_ = false;
+    accumulated_ = in.grad;
+    return in.of(skim::accumulate({.id = task.id,
+                                   .grad = in.grad,
+                                   .residual = feedback_.residual(task.id.slot),
+                                   .layout = feedback_.layout(task.id.slot),
+                                   .decay = feedback_.options().residual_decay}));
+  }
+
+  // Until the end of the step the residual keeps what was delivered, so that it can be rolled back
+  // without a copy.
+  std::span<float> whole(StepId id, const GradView& grad) override {
+    if (grad.dtype != DType::f32) staging_.resize(std::max(staging_.size(), grad.n));
+    const std::span<float> data =
+        grad.dtype == DType::f32 ? grad.f32() : std::span(staging_).first(grad.n);
+    const DenseView residual = feedback_.residual(id.slot);
+    if (!residual.empty()) {
+      std::memcpy(data.data(), residual.data, data.size_bytes());
+    } else if (grad.dtype != DType::f32 || accumulated_.scale != 1.0F) {
+      for (std::size_t i = 0; i < grad.n; ++i) {
+        data[i] = entry(grad.dtype, grad.data, i) / accumulated_.scale;
+      }
+    }
+    return data;
+  }
+
+  double commit(Slot slot, const SparseView& sent, const SparseView& returned) override {
+    return feedback_.commit(slot, sent, returned);
+  }
+  void commit_all(Slot slot) override { feedback_.commit_all(slot); }
+
+  bool apply(StepId, const SparseView& sum, float factor, const GradView& grad) override {
+    scatter(sum, factor, grad, is_cleared_);
+    return all_finite(sum.value);
+  }
+  bool apply(StepId, std::span<const float> sum, float factor, const GradView& grad) override {
+    return scale_into(sum.first(grad.n), factor, grad.dtype, grad.data);
+  }
+  void apply_nan(const GradView& grad) override {
+    if (grad.n > 0) {
+      set_entry(grad.dtype, grad.data, 0, std::numeric_limits<float>::quiet_NaN());
+    }
+  }
+
+  void end_step() noexcept override { feedback_.end_step(); }
+  void rollback_step() override { feedback_.rollback_step(); }
+
+  void save(std::ostream& out) const override {
+    feedback_.save(out);
+    selector_->save(out);
+  }
+  void load(std::span<std::istream* const> of_old_ranks, int rank, int size) override {
+    feedback_.load(of_old_ranks, rank, size);
+    const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
+    if (same_group) selector_->load(*of_old_ranks[static_cast<std::size_t>(rank)]);
+  }
+
+  DenseView residual(Slot slot) override { return feedback_.residual(slot); }
+  DenseView velocity(Slot slot) override { return feedback_.velocity(slot); }
+
+ private:
+  // This rank's gradient with its local options, and its norms before them where they hide those.
+  struct Incoming {
+    GradView grad;
+    bool is_measured = false;
+    SelectReport raw;
+
+    SelectReport of(SelectReport report) const {
+      if (is_measured) {
+        report.gradient_norm2 = raw.gradient_norm2;
+        report.non_finite = raw.non_finite;
+      }
+      return report;
+    }
+  };
+  Incoming begin(const Task& task) {
+    Incoming in;
+    const FeedbackOptions& o = feedback_.options();
+    in.is_measured = o.local_clip > 0.0F || o.momentum_correction > 0.0F;
+    // Without a residual it only measures.
+    if (in.is_measured) in.raw = skim::accumulate({.id = task.id, .grad = task.grad});
+    in.grad = feedback_.begin(task.id.slot, task.grad, in.raw.gradient_norm2, task.ranks);
+    return in;
+  }
+
+  ErrorFeedback feedback_;
+  std::unique_ptr<Selector> selector_;
+  bool is_cleared_ = false;  // the bucket's gradient holds zeros (SelectReport::cleared)
+  GradView accumulated_;     // what the last accumulate() added
+  AtMost at_most_;
+  std::vector<float> staging_;  // of dense sums of 16-bit gradients
+};
+
+}  // namespace
+
+std::unique_ptr<LocalHalf> make_local_half(const SelectOptions& select,
+                                           const FeedbackOptions& feedback,
+                                           std::unique_ptr<Selector> selector) {
+  return std::make_unique<HostLocalHalf>(select, feedback, std::move(selector));
+}
+
+}  // namespace skim

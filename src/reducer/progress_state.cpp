@@ -1,0 +1,64 @@
+#include "reducer/progress_state.hpp"
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "state.hpp"
+
+namespace skim {
+namespace {
+
+constexpr std::string_view kMagic = "SKIMREDU";
+constexpr std::uint32_t kVersion = 3;
+
+// The fields in the order of the file; for writing and for reading.
+template <class Saved, class F>
+void each_field(Saved& s, F f) {
+  f(s.progress.step);
+  f(s.sent_bytes);
+  f(s.progress.epoch);
+  f(s.progress.last.gradient_norm2);
+  f(s.progress.last.accumulated_norm2);
+  f(s.progress.last.sent_norm2);
+  f(s.progress.last.sent_bytes);
+  f(s.progress.last.non_finite);
+  f(s.progress.used.up);
+  f(s.progress.used.down);
+  f(s.progress.used.threshold);
+}
+
+}  // namespace
+
+void save_progress(const SavedProgress& saved, std::ostream& out) {
+  SectionWriter w(out, kMagic, kVersion);
+  each_field(saved, [&](const auto& field) { w.put(field); });
+  w.end();
+}
+
+SavedProgress load_progress(std::span<std::istream* const> of_old_ranks, const Progress& now,
+                            int rank, int size) {
+  const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
+  SavedProgress all{.progress = now};
+  for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
+    SectionReader in(*of_old_ranks[old], "reducer state of rank " + std::to_string(old), kMagic,
+                     kVersion);
+    SavedProgress one{.progress = now};
+    each_field(one, [&](auto& field) { field = in.get<std::remove_cvref_t<decltype(field)>>(); });
+    in.end();
+    if (old > 0 && one.progress.step != all.progress.step) {
+      in.fail("it is of step " + std::to_string(one.progress.step) + ", rank 0's of step " +
+              std::to_string(all.progress.step));
+    }
+    const bool counts = !same_group || old == static_cast<std::size_t>(rank);
+    const std::uint64_t sent = std::max(all.sent_bytes, counts ? one.sent_bytes : 0);
+    all = {.progress = one.progress, .sent_bytes = sent};
+  }
+  if (!same_group) {  // every rank has read what all of them sent: nothing is unknown
+    all.progress.last.sent_bytes = all.sent_bytes;
+    all.progress.used = {.up = 0.0};
+  }
+  return all;
+}
+
+}  // namespace skim

@@ -1,0 +1,24 @@
+// Internal: how far a run has come, as saved.
+#pragma once
+
+#include <cstdint>
+#include <iosfwd>
+#include <span>
+
+#include "skim/schedule.hpp"
+
+namespace skim {
+
+struct SavedProgress {
+  Progress progress;
+  std::uint64_t sent_bytes = 0;  // by this rank, in all steps so far
+};
+
+void save_progress(const SavedProgress& saved, std::ostream& out);
+// Reads what all ranks of the saving run wrote, in rank order. In a group of another size every rank
+// goes on with the bytes of the busiest one. now: what the run that loads has.
+// Throws: StateError.
+SavedProgress load_progress(std::span<std::istream* const> of_old_ranks, const Progress& now,
+                            int rank, int size);
+
+}  // namespace skim

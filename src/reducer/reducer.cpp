@@ -1,0 +1,432 @@
+// The data path: gradient in, mean gradient out. Sparse: reduce_sparse. Dense: reduce_dense.
+#include "skim/reducer.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "reducer/communication_thread.hpp"
+#include "reducer/held_mass.hpp"
+#include "reducer/progress_state.hpp"
+#include "reducer/step_cost.hpp"
+#include "skim/error.hpp"
+
+namespace skim {
+namespace {
+
+// Reports the end of the bucket's last phase, even if an exception ends it.
+struct LastPhase {
+  explicit LastPhase(const std::function<void(const char*)>& f) : on_phase(f) {}
+  LastPhase(const LastPhase&) = delete;
+  LastPhase& operator=(const LastPhase&) = delete;
+  ~LastPhase() {
+    if (on_phase) on_phase(nullptr);
+  }
+  const std::function<void(const char*)>& on_phase;
+};
+
+std::unique_ptr<LocalHalf> local_of(const ReducerOptions& options, ReducerParts& parts) {
+  SKIM_EXPECTS(!parts.local || !parts.selector,
+               "reducer: a local half brings its own selector; give one of the two");
+  if (parts.local) return std::move(parts.local);
+  return make_local_half(options.select, options.feedback, std::move(parts.selector));
+}
+std::unique_ptr<Chooser> chooser_of(const ReducerOptions& options, ReducerParts& parts) {
+  SKIM_EXPECTS(!parts.exchange || !(parts.chooser || options.chooser),
+               "reducer: a chooser makes its own exchanges; give one of the two");
+  if (parts.chooser) return std::move(parts.chooser);
+  return options.chooser ? make_chooser(options.exchange, *options.chooser) : nullptr;
+}
+// Of a chooser all that it may choose. Null: dense.
+std::vector<std::unique_ptr<Exchange>> exchanges_of(const ReducerOptions& options,
+                                                    ReducerParts& parts, const Chooser* chooser) {
+  std::vector<std::unique_ptr<Exchange>> all;
+  const auto add = [&](const ExchangeOptions& o) {
+    all.push_back(o.kind == ExchangeKind::dense ? nullptr : make_exchange(o));
+  };
+  if (parts.exchange) {
+    all.push_back(std::move(parts.exchange));
+  } else if (chooser != nullptr) {
+    for (const ExchangeOptions& candidate : chooser->candidates()) add(candidate);
+  } else {
+    add(options.exchange);
+  }
+  return all;
+}
+
+}  // namespace
+
+template <>
+std::span<const std::string_view> names_of<NonFinite>() noexcept {
+  static constexpr std::array<std::string_view, 3> kNames{"skip", "raise", "pass-on"};
+  return kNames;
+}
+
+struct Reducer::Impl {
+  Impl(ReducerOptions o, ReducerParts p, Communicator& c)
+      : options(std::move(o)),
+        comm(c),
+        codec(options.exchange.codec),
+        local(local_of(options, p)),
+        chooser(chooser_of(options, p)),
+        exchanges(exchanges_of(options, p, chooser.get())),
+        // Only a fixed exchange may hold mass.
+        holder(exchanges.size() == 1 && exchanges[0] ? exchanges[0]->held_mass() : nullptr),
+        schedule(p.schedule ? std::move(p.schedule) : constant_density(0.001)),
+        thread([this](Slot slot, GradView grad) { return reduce(slot, grad); },
+               [this] {
+                 comm.set_phase({"reducer: destroyed with open tickets"});
+                 comm.abort(comm.rank());
+               }) {
+    density = schedule->density(progress);
+  }
+
+  // ---- one bucket ---------------------------------------------------------------------------
+
+  StepReport reduce(Slot slot, GradView grad) {
+    expect_reducible(slot, grad);
+    StepReport report;
+    report.id = {progress.step, slot};
+    report.n = grad.n;
+    const Traffic before = comm.traffic();
+    report.group.sent_bytes = sent_before;
+    const std::uint32_t signals = report.group.signals = raised.exchange(0);
+    const LastPhase last_phase(options.on_phase);
+    try {
+      Exchange* const exchange = choose(report);
+      comm.set_phase({"reduce: selection"});
+      report.finite =
+          exchange ? reduce_sparse(*exchange, report, grad) : reduce_dense(report, grad);
+    } catch (const InvalidArgument&) {  // nothing was sent: the group may go on
+      raised.fetch_or(signals);
+      throw;
+    } catch (...) {  // of a selector, say: no peer must wait for this rank
+      comm.abort(comm.rank());
+      throw;
+    }
+    close(report, before, grad);
+    return report;
+  }
+
+  // The data path of docs/architecture.md. Returns whether the sum is finite.
+  bool reduce_sparse(Exchange& exchange, StepReport& report, GradView grad) {
+    const Keep keep = keep_of(density, grad.n);
+    const std::int64_t begin = enter("select");
+    const SelectReport chosen =
+        local->select({report.id, grad, keep, density.at_most_k, comm.size()}, mine);
+    codec.quantize(mine, report.id, comm.rank());
+    tell_group(report, chosen, chosen.kept_norm2);
+    const std::int64_t selected = enter("exchange");
+    const ExchangeResult got = exchange.run(report.id, mine.view(), keep, report.group, comm);
+    const std::int64_t exchanged = enter("apply");
+    const double change = local->commit(report.id.slot, mine.view(), got.returned);
+    const float factor = grad.scale / static_cast<float>(contributors());
+    const bool sparse = got.dense_sum.empty();
+    const bool finite = sparse ? local->apply(report.id, got.sum, factor, grad)
+                               : local->apply(report.id, got.dense_sum.span(), factor, grad);
+    take_times(report, begin, selected, exchanged);
+
+    report.k = keep.k;
+    report.sent_nnz = mine.nnz();
+    report.sum_nnz = sparse ? got.sum.nnz() : got.dense_sum.n;
+    report.union_nnz = holder != nullptr ? holder->union_nnz() : 0;
+    report.threshold = chosen.threshold;
+    // The two norms are rounded differently.
+    report.capture =
+        chosen.total_norm2 > 0.0 ? std::min(1.0, chosen.kept_norm2 / chosen.total_norm2) : 1.0;
+    const bool keeps = !local->residual(report.id.slot).empty();
+    report.residual_norm = keeps ? std::sqrt(std::max(0.0, chosen.total_norm2 + change)) : 0.0;
+    return finite;
+  }
+
+  // Residual and gradient together, whole.
+  bool reduce_dense(StepReport& report, GradView grad) {
+    const Slot slot = report.id.slot;
+    const std::int64_t begin = enter("select");
+    const SelectReport accumulated =
+        local->accumulate({.id = report.id, .grad = grad, .keep = {}, .ranks = comm.size()});
+    take_held(slot);
+    const std::span<float> data = local->whole(report.id, grad);
+    tell_group(report, accumulated, accumulated.total_norm2);
+    const std::int64_t selected = enter("exchange");
+    or_abort(comm, [&] {
+      std::array<std::byte, kFrameStatsBytes> note{};
+      encode_stats(report.group, note);
+      comm.set_phase({"dense: sum"});
+      comm.allreduce_sum(data, options.dense_sum, note, notes);
+      gather_notes(report.group);
+    });
+    const std::int64_t exchanged = enter("apply");
+    local->commit_all(slot);
+    const bool finite =
+        local->apply(report.id, data, grad.scale / static_cast<float>(contributors()), grad);
+    take_times(report, begin, selected, exchanged);
+
+    report.dense = true;
+    report.k = report.sent_nnz = report.sum_nnz = grad.n;
+    report.capture = 1.0;
+    return finite;
+  }
+
+  void expect_reducible(Slot slot, const GradView& grad) const {
+    SKIM_EXPECTS(grad.n == local->size(slot), "reduce: the gradient of slot " +
+                                                  std::to_string(slot) + " has " +
+                                                  std::to_string(grad.n) + " entries, its layout " +
+                                                  std::to_string(local->size(slot)));
+    local->check(grad);
+    SKIM_EXPECTS(std::isfinite(grad.scale) && grad.scale > 0.0F,
+                 "reduce: scale must be finite and > 0");
+    // A second dense sum would deliver the residual, which is emptied at the end of the step,
+    // again.
+    SKIM_EXPECTS(std::ranges::find(reduced, slot) == reduced.end(),
+                 "reduce: slot " + std::to_string(slot) + " was reduced in this step already");
+  }
+
+  // Null: the bucket goes dense.
+  Exchange* choose(StepReport& report) {
+    was_chosen = false;
+    if (goes_dense(options, density, report.n)) return nullptr;
+    if (!chooser) return exchanges[0].get();
+    was_chosen = true;
+    const Chooser::Times told = chooser->told(report.id.slot);
+    report.group.bucket_s = told.bucket_s;
+    report.group.pair_s = told.pair_s;
+    return exchanges[chooser->choose(report.id, report.n, keep_of(density, report.n), comm)].get();
+  }
+
+  void close(StepReport& report, const Traffic& before, const GradView& grad) {
+    reduced.push_back(report.id.slot);
+    if (was_chosen) {
+      chooser->took(report.id, report.select_ns + report.exchange_ns + report.apply_ns,
+                    {report.group.bucket_s, report.group.pair_s});
+    }
+    const Traffic& after = comm.traffic();
+    report.sent_bytes = after.sent_bytes - before.sent_bytes;
+    report.received_bytes = after.received_bytes - before.received_bytes;
+    report.rounds = after.rounds - before.rounds;
+    sent_bytes += report.sent_bytes;
+    report.finite = report.finite && report.group.non_finite == 0;
+    if (!report.finite) {
+      step_is_finite = false;
+      if (options.non_finite == NonFinite::pass_on) local->apply_nan(grad);
+    }
+    combine(step_stats, report.group);
+  }
+
+  // Returns the time.
+  std::int64_t enter(const char* phase) const {
+    if (options.on_phase) options.on_phase(phase);
+    return comm.now_ns();
+  }
+  void take_times(StepReport& report, std::int64_t begin, std::int64_t selected,
+                  std::int64_t exchanged) const {
+    report.select_ns = selected - begin;
+    report.exchange_ns = exchanged - selected;
+    report.apply_ns = comm.now_ns() - exchanged;
+  }
+
+  int contributors() const {
+    return holder != nullptr ? holder->contributors(comm.size()) : comm.size();
+  }
+
+  // What the exchange holds of the slot joins this rank's residual. Whether there was any.
+  bool take_held(Slot slot) {
+    if (holder == nullptr || holder->held(slot).mass.empty()) return false;
+    mine.reset(local->size(slot));
+    holder->flush(slot, mine);
+    SparseBuffer nothing;
+    nothing.reset(local->size(slot));
+    local->commit(slot, nothing.view(), mine.view());
+    return true;
+  }
+
+  static void tell_group(StepReport& report, const SelectReport& got, double sent_norm2) {
+    report.non_finite = got.non_finite;
+    report.group.gradient_norm2 = got.gradient_norm2;
+    report.group.accumulated_norm2 = got.total_norm2;
+    report.group.sent_norm2 = sent_norm2;
+    report.group.non_finite = static_cast<std::uint32_t>(
+        std::min<std::uint64_t>(report.non_finite, std::numeric_limits<std::uint32_t>::max()));
+  }
+
+  void gather_notes(GroupStats& stats) {
+    if (comm.size() == 1) return;
+    stats = {};
+    for (std::size_t r = 0; r < notes.size(); ++r) {
+      if (notes[r].size() != kFrameStatsBytes) {
+        refuse_message(comm, static_cast<int>(r), "note",
+                       "it has " + std::to_string(notes[r].size()) + " bytes");
+      }
+      combine(stats, decode_stats(notes[r].first<kFrameStatsBytes>()));
+    }
+  }
+
+  // ---- the step -------------------------------------------------------------------------------
+
+  void expect_nothing_open(const char* who) {
+    const std::size_t open = thread.open();
+    SKIM_EXPECTS(open == 0, std::string(who) + ": " + std::to_string(open) +
+                                " tickets are open; wait() for them first");
+  }
+  void expect_between_steps(const char* who) {
+    expect_nothing_open(who);
+    SKIM_EXPECTS(reduced.empty(),
+                 std::string(who) + ": a step is open; call end_step or rollback_step first");
+  }
+
+  void next_step(double epoch) {
+    progress.last = step_stats;
+    progress.used = density;
+    sent_before = sent_bytes;
+    ended_signals = step_stats.signals;
+    step_stats = {};
+    step_is_finite = true;
+    reduced.clear();
+    ++progress.step;
+    progress.epoch = epoch;
+    // A user's schedule may fail on one rank, and the others must not wait for that.
+    density = or_abort(comm, [&] { return schedule->density(progress); });
+  }
+  void commit_step() noexcept {
+    local->end_step();
+    for (const auto& exchange : exchanges) {
+      if (exchange) exchange->end_step();
+    }
+  }
+  void undo_step() {
+    local->rollback_step();
+    for (const auto& exchange : exchanges) {
+      if (exchange) exchange->rollback_step();
+    }
+  }
+
+  ReducerOptions options;
+  Communicator& comm;
+  Codec codec;
+  std::unique_ptr<LocalHalf> local;
+  std::unique_ptr<Chooser> chooser;                  // null: exchanges has one
+  std::vector<std::unique_ptr<Exchange>> exchanges;  // as Chooser::candidates; null: dense
+  HeldMass* holder;                                  // of the exchange; may be null
+  std::unique_ptr<DensitySchedule> schedule;
+
+  Progress progress;
+  Density density;
+  std::uint64_t sent_bytes = 0;   // in all steps so far, by this rank
+  std::uint64_t sent_before = 0;  // the same without the open step
+  GroupStats step_stats;          // of the open step, over its buckets
+  bool step_is_finite = true;
+  std::vector<Slot> reduced;  // in the open step
+  bool was_chosen = false;    // the exchange of the bucket, by the chooser
+  std::uint32_t ended_signals = 0;
+  std::atomic<std::uint32_t> raised{0};
+
+  SparseBuffer mine;
+  MessageList notes;
+
+  CommunicationThread thread;  // last: it ends before what it uses
+};
+
+Reducer::Reducer(ReducerOptions options, ReducerParts parts, Communicator& comm)
+    : impl_(std::make_unique<Impl>(std::move(options), std::move(parts), comm)) {}
+
+Reducer::~Reducer() = default;
+
+void Reducer::set_layout(std::span<const Bucket> buckets) {
+  impl_->expect_between_steps("set_layout");
+  bool taken = false;
+  for (const Slot slot : impl_->local->slots()) taken |= impl_->take_held(slot);
+  if (taken) impl_->commit_step();
+  impl_->local->set_layout(buckets);
+}
+
+void Reducer::set_total_steps(std::uint64_t steps) {
+  impl_->expect_between_steps("set_total_steps");
+  impl_->progress.total_steps = steps;
+  impl_->density = impl_->schedule->density(impl_->progress);
+}
+
+StepReport Reducer::reduce(Slot slot, GradView grad) {
+  if (impl_->thread.is_running()) return wait(start(slot, grad));  // keep the one order
+  return impl_->reduce(slot, grad);
+}
+
+BucketTicket Reducer::start(Slot slot, GradView grad) { return impl_->thread.start(slot, grad); }
+StepReport Reducer::wait(BucketTicket ticket) { return impl_->thread.wait(ticket); }
+
+bool Reducer::end_step(double epoch) {
+  impl_->expect_nothing_open("end_step");
+  const bool apply = impl_->step_is_finite || impl_->options.non_finite == NonFinite::pass_on;
+  if (apply) {
+    impl_->commit_step();
+  } else {
+    impl_->undo_step();
+  }
+  const std::uint64_t step = impl_->progress.step;
+  const std::uint32_t count = impl_->step_stats.non_finite;
+  impl_->next_step(epoch);
+  if (!apply && impl_->options.non_finite == NonFinite::raise) {
+    throw NonFiniteError("step " + std::to_string(step) + ": " +
+                         (count > 0 ? std::to_string(count) + " gradient entries of the group are"
+                                    : std::string("a sum over the ranks is")) +
+                         " NaN or infinite");
+  }
+  return apply;
+}
+
+void Reducer::rollback_step(double epoch) {
+  impl_->expect_nothing_open("rollback_step");
+  impl_->undo_step();
+  impl_->next_step(epoch);
+}
+
+void Reducer::raise_signal(std::uint32_t bits) noexcept { impl_->raised.fetch_or(bits); }
+std::uint32_t Reducer::signals() const noexcept { return impl_->ended_signals; }
+std::uint64_t Reducer::step() const noexcept { return impl_->progress.step; }
+Density Reducer::density() const { return impl_->density; }
+const DensitySchedule& Reducer::schedule() const noexcept { return *impl_->schedule; }
+LocalHalf& Reducer::local() noexcept { return *impl_->local; }
+std::string_view Reducer::decision(Slot slot) const noexcept {
+  return impl_->chooser ? impl_->chooser->reason(slot) : std::string_view{};
+}
+HeldMass::Piece Reducer::held(Slot slot) noexcept {
+  return impl_->holder != nullptr ? impl_->holder->held(slot) : HeldMass::Piece{};
+}
+
+void Reducer::save(std::ostream& out) const {
+  impl_->expect_between_steps("save");
+  save_progress({impl_->progress, impl_->sent_bytes}, out);
+  save_held(*impl_->local, impl_->holder, out);
+  impl_->local->save(out);
+  for (const auto& exchange : impl_->exchanges) {
+    if (exchange) exchange->save(out);
+  }
+  impl_->schedule->save(out);
+}
+
+void Reducer::load(std::span<std::istream* const> of_old_ranks) {
+  impl_->expect_between_steps("load");
+  SKIM_EXPECTS(!of_old_ranks.empty(), "load: needs the state of at least one rank");
+  const int rank = impl_->comm.rank(), size = impl_->comm.size();
+  const SavedProgress saved = load_progress(of_old_ranks, impl_->progress, rank, size);
+  const LoadedMass held = load_held(of_old_ranks, *impl_->local, rank, size);
+  impl_->local->load(of_old_ranks, rank, size);
+  const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
+  hold_or_keep(held, *impl_->local, same_group ? impl_->holder : nullptr);
+  if (same_group) {
+    std::istream& own = *of_old_ranks[static_cast<std::size_t>(rank)];
+    for (const auto& exchange : impl_->exchanges) {
+      if (exchange) exchange->load(own);
+    }
+    impl_->schedule->load(own);
+  }
+  impl_->progress = saved.progress;
+  impl_->sent_bytes = impl_->sent_before = saved.sent_bytes;
+  impl_->density = impl_->schedule->density(saved.progress);
+}
+
+}  // namespace skim

@@ -1,0 +1,484 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/results/ from the rows in studies/rows/.
+
+  studies/tables.py          rewrites every table
+  studies/tables.py --check  changes nothing; names each table that differs from its rows, and fails if one does
+
+A table stands between <!-- table: NAME --> and <!-- end -->. TABLES below says for each NAME: its page, its rows, and
+its columns. A column is a heading and a template over the fields of a row; of several templates the first one counts
+whose fields the row has, and a cell without any is "-". Headings are templates too, over the first row.
+--root FOLDER works on another copy of the project. Needs nothing but Python.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import statistics
+import sys
+
+import adaptive_k
+from published import PUBLISHED, PUBLISHED_RANKS, ZOU_METHODS, ZOU_SAVING, ZOU_UNION, zou_accuracy
+
+SEEDS = ("1", "2", "3")
+DENSITIES = (0.0005, 0.002, 0.01)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    page: str
+    name: str
+    rows: callable  # of the folder with the rows: a list of dicts
+    columns: dict  # {heading: template, or templates}
+
+
+# ---- rows ------------------------------------------------------------------------------------------------
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def kept(name, table, **where):
+    """The rows of one table in a file, in its order."""
+    def load(folder):
+        return [row for row in lines(folder, name) if row["table"] == table and where.items() <= row.items()]
+    return load
+
+
+def wide(load, by, key):
+    """One row for all that agree in `by`; of a row with key K the other fields are named FIELD_K."""
+    def joined(folder):
+        found = {}
+        for row in load(folder):
+            one = found.setdefault(tuple(row[name] for name in by), {name: row[name] for name in by})
+            one |= {f"{field}_{row[key]}": value for field, value in row.items() if field not in by}
+        return list(found.values())
+    return joined
+
+
+def adding(load, **more):
+    """Fields that are computed from a row."""
+    def added(folder):
+        return [row | {name: value(row) for name, value in more.items()} for row in load(folder)]
+    return added
+
+
+def over(values, name):
+    """The mean and, of several, the standard deviation."""
+    found = {name: statistics.mean(values)}
+    if len(values) > 1:
+        found[f"{name}_deviation"] = statistics.stdev(values)
+    return found
+
+
+def links(files, tasks, splits=("partition", "shards")):
+    """A row for each task, split and number of ranks of both_links.py: per cent and savings over the seeds, at
+    k_d/n = 0.001, beside what was published."""
+    def load(folder):
+        groups = {}
+        for row in (row for name in files for row in lines(folder, name) if row.get("task") in tasks):
+            if row.get("split") in splits and row["down"] in (0.001, 1.0):
+                groups.setdefault((row["task"], row["split"], row["ranks"]), {}).setdefault(
+                    row["method"], []).append(row)
+        order = sorted(groups, key=lambda g: (tasks.index(g[0]), splits.index(g[1]), g[2]))
+        return [group_of_links(*group, groups[group]) for group in order]
+    return load
+
+
+def group_of_links(task, split, ranks, methods):
+    one = {"task": task, "split": split, "ranks": ranks, "seeds": len(methods["bi"]),
+           "examples": {"partition": "own", "shards": "two shards a rank", "iid": "all"}[split]}
+    for method in ZOU_METHODS:
+        one |= over([100 * row["test_accuracy"] for row in methods[method]], method)
+        known = zou_accuracy(task, "partition" if split == "iid" and task == "fashion-cnn" else split, ranks, method,
+                             0.001)
+        if split == "shards" and len(known) > 1:  # the least and the most
+            one |= {f"{method}_least": min(known), f"{method}_most": max(known)}
+        elif known:
+            one[f"{method}_published"] = statistics.mean(known)
+    one |= over([saved(row) for row in methods["bi"]], "saved")
+    one["union"] = statistics.mean(
+        row["union_percent"] if "union_percent" in row else
+        100 * row["union_entries_per_step"] / (ranks * int(row["density"] * row["parameters"]))
+        for row in methods["bi"])
+    if split != "shards" and ranks in ZOU_SAVING.get(task, {}):
+        one["saved_published"] = ZOU_SAVING[task][ranks]
+    if split == "partition" and ranks in ZOU_UNION.get(task, {}):
+        one["union_published"] = ZOU_UNION[task][ranks]
+    return one
+
+
+def saved(row):
+    """The union of what the ranks sent, over what the server sends in its place."""
+    return row["saved"] if "saved" in row else row["union_entries_per_step"] / (row["down"] * row["parameters"])
+
+
+def sweep(folder):
+    """A row for each k_d/n of bi, on 100 ranks, seed 1."""
+    found = {}
+    for row in lines(folder, "both-links.jsonl"):
+        if (row["method"], row["ranks"], row["split"], row["seed"]) == ("bi", 100, "partition", 1) and \
+                row["task"] in ("mnist-mlp", "fashion-mlp"):
+            one = found.setdefault(row["down"], {"down": row["down"]})
+            one |= {f"accuracy_{row['task']}": 100 * row["test_accuracy"], f"saved_{row['task']}": saved(row)}
+            known = zou_accuracy(row["task"], "partition", 100, "bi", row["down"])
+            if known:
+                one[f"published_{row['task']}"] = statistics.mean(known)
+    return [found[down] for down in sorted(found)]
+
+
+@functools.cache
+def study_of(task, memory, keep):
+    return adaptive_k.Study(task, memory, keep, only_kept=True)
+
+
+def adaptive(task, rules, feedback="residual", file=None, printed=None, seeds=SEEDS, own=False):
+    """A row for each (label, rule, memory) of adaptive_k.py, with fields for each budget; `own`: at that of
+    descent-per-bit. Runs that were not kept have no fields; of another program's rows, `printed` has the table."""
+    def load(folder):
+        found = []
+        for label, rule, memory in rules:
+            row = {"rule": label, "memory": memory}
+            for density in ("own",) if own else DENSITIES:
+                row |= {f"{name}_{density}": value for name, value in
+                        at_density(folder, task, rule, memory, feedback, density, file, printed, seeds).items()}
+            found.append(row)
+        return found
+    return load
+
+
+def at_density(folder, task, rule, memory, feedback, density, file, printed, seeds):
+    for row in kept("adaptive-k-printed.jsonl", printed)(folder) if printed else []:
+        if (row["rule"], row["density"]) == (rule, density):
+            return {"accuracy": row["accuracy"], "accuracy_deviation": row["deviation"],
+                    "train_loss": row["train_loss"], "test_loss": row["test_loss"], "off": ""}
+    study = study_of(task, memory, folder / (file or f"adaptive-k-{task}.json"))
+    try:
+        budget, words = adaptive_k.at_its_own(study, rule, feedback, seeds[0]) if density == "own" else \
+            adaptive_k.at_budget(study, rule, density, feedback, seeds[0])
+        runs = [study.run(*words, "--feedback", feedback, "--seed", seed) for seed in seeds]
+    except adaptive_k.NotKept:
+        return {}
+    sent = statistics.mean(100 * run["sent"] / budget for run in runs)
+    return {"budget": budget / 1e6, "off": f" (sent {sent:.0f} %)" if abs(sent - 100) > 4 else "",
+            "train_loss": statistics.mean(run["train_loss"] for run in runs),
+            "test_loss": statistics.mean(run["test_loss"] for run in runs),
+            **over([100 * run["test_accuracy"] for run in runs], "accuracy")}
+
+
+def claims(folder):
+    """The claims of the first page; their numbers are looked up in the tables."""
+    def number(table, where, field):
+        [row] = [row for row in TABLE_OF[table].rows(folder) if where.items() <= row.items()]
+        return row[field]
+
+    return [row | {"number": row["number"].format(*(number(*of) for of in row["of"]))}
+            for row in lines(folder, "claims.jsonl")]
+
+
+# ---- the tables ------------------------------------------------------------------------------------------
+
+
+def accuracy(name, figure="accuracy %", template="{accuracy:.2f}", digits=2):
+    spread = "{deviation:.%df}" % digits
+    return Table("accuracy.md", name, kept("accuracy.jsonl", name), {
+        "run": "{run}", "train loss": "{train_loss:.4f}", figure: (f"{template} ± {spread}", template),
+        "difference to dense": "{difference:+.%df}" % digits, "allowed": "{allowed:.2f}", "within": "{within}",
+        "bytes sent per step and rank": "{sent_bytes_per_step:,}", "of dense": "{percent_of_dense:.2f} %"})
+
+
+def judged(table):
+    """With a verdict: is the run as good as dense, within what is allowed?"""
+    def within(row):
+        worse = row["difference"] if "test_loss" in row else -row["difference"]
+        return "-" if row["run"] == "dense" else "yes" if worse <= row["allowed"] else "no"
+    return dataclasses.replace(table, rows=adding(table.rows, within=within))
+
+
+def star(row):
+    return "*" if row.get("over_90_busy") else ""
+
+
+def published(row):
+    known = PUBLISHED[row["model"]].get(row["exchange"])
+    return known[PUBLISHED_RANKS.index(row["ranks"])] if known else None
+
+
+PAIR = "{%s:.2f} ± {%s_deviation:.2f}"
+
+
+def measured_and_published(method):
+    mean, spread = "{%s:.2f}" % method, " ± {%s_deviation:.2f}" % method
+    known, range_ = " ({%s_published:.2f})" % method, " ({%s_least:.2f} to {%s_most:.2f})" % (method, method)
+    return (mean + spread + known, mean + spread + range_, mean + spread, mean + known, mean)
+
+
+LINKS = {"dense": measured_and_published("sgd"), "uni": measured_and_published("uni"),
+         "bi": measured_and_published("bi"),
+         "union of bi": ("{union:.1f} % ({union_published:.1f})", "{union:.1f} %"),
+         "saved": ("{saved:.1f} × ({saved_published:.1f})", "{saved:.1f} ×")}
+
+
+def budgets():
+    def cell(d):
+        rest = "; {train_loss_%s:.4f}, {test_loss_%s:.4f}{off_%s}" % (d, d, d)
+        mean, spread = "{accuracy_%s:.2f}" % d, " ± {accuracy_deviation_%s:.2f}" % d
+        return (mean + spread + rest, mean + rest)
+    return {"rule": "{rule}", "residuals of": "{memory}"} | {
+        "{budget_%s:.3g} MB (%s)" % (d, d): cell(d) for d in DENSITIES}
+
+
+UPDATES, GRADIENTS = "updates", "gradients"
+
+
+def span(row):
+    return f"{row['low']:.2f}" + (f" to {row['high']:.2f}" if row["high"] > row["low"] else "")
+
+
+def at_ranks(cell, ranks, extra=""):
+    return {f"P = {p}{extra}": tuple(c.replace("@", str(p)) for c in cell) for p in ranks}
+
+
+def selection_rule(shape, percent):
+    at = f"{shape} {percent:g}"
+    return ("{ratio_%s:.2f} ({count_over_k_%s:g})" % (at, at), "{ratio_%s:.2f}" % at)
+
+
+RULES = {"rule": "{rule}", "error feedback": ("{feedback}", " "), "density": ("{density_percent:g} %", " "),
+         "train loss": ("{train_loss:.4f}", "diverged"), "accuracy %": "{accuracy:.2f}",
+         "bytes sent per step and rank": "{sent_bytes_per_step:,}"}
+
+TABLES = [
+    Table("README.md", "claims", claims, {
+        "claim": "{claim}", "verdict": "{verdict}", "number": "{number}", "page": "[{page}]({page}#{anchor})"}),
+
+    judged(accuracy("mnist-lenet5")),
+    judged(accuracy("mnist-mlp")),
+    judged(accuracy("fashion-mlp")),
+    Table("accuracy.md", "fashion-mlp-30", kept("accuracy.jsonl", "fashion-mlp-30"), {
+        "run": "{run}", "train loss": "{train_loss:.4f}", "accuracy %": "{accuracy:.2f}",
+        "difference to dense": "{difference:+.2f}"}),
+    judged(accuracy("text-lstm", "test loss", "{test_loss:.3f}", 3)),
+    judged(accuracy("cifar-resnet20")),
+    Table("accuracy.md", "small-densities", adding(
+        kept("accuracy.jsonl", "small-densities"), behind=lambda row: -row["difference"]), {
+        "batch a rank": "{batch}", "steps": "{steps}", "exchange": "{run}", "density": "{density_percent:g} %",
+        "bytes sent per step and rank": "{sent_bytes_per_step:,}", "train loss": "{train_loss:.3f}",
+        "accuracy %": "{accuracy:.2f}", "difference to dense": "{difference:+.2f}"}),
+    Table("accuracy.md", "gtopk-assumption", kept("accuracy.jsonl", "gtopk-assumption"), {
+        "model": "{model}", "P": "{ranks}", "steps checked": "{steps}", "least": "{least:.3f}",
+        "median": "{median:.3f}", "largest": "{largest:.4f}"}),
+    Table("accuracy.md", "conservation",
+          wide(kept("drop-rules.jsonl", "conservation"), ("ranks", "form"), "rule"), {
+              "P": "{ranks}", "form": "{form}", "lost by sender-keeps": "{lost_percent_sender-keeps:.2f} %",
+              **{f"{what}: {rule}": "{%s_%s:%s}" % (what, rule, digits)
+                 for what, digits in (("behind", ".3f"), ("spread", ".2f"))
+                 for rule in ("survivors", "merger-keeps", "sender-keeps")}}),
+    Table("accuracy.md", "drop-rules", kept("drop-rules.jsonl", "training"), {
+        "P": "{ranks}", "rule": "{rule}", "train loss": "{train_loss:.4f} ± {train_loss_deviation:.4f}",
+        "test loss": "{test_loss:.4f} ± {test_loss_deviation:.4f}",
+        "accuracy %": "{accuracy:.2f} ± {accuracy_deviation:.2f}"}),
+
+    Table("selection.md", "selection-cost",
+          wide(adding(kept("selection.jsonl", "cost"), span=span), ("what", "on"), "density"), {
+              "timed": "{what}", "on": "{on}", "0.1 % (goal: {goal_0.001:g})": "{span_0.001}",
+              "1 % (goal: {goal_0.01:g})": "{span_0.01}", "10 % (goal: {goal_0.1:g})": "{span_0.1}"}),
+    Table("selection.md", "selection-shapes", kept("selection.jsonl", "shapes"), {
+        "shape": "{shape}", "median": "{median:.2f}", "slowest of the 4 gradients": "{slowest:.2f}"}),
+    Table("selection.md", "selection-sizes",
+          wide(kept("selection.jsonl", "sizes"), ("n",), "density_percent"), {"n": "{n}"} | {
+              f"{d} %": "{low_%s:.2f} to {high_%s:.2f}; {whole_%s:.2f}" % (d, d, d) for d in (10, 1, 0.1, 0.01)}),
+    Table("selection.md", "selection-rules", wide(
+        adding(kept("selection.jsonl", "rules"), at=lambda row: f"{row['shape']} {row['density_percent']:g}"),
+        ("rule",), "at"), {"rule": "`{rule}`"} | {
+            f"{s} {d:g} %": selection_rule(s, d) for s in ("normal", "recorded") for d in (0.1, 1)}),
+    Table("selection.md", "bell-bound", kept("selection.jsonl", "bell-bound"), {
+        "run": "{run}", "bound held, whole model": "{steps_held} of {steps} steps",
+        "bound held, single parameters": "{parameters_held} of {parameters}",
+        "ratio, first to last step": "{ratio_first:.3f} to {ratio_last:.3f}",
+        "excess kurtosis, first to last step": "{kurtosis_first:g} to {kurtosis_last:.1f}"}),
+    Table("selection.md", "rules-4", kept("rules.jsonl", "4-ranks"), RULES),
+    Table("selection.md", "rules-16", kept("rules.jsonl", "16-ranks"), RULES),
+
+    Table("scaling.md", "scaling-efficiency", wide(adding(
+        kept("scaling.jsonl", "efficiency"), star=star, published=published), ("model", "exchange"), "ranks"),
+        {"model": "{model}", "exchange": "{exchange}"} | at_ranks(
+            ("{efficiency_@:.1f} ({published_@:g}){star_@}", "{efficiency_@:.1f}{star_@}"), (4, 8, 16, 32))),
+    Table("scaling.md", "scaling-speed-up", wide(kept("scaling.jsonl", "speed-up"), ("model",), "ranks"),
+          {"model": "{model}"} | at_ranks(
+              ("{gtopk_over_dense_@:.1f}; {auto_over_dense_@:.1f}; {auto_over_allgather_@:.2f}",), (4, 8, 16, 32)) | {
+                  "published, P = 32": "{published_over_dense_32:.1f}; {published_over_allgather_32:.2f}"}),
+    Table("scaling.md", "scaling-model", wide(adding(
+        kept("scaling.jsonl", "model"), star=star), ("model", "exchange"), "ranks"),
+        {"model": "{model}", "exchange": "{exchange}"} | at_ranks(
+            ("{measured_over_modelled_@:.2f}{star_@}",), (4, 8, 16))),
+    Table("scaling.md", "scaling-auto", wide(
+        adding(kept("scaling.jsonl", "auto"), star=star, behind=lambda row: 100 * (row["over_best"] - 1)),
+        ("model",), "ranks"),
+          {"model": "{model}", "auto chose": "{chose_4}"} | at_ranks(
+              ("{over_best_@:.3f} [{low_@:.3f}, {high_@:.3f}]{star_@}",), (4, 8, 16))),
+    Table("scaling.md", "step-time", kept("scaling.jsonl", "step-time"), {
+        "run": "{run}", "sent per step and rank": "{sent_kb:,} kB", "of dense": "{percent_of_dense:g} %"} | {
+            f"{part}, ms": "{%s_ms:.1f}" % part
+            for part in ("step", "compute", "select", "exchange", "apply", "exposed")}),
+
+    Table("both-links.md", "toy", kept("both-links-printed.jsonl", "toy"), {
+        "links": "{links}", "F - F*": ("{gap:.2f} ± {gap_deviation:.2f}", "{gap:.3f}"),
+        "the authors' program": ("{known:.2f} ± {known_deviation:.2f}", "{known:.3f}")}),
+    Table("both-links.md", "constants", kept("both-links-printed.jsonl", "constants"), {
+        "model": "{task}", "P": "{ranks}", "one way, of uni": "{one_way:.2f} ({one_way_published:.2f})",
+        "both ways, of bi": "{both_ways:.2f} ({both_ways_published:.2f})",
+        "quotient": "{quotient:.2f} ({quotient_published:.2f})"}),
+    Table("both-links.md", "links-mnist-mlp", links(["both-links.jsonl"], ["mnist-mlp"]),
+          {"ranks": "{ranks}", "examples": "{examples}"} | LINKS),
+    Table("both-links.md", "links-fashion-mlp", links(["both-links.jsonl"], ["fashion-mlp"]),
+          {"ranks": "{ranks}", "examples": "{examples}"} | LINKS),
+    Table("both-links.md", "links-mnist-cnn", links(["both-links.jsonl"], ["mnist-cnn"]), {"ranks": "{ranks}"} | LINKS),
+    Table("both-links.md", "links-sweep", sweep, {"k_d / n": "{down:g}"} | {
+        heading: tuple(t.replace("@", task) for t in templates) for title, task in
+        (("MNIST", "mnist-mlp"), ("Fashion-MNIST", "fashion-mlp")) for heading, templates in
+        ((f"{title}, accuracy %", ("{accuracy_@:.2f} ({published_@:.2f})", "{accuracy_@:.2f}")),
+         (f"{title}, saved", ("{saved_@:.3g} ×",)))}),
+    Table("both-links.md", "links-iid", links(
+        ["both-links-iid.jsonl", "both-links-printed.jsonl"], ["mnist-mlp", "fashion-mlp", "fashion-cnn"], ("iid",)),
+        {"task": "{task}", "ranks": "{ranks}"} | LINKS),
+    Table("both-links.md", "cnn-100-epochs", kept("both-links-printed.jsonl", "cnn-100-epochs"), {
+        "epoch": "{epoch}", "accuracy %": "{accuracy:.2f}"}),
+
+    Table("adaptive-k.md", "adaptive-mnist-mlp", adaptive("mnist-mlp", [
+        ("adaptive, **`feedback`**", "feedback", UPDATES), ("warm-up of DGC", "warm-up", UPDATES),
+        ("accordion, 1 : 10", "accordion", UPDATES), ("constant", "constant", UPDATES),
+        ("adaptive, `feedback`", "feedback", GRADIENTS), ("warm-up of DGC", "warm-up", GRADIENTS),
+        ("accordion, 1 : 10", "accordion", GRADIENTS), ("constant", "constant", GRADIENTS),
+        ("adaptive, `even`", "even", GRADIENTS), ("adaptive, `measured`", "measured", GRADIENTS),
+        ("adaptive, `laplace`", "laplace", GRADIENTS), ("adaptive, `water-filling`", "water-filling", GRADIENTS),
+        ("capture", "capture", GRADIENTS)]), budgets()),
+    Table("adaptive-k.md", "adaptive-own-budget", adaptive("mnist-mlp", [
+        ("descent-per-bit", "descent-per-bit", GRADIENTS), ("adaptive, `even`", "even", GRADIENTS),
+        ("adaptive, `laplace`", "laplace", GRADIENTS)], own=True), {
+            "rule": "{rule}", "{budget_own:.3g} MB": "{accuracy_own:.2f} ± {accuracy_deviation_own:.2f}; "
+            "{train_loss_own:.4f}, {test_loss_own:.4f}{off_own}"}),
+    Table("adaptive-k.md", "adaptive-mnist-mlp-none", adaptive("mnist-mlp", [
+        ("adaptive, **`measured`**", "measured", GRADIENTS), ("adaptive, `water-filling`", "water-filling", GRADIENTS),
+        ("adaptive, `laplace`", "laplace", GRADIENTS), ("accordion, 1 : 10", "accordion", GRADIENTS),
+        ("warm-up of DGC", "warm-up", GRADIENTS), ("constant", "constant", GRADIENTS),
+        ("adaptive, `even`", "even", GRADIENTS)], "none", printed="mnist-mlp-none"), budgets()),
+    Table("adaptive-k.md", "adaptive-mnist-lenet5", adaptive("mnist-lenet5", [
+        ("adaptive, **`feedback`**", "feedback", UPDATES), ("warm-up of DGC", "warm-up", UPDATES),
+        ("accordion, 1 : 10", "accordion", UPDATES), ("capture", "capture", UPDATES),
+        ("constant", "constant", UPDATES), ("constant", "constant", GRADIENTS)]), budgets()),
+    Table("adaptive-k.md", "adaptive-mnist-lenet5-none", adaptive("mnist-lenet5", [
+        ("adaptive, **`measured`**", "measured", GRADIENTS), ("adaptive, `water-filling`", "water-filling", GRADIENTS),
+        ("constant", "constant", GRADIENTS)], "none", "adaptive-k-mnist-lenet5-none.json"), budgets()),
+    Table("adaptive-k.md", "adaptive-cifar-lenet5", adaptive("cifar-lenet5", [
+        ("adaptive, **`feedback`**", "feedback", UPDATES), ("constant", "constant", UPDATES),
+        ("accordion, 1 : 10", "accordion", UPDATES), ("capture", "capture", UPDATES),
+        ("warm-up of DGC", "warm-up", UPDATES), ("constant", "constant", GRADIENTS),
+        ("adaptive, `feedback`", "feedback", GRADIENTS)]), budgets()),
+    Table("adaptive-k.md", "adaptive-cifar-lenet5-none", adaptive("cifar-lenet5", [
+        ("adaptive, **`measured`**", "measured", GRADIENTS), ("warm-up of DGC", "warm-up", GRADIENTS),
+        ("accordion, 1 : 10", "accordion", GRADIENTS), ("adaptive, `water-filling`", "water-filling", GRADIENTS),
+        ("constant", "constant", GRADIENTS)], "none", "adaptive-k-cifar-lenet5-none.json"), budgets()),
+    Table("adaptive-k.md", "adaptive-cifar-resnet20", adaptive("cifar-resnet20", [
+        ("adaptive, **`feedback`**", "feedback", UPDATES), ("constant", "constant", UPDATES),
+        ("adaptive, `feedback`", "feedback", GRADIENTS), ("constant", "constant", GRADIENTS)], seeds=("1",)), {
+            "rule": "{rule}", "residuals of": "{memory}", "accuracy %": "{accuracy_0.002:.2f}",
+            "train loss": "{train_loss_0.002:.4f}", "test loss": "{test_loss_0.002:.4f}"}),
+
+    *(Table("pytorch.md", name, wide(adding(
+        kept("pytorch.jsonl", name), at=lambda row: f"{row['link']} {row['ranks']}"), ("hook",), "at"), {
+            "hook": "{hook}"} | {f"{link}, P = {p}": "{step_over_none_%s %s:.2f}" % (link, p)
+                                 for p in (2, 4) for link in ("loopback", "1 Gbit/s")})
+      for name in ("ddp-0.001", "ddp-0.01")),
+    Table("pytorch.md", "gpt", wide(kept("pytorch.jsonl", "gpt"), ("run", "times_less"), "lr"), {
+        "run": "{run}"} | {f"loss, lr {lr:g}": "{validation_loss_%g:.3f}" % lr for lr in (0.001, 0.003, 0.01, 0.03)} | {
+            "sends less than dense": "{times_less} ×"}),
+
+    Table("frames.md", "index-sizes", kept("frames.jsonl", "index-sizes"), {
+        "index set": "{index_set}", "n": "{n:,}", "k": "{k:,}", "code taken": "{code}",
+        "index, bytes": "{index_bytes:,}",
+        "entropy, bytes": "{entropy_bytes:,.1f}", "ratio": "{ratio:.3f}"}),
+    Table("frames.md", "fuzz", kept("frames.jsonl", "fuzz"), {
+        "target": "{target}", "executions": "{executions:,}", "findings": "{findings}"}),
+]
+TABLE_OF = {table.name: table for table in TABLES}
+
+
+# ---- Markdown --------------------------------------------------------------------------------------------
+
+
+def filled(template, row):
+    """The template with the fields of the row, or None where it lacks one."""
+    names = re.findall(r"\{([^}:]+)", template)
+    if any(row.get(name) is None for name in names):
+        return None
+    return re.sub(r"\{([^}:]+)(?::([^}]*))?\}", lambda found: format(row[found[1]], found[2] or ""), template)
+
+
+def cell(templates, row):
+    of = [templates] if isinstance(templates, str) else templates
+    return next((text for text in (filled(one, row) for one in of) if text is not None), "-").strip()
+
+
+def markdown(table, folder):
+    rows = table.rows(folder)
+    if not rows:
+        raise ValueError("no rows")
+    head = [cell(heading, rows[0]) for heading in table.columns]
+    body = [[cell(templates, row) for templates in table.columns.values()] for row in rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *body])
+
+
+MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
+
+
+def pages(root):
+    """What is wrong with the markers, and {page: (its text, {table: its text, its text by the rows})}."""
+    wrong, found = [], {}
+    folder = root / "studies/rows"
+    for page in sorted((root / "docs/results").glob("*.md")):
+        text = page.read_text()
+        marked = {name: body for _, name, body, _ in MARKED.findall(text)}
+        if text.count("<!-- table:") != len(marked) or text.count("<!-- end -->") != len(marked):
+            wrong.append(f"{page.name}: a table's marker is not closed, or stands twice")
+        expected = {table.name for table in TABLES if table.page == page.name}
+        wrong += [f"{page.name}: {name}: studies/tables.py has no such table"
+                  for name in sorted(marked.keys() - expected)]
+        wrong += [f"{page.name}: {name}: the page has no such table" for name in sorted(expected - marked.keys())]
+        found[page] = text, {name: (marked[name], markdown(TABLE_OF[name], folder))
+                             for name in marked if name in expected}
+    wrong += [f"{name}: no such page" for name in sorted({t.page for t in TABLES} - {page.name for page in found})]
+    return wrong, found
+
+
+def first_difference(have, want):
+    have, want = have.splitlines(), want.splitlines()
+    for a, b in zip(have, want):
+        if a != b:
+            return f"has  {a}\n    rows {b}"
+    return f"has {len(have)} lines, the rows give {len(want)}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path(__file__).resolve().parent.parent)
+    options = parser.parse_args()
+    wrong, found = pages(options.root)
+    for page, (text, tables) in found.items():
+        if options.check:
+            wrong += [f"{page.name}: {name}: differs from its rows\n    {first_difference(*both)}"
+                      for name, both in tables.items() if both[0] != both[1]]
+            continue
+        page.write_text(MARKED.sub(lambda m: m[1] + (tables[m[2]][1] if m[2] in tables else m[3]) + m[4], text))
+    if wrong:
+        sys.exit("tables.py: " + "\n".join(wrong))
+    print(f"{sum(len(tables) for _, tables in found.values())} tables on {len(found)} pages"
+          + (": all as their rows say" if options.check else " written"))
+
+
+if __name__ == "__main__":
+    main()

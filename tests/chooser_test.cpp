@@ -1,0 +1,231 @@
+// The chooser: alike on all ranks, by what the step waits for, near the best single exchange, and
+// what trying may cost.
+#include "skim/chooser.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "group.hpp"
+#include "simulated.hpp"
+#include "skim/error.hpp"
+#include "skim/reducer.hpp"
+
+namespace skim {
+namespace {
+
+using K = ExchangeKind;
+// Of the buckets of one slot, in order.
+struct Kinds : std::vector<K> {
+  using std::vector<K>::vector;
+  std::string at_the_end;  // what it went by then, trials aside
+  int changes = 0;         // of that
+};
+std::string first_word(std::string_view text) {
+  return std::string(text.substr(0, text.find(' ')));
+}
+
+constexpr std::size_t kN = 100'000, kK = 100;
+
+// Buckets of one slot whose times are given: seconds(kind, bucket, rank). Returns what every rank
+// was told to take.
+using Seconds = std::function<double(K, int, int)>;
+std::vector<Kinds> drive(int ranks, int buckets, const ChooserOptions& options,
+                         const Seconds& seconds) {
+  std::vector<Kinds> taken(static_cast<std::size_t>(ranks));
+  test::run_group(ranks, [&](Communicator& comm) {
+    const auto chooser = make_chooser({}, options);
+    for (int b = 0; b < buckets; ++b) {
+      const StepId id{static_cast<std::uint64_t>(b), 0};
+      const std::array mine{chooser->told(0)};
+      const std::size_t chosen = chooser->choose(id, kN, {.k = kK}, comm);
+      // As in the frames of the bucket.
+      MessageList all;
+      comm.allgather(std::as_bytes(std::span(mine)), all);
+      Chooser::Times heard;
+      for (std::size_t r = 0; r < all.size(); ++r) {
+        Chooser::Times of_rank;
+        std::memcpy(&of_rank, all[r].data(), sizeof of_rank);
+        heard.bucket_s += of_rank.bucket_s;
+        heard.pair_s += of_rank.pair_s;
+      }
+      const K kind = chooser->candidates()[chosen].kind;
+      taken[static_cast<std::size_t>(comm.rank())].push_back(kind);
+      chooser->took(id, static_cast<std::int64_t>(1e9 * seconds(kind, b, comm.rank())), heard);
+      Kinds& own = taken[static_cast<std::size_t>(comm.rank())];
+      const std::string now = first_word(chooser->reason(0));
+      own.changes += b > 0 && now != own.at_the_end;
+      own.at_the_end = now;
+    }
+  });
+  for (const Kinds& of_rank : taken)
+    EXPECT_TRUE(std::ranges::equal(of_rank, taken[0])) << "ranks must choose alike";
+  return taken;
+}
+std::ptrdiff_t count(const Kinds& kinds, K kind) { return std::ranges::count(kinds, kind); }
+
+const Link kSlow{.alpha_s = 1e-4, .beta_s_per_byte = 1e-8};
+
+TEST(chooser, begins_with_what_the_model_finds_cheapest) {
+  const ChooserOptions options{.link = kSlow, .trial_share = 0.0};
+  const Load load{.ranks = 3, .n = kN, .k = kK, .frame = frame_size({})};
+  Kinds among;
+  for (const ExchangeRow& row : exchange_rows()) {
+    if (row.is_candidate && !row.needs_hosts) among.push_back(row.kind);
+  }
+  const Choice best = cheapest(among, {}, load, kSlow, options.local);
+  const auto taken = drive(3, 50, options, [](K, int, int) { return 1.0; });
+  EXPECT_EQ(count(taken[0], best.kind), 50) << "without trials it stays, whatever it takes";
+}
+
+// The shortest exchange of any rank says nothing: the step ends with what all of them wait for.
+TEST(chooser, goes_by_what_the_step_waits_for) {
+  const ChooserOptions options{
+      .among = {K::gtopk, K::allgather}, .link = kSlow, .trial_share = 1.0};
+  const auto taken = drive(4, 200, options, [](K kind, int, int rank) {
+    if (kind == K::allgather) return 0.020;
+    return rank == 0 ? 0.005 : 0.030;
+  });
+  EXPECT_EQ(taken[0].at_the_end, name_of(K::allgather));
+  EXPECT_GT(count(taken[0], K::allgather), 150);
+}
+
+TEST(chooser, finds_the_best_whatever_the_model_says) {
+  for (const K best : {K::dense, K::allgather, K::gtopk, K::gtopk_tree, K::oktopk, K::sparcml}) {
+    SCOPED_TRACE(name_of(best));
+    const ChooserOptions options{.link = kSlow, .trial_share = 1.0};
+    const auto taken =
+        drive(2, 300, options, [&](K kind, int, int) { return kind == best ? 0.001 : 0.0013; });
+    EXPECT_EQ(taken[0].at_the_end, name_of(best));
+    EXPECT_GT(count(taken[0], best), 150);
+  }
+}
+
+// After one bucket if it is far worse, after two if it is worse.
+TEST(chooser, ends_a_bad_trial_after_a_step_or_two) {
+  for (const auto& [bad_s, most] : {std::pair(0.1, 1), std::pair(0.002, 2)}) {
+    const ChooserOptions options{
+        .among = {K::gtopk, K::gtopk_tree}, .link = kSlow, .trial_share = 1.0};
+    const double bad = bad_s;
+    const auto taken =
+        drive(2, 60, options, [=](K kind, int, int) { return kind == K::gtopk ? 0.001 : bad; });
+    EXPECT_GE(count(taken[0], K::gtopk_tree), 1);
+    EXPECT_LE(count(taken[0], K::gtopk_tree), most);
+  }
+}
+
+// What learns in its first bucket is not judged by that one.
+TEST(chooser, the_first_bucket_of_a_trial_does_not_count) {
+  const ChooserOptions options{.among = {K::gtopk, K::oktopk}, .link = kSlow, .trial_share = 1.0};
+  std::vector<int> tried(2, 0);
+  const auto taken = drive(2, 100, options, [&](K kind, int, int rank) {
+    if (kind == K::gtopk) return 0.001;
+    return tried[static_cast<std::size_t>(rank)]++ == 0 ? 0.0028 : 0.0005;
+  });
+  EXPECT_EQ(taken[0].at_the_end, name_of(K::oktopk));
+}
+
+TEST(chooser, notices_when_the_link_changes) {
+  const ChooserOptions options{
+      .among = {K::gtopk, K::allgather}, .link = kSlow, .trial_share = 1.0};
+  // From bucket 300 on the one that was better takes ten times as long.
+  const auto taken = drive(3, 600, options, [](K kind, int bucket, int) {
+    const bool late = bucket >= 300;
+    if (kind == K::gtopk) return late ? 0.010 : 0.001;
+    return late ? 0.004 : 0.002;
+  });
+  EXPECT_EQ(taken[0][299], K::gtopk);
+  EXPECT_EQ(taken[0].at_the_end, name_of(K::allgather));
+  const Kinds late(taken[0].begin() + 300, taken[0].end());
+  EXPECT_GT(count(late, K::allgather), 200) << "within 100 buckets";
+}
+
+// Scattering measurements must not make it change all the time.
+TEST(chooser, noise_does_not_move_it) {
+  const ChooserOptions options{.link = kSlow, .trial_share = 1.0};
+  const auto taken = drive(2, 400, options, [](K, int bucket, int rank) {
+    const auto noise = static_cast<double>((bucket * 7919 + rank * 104729) % 1000) / 1000.0;
+    return 0.001 * (0.9 + 0.2 * noise);
+  });
+  EXPECT_LE(taken[0].changes, 3);
+}
+
+// Real exchanges on a virtual clock: how long the buckets took, and what each went by.
+std::int64_t run_buckets(int ranks, const Link& link, int buckets, const ReducerOptions& options,
+                         std::map<std::string, int>* names = nullptr) {
+  constexpr std::size_t n = 20'000;
+  return test::run_simulated(ranks, {link, false}, [&](Communicator& comm) {
+    ReducerParts parts;
+    parts.schedule = constant_density(0.01);
+    Reducer reducer(options, std::move(parts), comm);
+    reducer.set_layout(std::vector<Bucket>{{0, {{"w", 0, n}}}});
+    std::vector<float> gradient(n);
+    for (int b = 0; b < buckets; ++b) {
+      const auto shift = static_cast<std::size_t>(comm.rank() * 104729 + b * 31);
+      for (std::size_t i = 0; i < n; ++i) {
+        gradient[i] = static_cast<float>((i * 7919 + shift) % 2003) - 1001.0F;
+      }
+      reducer.reduce(0, std::span(gradient));
+      reducer.end_step(0.0);
+      if (names != nullptr && comm.rank() == 0) ++(*names)[first_word(reducer.decision(0))];
+    }
+  });
+}
+
+// With all that trying costs it is near the best single one, and hopeless candidates are not tried.
+TEST(chooser, is_near_the_best_single_exchange) {
+  for (const int ranks : {4, 6}) {
+    for (const Link& link : {Link{1e-3, 1e-9}, Link{1e-5, 1e-7}}) {
+      constexpr int kBuckets = 400;
+      std::map<std::int64_t, std::string_view> single;
+      for (const ExchangeRow& row : exchange_rows()) {
+        if (!row.is_candidate || row.needs_hosts || row.kind == K::dense) continue;
+        single[run_buckets(ranks, link, kBuckets, {.exchange = {.kind = row.kind}})] = row.name;
+      }
+      std::map<std::string, int> names;
+      const ChooserOptions chooser{.link = link, .local = {}};
+      const std::int64_t with = run_buckets(ranks, link, kBuckets, {.chooser = chooser}, &names);
+      const auto [best, name] = *single.begin();
+      EXPECT_LE(static_cast<double>(with), 1.05 * static_cast<double>(best))
+          << ranks << " ranks, best " << name;
+      EXPECT_EQ(names.count("dense"), 0U);
+      if (with > best + best / 20)
+        for (auto& [a, b] : names) std::printf("%s %d\n", a.c_str(), b);
+      if (with > best + best / 20)
+        for (auto& [a, b] : single) std::printf("%ld %s\n", a, std::string(b).c_str());
+    }
+  }
+}
+
+// A told link that is a thousand times too fast makes dense look cheap; the run finds out.
+TEST(chooser, measurements_correct_a_wrong_link) {
+  std::map<std::string, int> names;
+  const ChooserOptions chooser{.link = Link{1e-9, 1e-13}, .local = {.select_s = 1e-10}};
+  run_buckets(4, {1e-5, 1e-8}, 50, {.chooser = chooser}, &names);
+  EXPECT_GE(names["dense"], 4);
+  EXPECT_LT(names["dense"], 10);
+}
+
+TEST(chooser, a_single_candidate) {
+  const auto taken =
+      drive(2, 10, {.among = {K::dense}, .link = kSlow}, [](K, int, int) { return 1e-3; });
+  EXPECT_EQ(count(taken[0], K::dense), 10);
+}
+
+// One rank has nothing to send: selection and residual must work all the same.
+TEST(chooser, one_rank_takes_a_sparse_exchange) {
+  test::run_group(1, [](Communicator& comm) {
+    const auto chooser = make_chooser({}, {.among = {K::dense, K::gtopk}});
+    EXPECT_EQ(chooser->choose({}, 10, {.k = 1}, comm), 1U);
+    EXPECT_EQ(chooser->reason(0), "");
+  });
+}
+
+}  // namespace
+}  // namespace skim

@@ -1,0 +1,111 @@
+// How a benchmark sums gradients: by one exchange, by the dense sum, or by what a chooser picks.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "skim/chooser.hpp"
+#include "skim/exchange.hpp"
+
+namespace skim::tool {
+
+inline constexpr std::string_view kAuto = "auto";
+
+// The names that benchmarks know: exchanges of ranks that each have a host of their own, and auto.
+inline std::vector<std::string> summation_names() {
+  std::vector<std::string> names;
+  for (const ExchangeRow& row : exchange_rows()) {
+    if (!row.needs_hosts) names.emplace_back(row.name);
+  }
+  names.emplace_back(kAuto);
+  return names;
+}
+
+class Summation {
+ public:
+  // Throws: InvalidArgument: no such name.
+  Summation(std::string_view name, ExchangeOptions options, const ChooserOptions& chooser) {
+    if (name == kAuto) {
+      chooser_ = make_chooser(options, chooser);
+      for (const ExchangeOptions& o : chooser_->candidates()) add(o);
+    } else {
+      options.kind = from_name<ExchangeKind>(name, "--exchange");
+      add(options);
+    }
+  }
+
+  bool may_be_dense() const {
+    for (const auto& e : exchanges_) {
+      if (!e) return true;
+    }
+    return false;
+  }
+  struct Outcome {
+    std::int64_t ns = 0;  // of choice and exchange, by the communicator's clock
+    std::size_t entries = 0;
+  };
+  // Sums one bucket: `mine` by an exchange, or `dense` whole. Collective.
+  //   select_s  what selection took, or would have: a chooser is told. A dense sum is charged none,
+  //             as in the cost model.
+  Outcome run(StepId id, const SparseView& mine, const Keep& keep, std::span<float> dense,
+              DenseSum how, double select_s, Communicator& comm) {
+    const std::int64_t begin = comm.now_ns();
+    GroupStats stats;
+    now_ = 0;
+    if (chooser_) {
+      const Chooser::Times told = chooser_->told(id.slot);
+      stats.bucket_s = told.bucket_s;
+      stats.pair_s = told.pair_s;
+      now_ = chooser_->choose(id, mine.dim, keep, comm);
+    }
+    Exchange* const exchange = exchanges_[now_].get();
+    Outcome out;
+    if (exchange == nullptr) {
+      sum_whole(dense, how, stats, comm);
+      out.entries = dense.size();
+    } else {
+      const ExchangeResult result = exchange->run(id, mine, keep, stats, comm);
+      out.entries = result.dense_sum.empty() ? result.sum.nnz() : result.dense_sum.n;
+    }
+    out.ns = comm.now_ns() - begin;
+    if (chooser_) {
+      const std::int64_t select_ns = exchange != nullptr ? std::llround(1e9 * select_s) : 0;
+      chooser_->took(id, select_ns + out.ns, {stats.bucket_s, stats.pair_s});
+    }
+    if (exchange != nullptr) exchange->end_step();
+    return out;
+  }
+  // The exchange that the last bucket took.
+  ExchangeKind kind() const { return kinds_[now_]; }
+  // Why, if a chooser picked it; valid until the next run().
+  std::string_view reason() const { return chooser_ ? chooser_->reason(0) : std::string_view(); }
+
+ private:
+  void sum_whole(std::span<float> dense, DenseSum how, GroupStats& stats, Communicator& comm) {
+    std::array<std::byte, kFrameStatsBytes> note{};
+    encode_stats(stats, note);
+    comm.allreduce_sum(dense, how, note, notes_);
+    stats = {};
+    for (std::size_t r = 0; r < notes_.size(); ++r) {
+      combine(stats, decode_stats(notes_[r].first<kFrameStatsBytes>()));
+    }
+  }
+  void add(const ExchangeOptions& o) {
+    kinds_.push_back(o.kind);
+    exchanges_.push_back(o.kind == ExchangeKind::dense ? nullptr : make_exchange(o));
+  }
+  std::unique_ptr<Chooser> chooser_;
+  std::vector<ExchangeKind> kinds_;
+  std::vector<std::unique_ptr<Exchange>> exchanges_;  // null: the dense sum
+  std::size_t now_ = 0;
+  MessageList notes_;
+};
+
+}  // namespace skim::tool

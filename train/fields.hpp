@@ -1,0 +1,177 @@
+// Every option of a training run once: the command line, config files, the summary and what ranks
+// and checkpoints compare come from this list. A new option needs its line here, or in
+// skim/fields.hpp if the library has it, and the code that uses it.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "skim/fields.hpp"
+#include "train/options.hpp"
+
+namespace skim::train {
+
+std::span<const std::string_view> model_names() noexcept;  // models.hpp, which reads all of torch
+
+// The member of the option `exchange`: a kind, or `auto`.
+template <class Kind, class Flag>
+struct KindOrAuto {
+  Kind& kind;
+  Flag& automatic;
+};
+
+template <auto kNames>
+std::vector<std::string> strings_of() {
+  const auto names = kNames();
+  return {names.begin(), names.end()};
+}
+
+template <OptionsOf<TrainOptions> Options, class F>
+void each_model_field(Options& o, F&& f) {
+  f("model", o.model, FieldInfo{.what = "model", .names = strings_of<model_names>});
+  f("data", o.data.name, FieldInfo{.what = "data set", .names = strings_of<data_names>});
+  f("data_dir", o.data.dir,
+    FieldInfo{.what = "folder with NAME/ of the data set in it, or the text file [$SKIM_DATA]",
+              .scope = FieldScope::rank});
+  f("batch", o.batch, FieldInfo{"examples per rank and step", kPositive});
+  f("epochs", o.epochs,
+    FieldInfo{
+        .what = "passes over the training set", .range = kPositive, .scope = FieldScope::session});
+  f("steps", o.steps,
+    FieldInfo{
+        .what = "steps, instead of epochs", .range = kPositive, .scope = FieldScope::session});
+  f("split", o.split,
+    FieldInfo{"iid: every rank draws from all examples; partition: from its own, dealt at random "
+              "once; shards: from its own, which are cut from the examples sorted by label"});
+  f("shards_per_rank", o.shards_per_rank, FieldInfo{"shards: how many a rank gets", kPositive});
+  f("seed", o.seed,
+    FieldInfo{"of parameters, order of examples, augmentation, dropout, and random selection and "
+              "rounding"});
+  f("augment", o.data.augment, FieldInfo{"cifar10: random crops and flips"});
+  f("sequence_length", o.data.sequence_length,
+    FieldInfo{"text: characters in a window", kPositive});
+  f("generated_train", o.data.generated_train, FieldInfo{"generated: training images", kPositive});
+  f("generated_test", o.data.generated_test, FieldInfo{"generated: test images", kPositive});
+  f("layers", o.layers, FieldInfo{"lstm, gpt: layers [lstm 1, gpt 4]", kPositive});
+  f("hidden", o.hidden, FieldInfo{"lstm: size of the state [256]", kPositive});
+  f("embedding", o.embedding,
+    FieldInfo{"lstm, gpt: size of the embedding [lstm 64, gpt 128]", kPositive});
+  f("heads", o.heads, FieldInfo{"gpt: attention heads [4]", kPositive});
+}
+
+template <OptionsOf<TrainOptions> Options, class F>
+void each_optimizer_field(Options& o, F&& f) {
+  f("optimizer", o.optimizer, FieldInfo{"works on the mean gradient"});
+  f("lr", o.learning_rate.base, FieldInfo{"learning rate", kPositive});
+  f("lr_schedule", o.learning_rate.kind, FieldInfo{"after the warm-up"});
+  f("lr_warmup", o.learning_rate.warmup_epochs, FieldInfo{"epochs of linear rise", kNotNegative});
+  f("lr_drops", o.learning_rate.drop_epochs, FieldInfo{"steps: epochs at which it drops"});
+  f("lr_gamma", o.learning_rate.gamma, FieldInfo{"steps: factor of a drop", kPositive});
+  f("momentum", o.momentum, FieldInfo{"of sgd, after aggregation", kBelowOne});
+  f("nesterov", o.nesterov, FieldInfo{"Nesterov momentum"});
+  f("weight_decay", o.weight_decay, FieldInfo{"weight decay", kNotNegative});
+  f("bias_decay", o.bias_decay, FieldInfo{"weight decay also on biases and normalisation layers"});
+  f("clip_norm", o.clip_norm,
+    FieldInfo{"limit of the mean gradient's norm; 0: none", kNotNegative});
+}
+
+template <OptionsOf<TrainOptions> Options, class F>
+void each_exchange_field(Options& o, F&& f) {
+  const auto of_library = [&](const char* name, auto& member, const FieldInfo& info) {
+    using Member = std::remove_cvref_t<decltype(member)>;
+    const std::string_view is(name);
+    if (is == "select_seed" || is == "rounding_seed") return;  // `seed` sets them
+    if constexpr (std::is_same_v<Member, ExchangeKind>) {
+      if (is == "exchange") {
+        KindOrAuto both{member, o.automatic};
+        f(name, both, info);
+        return;
+      }
+    }
+    f(name, member, info);
+  };
+  each_field(o.exchange, of_library);
+  each_field(o.chooser, of_library);
+  each_field(o.select, of_library);
+  f("select_seeds", o.select_seeds,
+    FieldInfo{"what a rule draws on the ranks, for randomk the indices"});
+  f("density", o.density,
+    FieldInfo{
+        "kept fraction k/n, in (0, 1]; 1 is dense; or what chooses it at every step: adaptive "
+        "(the least error for a budget: docs/adaptive.md); capture=SHARE (of |u|^2); "
+        "accordion=LOW/HIGH; descent-per-bit"});
+  f("density_warmup", o.density_warmup,
+    FieldInfo{"densities before that: none; dgc, gaussiank, gtopk (the lists of their papers); "
+              "geometric:EPOCHS; or a list, one an epoch: 0.25,0.06"});
+  f("density_min", o.density_min,
+    FieldInfo{"the least that a rule but accordion gives", kDensityRange});
+  f("density_max", o.density_max, FieldInfo{"and the most", kDensityRange});
+  f("down_density", o.down_density,
+    FieldInfo{"kept fraction of the result: of what a server sends back (1: all that came in), or "
+              "global-topk and oktopk leave [as up]",
+              kDensityRange});
+  f("budget", o.budget,
+    FieldInfo{"adaptive: what the busiest rank sends in the whole run, as 50MB or 2GB"});
+  f("target_time", o.target_time,
+    FieldInfo{"adaptive: instead, how long the run is predicted to take, as 10min; with --fit and "
+              "--compute"});
+  f("compute", o.compute,
+    FieldInfo{"target-time: what forward and backward of a step take, as 20ms"});
+  f("adaptive_form", o.adaptive_form,
+    FieldInfo{"adaptive: what is assumed of the entries that are left out; auto: feedback with "
+              "error feedback, else measured"});
+  f("contraction", o.contraction,
+    FieldInfo{"adaptive: factor of the error in a step; below 1 late steps weigh more",
+              kDensityRange});
+  each_field(o.feedback, of_library);
+  f("memory", o.memory,
+    FieldInfo{"residuals of gradients, or of updates: gradients times the learning rate; auto: "
+              "updates with --density adaptive, where the run allows it, else gradients"});
+  each_reducer_field(o, of_library);
+  f("bucket_mb", o.bucket_mb,
+    FieldInfo{"size of a bucket in 10^6 bytes; 0: one for the whole model", kNotNegative});
+}
+
+template <OptionsOf<TrainOptions> Options, class F>
+void each_run_field(Options& o, F&& f) {
+  using S = FieldScope;
+  f("threads", o.threads,
+    FieldInfo{.what = "threads per rank [cores of the host / ranks on it]",
+              .range = kPositive,
+              .scope = S::rank});
+  f("eval_epochs", o.eval_epochs,
+    FieldInfo{.what = "epochs between evaluations; 0: at the end only",
+              .range = kNotNegative,
+              .scope = S::session});
+  f("eval_examples", o.eval_examples,
+    FieldInfo{.what = "test examples to take [all]", .range = kPositive, .scope = S::session});
+  f("metrics", o.metrics,
+    FieldInfo{
+        .what = "JSON lines, one a step; -: standard output", .scope = S::rank, .is_place = true});
+  f("checkpoint", o.checkpoint,
+    FieldInfo{.what = "checkpoints: at the end, when stopped, and as --checkpoint-steps says",
+              .scope = S::session,
+              .is_place = true});
+  f("checkpoint_steps", o.checkpoint_steps,
+    FieldInfo{.what = "steps between checkpoints",
+              .range = kPositive,
+              .scope = S::session,
+              .is_place = true});
+  f("resume", o.resume,
+    FieldInfo{.what = "continue from the checkpoint in --checkpoint",
+              .scope = S::session,
+              .is_place = true});
+}
+
+template <OptionsOf<TrainOptions> Options, class F>
+void each_field(Options& o, F&& f) {
+  each_model_field(o, f);
+  each_optimizer_field(o, f);
+  each_exchange_field(o, f);
+  each_run_field(o, f);
+}
+
+}  // namespace skim::train

@@ -1,0 +1,176 @@
+// One overload of json_of and one of take for each type that an option has.
+#include "train/options_json.hpp"
+
+#include <charconv>
+#include <concepts>
+#include <cstdlib>
+#include <filesystem>
+#include <optional>
+#include <vector>
+
+#include "skim/error.hpp"
+#include "skim/version.hpp"
+#include "train/fields.hpp"
+
+namespace skim::train {
+namespace {
+
+using nlohmann::json;
+
+template <class T>
+concept Enum = std::is_enum_v<T>;
+template <class T>
+concept Number = std::is_arithmetic_v<T>;  // and bool
+
+template <Number T>
+json json_of(const T& x) {
+  return x;
+}
+// The shortest text of this float, which as a double is longer.
+json json_of(const float& x) {
+  char text[32];
+  *std::to_chars(text, text + sizeof text - 1, x).ptr = '\0';
+  return std::strtod(text, nullptr);
+}
+json json_of(const std::string& x) { return x; }
+json json_of(const std::filesystem::path& x) { return x.string(); }
+template <Enum E>
+json json_of(const E& e) {
+  return name_of(e);
+}
+template <Enum E>
+json json_of(const std::optional<E>& e) {
+  return e ? name_of(*e) : kAuto;
+}
+template <class K, class B>
+json json_of(const KindOrAuto<K, B>& x) {
+  return x.automatic ? kAuto : name_of(x.kind);
+}
+template <class T>
+json json_of(const std::vector<T>& list) {
+  json all = json::array();
+  for (const T& x : list) all.push_back(json_of(x));
+  return all;
+}
+json json_of(const DensityRule& rule) {
+  return rule.is_constant() ? json(rule.value) : json(to_text(rule));
+}
+json json_of(const WarmUp& w) { return to_text(w); }
+json json_of(const ByteCount& x) { return x.bytes; }
+json json_of(const Duration& x) { return x.seconds; }
+json json_of(const std::optional<Link>& link) {
+  if (!link) return nullptr;
+  return {{"alpha_s", link->alpha_s}, {"beta_s_per_byte", link->beta_s_per_byte}};
+}
+json json_of(const LocalSpeeds& s) {
+  return {{"select_s", s.select_s}, {"merge_s", s.merge_s}, {"add_s", s.add_s}};
+}
+
+// Throw: InvalidArgument that begins with `who`, or json::exception.
+template <Number T>
+void take(const json& j, T& x, const FieldInfo& info, const std::string& who) {
+  if (std::is_integral_v<T> && !std::same_as<T, bool> && !j.is_number_integer()) {
+    throw InvalidArgument(who + ": expected a whole number, got " + j.dump());
+  }
+  if (std::is_unsigned_v<T> && !std::same_as<T, bool> && !j.is_number_unsigned()) {
+    throw InvalidArgument(who + ": expected a number >= 0, got " + j.dump());
+  }
+  const T given = j.get<T>();
+  const bool is_default = given == T{};  // which may mean "not given"
+  if (!std::same_as<T, bool> && !is_default && !info.range.holds(j.get<double>())) {
+    throw InvalidArgument(who + ": expected a number " + info.range.text() + ", got " + j.dump());
+  }
+  x = given;
+}
+void take(const json& j, std::string& x, const FieldInfo&, const std::string&) {
+  x = j.get<std::string>();
+}
+void take(const json& j, std::filesystem::path& x, const FieldInfo&, const std::string&) {
+  x = j.get<std::string>();
+}
+template <Enum E>
+void take(const json& j, E& e, const FieldInfo&, const std::string& who) {
+  e = from_name<E>(j.get<std::string>(), who);
+}
+template <Enum E>
+void take(const json& j, std::optional<E>& e, const FieldInfo&, const std::string& who) {
+  const auto name = j.get<std::string>();
+  e = name == kAuto ? std::optional<E>() : from_name<E>(name, who);
+}
+void take(const json& j, KindOrAuto<ExchangeKind, bool>& x, const FieldInfo&,
+          const std::string& who) {
+  const auto name = j.get<std::string>();
+  x.automatic = name == kAuto;
+  if (!x.automatic) x.kind = from_name<ExchangeKind>(name, who);
+}
+template <class T>
+void take(const json& j, std::vector<T>& list, const FieldInfo& info, const std::string& who) {
+  if (!j.is_array()) throw InvalidArgument(who + ": expected a list, got " + j.dump());
+  list.clear();
+  for (const json& x : j) take(x, list.emplace_back(), info, who);
+}
+void take(const json& j, DensityRule& rule, const FieldInfo&, const std::string& who) {
+  rule = density_rule(j.is_number() ? j.dump() : j.get<std::string>(), who);
+}
+void take(const json& j, WarmUp& w, const FieldInfo&, const std::string& who) {
+  w = warm_up(j.get<std::string>(), who);
+}
+void take(const json& j, ByteCount& x, const FieldInfo&, const std::string&) {
+  x.bytes = j.get<double>();
+}
+void take(const json& j, Duration& x, const FieldInfo&, const std::string&) {
+  x.seconds = j.get<double>();
+}
+void take(const json& j, std::optional<Link>& link, const FieldInfo&, const std::string&) {
+  link.reset();
+  if (j.is_null()) return;
+  link = Link{.alpha_s = j.at("alpha_s").get<double>(),
+              .beta_s_per_byte = j.at("beta_s_per_byte").get<double>()};
+}
+void take(const json& j, LocalSpeeds& s, const FieldInfo&, const std::string&) {
+  s = {.select_s = j.at("select_s").get<double>(),
+       .merge_s = j.at("merge_s").get<double>(),
+       .add_s = j.at("add_s").get<double>()};
+}
+
+template <class Wanted>
+json options_where(const TrainOptions& o, Wanted&& wanted) {
+  json all = json::object();
+  each_field(o, [&](const char* name, const auto& member, const FieldInfo& info) {
+    if (wanted(info)) all[name] = json_of(member);
+  });
+  return all;
+}
+
+}  // namespace
+
+json options_json(const TrainOptions& o) {
+  return options_where(o, [](const FieldInfo&) { return true; });
+}
+json options_json(const TrainOptions& o, FieldScope scope) {
+  return options_where(o, [scope](const FieldInfo& info) { return info.scope == scope; });
+}
+
+void read_options(const json& j, TrainOptions& o, const std::string& who) {
+  each_field(o, [&](const char* name, auto& member, const FieldInfo& info) {
+    if (info.is_place || !j.contains(name)) return;
+    const std::string where = who + ": " + name;
+    try {
+      take(j.at(name), member, info, where);
+    } catch (const json::exception&) {
+      throw InvalidArgument(where + ": not a value that --summary writes: " + j.at(name).dump());
+    }
+  });
+}
+
+json identity(const TrainOptions& o) {
+  json all = options_json(o, FieldScope::run);
+  all["version"] = SKIM_VERSION;
+  if (o.target_time.seconds > 0.0) {  // densities then follow from predictions
+    all["link"] = json_of(o.chooser.link);
+    all["local_speeds"] = json_of(o.chooser.local);
+  }
+  return all;
+}
+
+}  // namespace skim::train
