@@ -169,8 +169,8 @@ class ModelChooser final : public Chooser {
   void prepare(Communicator& comm) {
     const Traffic before = comm.traffic();
     comm.set_phase({"auto: measurement of the link"});
-    const bool measures = from_rank_0(std::array{options_.link ? 0.0 : 1.0}, comm)[0] > 0.0;
-    const Link link = measures ? measure(comm, 0.02) : options_.link.value_or(Link{});
+    is_measured_ = from_rank_0(std::array{options_.link ? 0.0 : 1.0}, comm)[0] > 0.0;
+    const Link link = is_measured_ ? measure(comm, 0.02) : options_.link.value_or(Link{});
     const LocalSpeeds& local = options_.local;
     const auto all = from_rank_0(
         std::array{link.alpha_s, link.beta_s_per_byte, local.select_s, local.merge_s, local.add_s},
@@ -307,7 +307,7 @@ class ModelChooser final : public Chooser {
     if (count == kRecent) state.reference = *c.ratio;
     // A link that the user told, and that is not there, is measured at once.
     const bool is_wrong = *c.ratio > kWrong || *c.ratio < 1.0 / kWrong;
-    if (count == kFew && is_wrong && options_.link && !is_measured_) {
+    if (count == kFew && is_wrong && !is_measured_) {
       is_measured_ = true;
       state.must_measure = true;
     }
@@ -431,7 +431,7 @@ class ModelChooser final : public Chooser {
   ChooserOptions options_;
   std::vector<ExchangeOptions> candidates_;
   bool is_ready_ = false;
-  bool is_measured_ = false;  // the link, because the one that was told was wrong
+  bool is_measured_ = false;  // the link: not the one that rank 0 was told
   int ranks_ = 1, hosts_ = 1;
   Link link_, inside_;  // of rank 0, as the speeds
   LocalSpeeds local_;

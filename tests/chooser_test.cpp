@@ -212,6 +212,26 @@ TEST(chooser, measurements_correct_a_wrong_link) {
   EXPECT_LT(names["dense"], 10);
 }
 
+// Rank 0's link counts; that others have none, or another, must not lead to another choice.
+TEST(chooser, options_of_other_ranks) {
+  std::vector<std::vector<std::size_t>> taken(3);
+  test::run_group(3, [&](Communicator& comm) {
+    ChooserOptions options{.trial_share = 1.0};
+    if (comm.rank() == 0) options.link = Link{1e-9, 1e-13};
+    if (comm.rank() == 1) options.link = kSlow;
+    const auto chooser = make_chooser({}, options);
+    for (int b = 0; b < 50; ++b) {
+      const StepId id{static_cast<std::uint64_t>(b), 0};
+      auto& own = taken[static_cast<std::size_t>(comm.rank())];
+      own.push_back(chooser->choose(id, kN, {.k = kK}, comm));
+      const bool told = chooser->told(0).bucket_s > 0.0F;
+      chooser->took(id, 1'000'000, told ? Chooser::Times{3e-3F, 6e-3F} : Chooser::Times{});
+    }
+  });
+  EXPECT_EQ(taken[1], taken[0]);
+  EXPECT_EQ(taken[2], taken[0]);
+}
+
 TEST(chooser, a_single_candidate) {
   const auto taken =
       drive(2, 10, {.among = {K::dense}, .link = kSlow}, [](K, int, int) { return 1e-3; });

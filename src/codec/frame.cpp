@@ -65,8 +65,7 @@ std::string_view to_string(DecodeError e) noexcept {
 Codec::Codec(CodecOptions options) : options_(options) {
   SKIM_EXPECTS(!options.index || codes::known(*options.index), "codec: unknown index code");
   SKIM_EXPECTS(codes::known(options.value), "codec: unknown value code");
-  SKIM_EXPECTS(is_named(options.rounding),
-               "codec: unknown rounding");
+  SKIM_EXPECTS(is_named(options.rounding), "codec: unknown rounding");
 }
 
 void Codec::quantize(SparseBuffer& s, StepId id, int stream) const noexcept {

@@ -482,9 +482,7 @@ bool get_huffman(Bytes section, std::size_t dim, std::span<Index> index) {
 
 }  // namespace
 
-bool known(IndexCode code) noexcept {
-  return is_named(code);
-}
+bool known(IndexCode code) noexcept { return is_named(code); }
 
 IndexPlan plan_indices(IndexCode code, std::span<const Index> index, std::size_t dim) noexcept {
   if (index.empty()) return {.code = code};

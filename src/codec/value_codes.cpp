@@ -335,9 +335,7 @@ bool get_blocks(const std::byte* in, std::span<float> value) noexcept {
 
 }  // namespace
 
-bool known(ValueCode code) noexcept {
-  return is_named(code);
-}
+bool known(ValueCode code) noexcept { return is_named(code); }
 
 std::size_t value_bytes(ValueCode code, std::size_t nnz) noexcept {
   switch (code) {

@@ -159,8 +159,7 @@ class Adaptive final : public DensitySchedule {
  public:
   explicit Adaptive(AdaptiveOptions options) : o_(std::move(options)) {
     constexpr const char* kWho = "adaptive_density";
-    SKIM_EXPECTS(is_named(o_.form),
-                 std::string(kWho) + ": unknown form");
+    SKIM_EXPECTS(is_named(o_.form), std::string(kWho) + ": unknown form");
     expect_range(o_.density_min, o_.density_max, kWho);
     SKIM_EXPECTS(std::isfinite(o_.budget) && o_.budget > 0.0,
                  std::string(kWho) + ": the budget must be finite and > 0 (got " +
@@ -184,8 +183,7 @@ class Adaptive final : public DensitySchedule {
   }
 
   std::string describe() const override {
-    return "adaptive (" + std::string(name_of(o_.form)) +
-           "), budget " + in_unit(o_.budget);
+    return "adaptive (" + std::string(name_of(o_.form)) + "), budget " + in_unit(o_.budget);
   }
 
   double spent() const noexcept override { return share_; }
