@@ -117,8 +117,8 @@ double two_way_constant(std::span<const std::span<const float>> u, std::span<con
 
 // ---- measures of u ------------------------------------------------------------------------------
 
-// The ratio of u, summed in double. Ties do not change it. Requires: k <= d. Cost: O(d), a copy of
-// u.
+// The ratio of u, summed in double. Ties do not change it.
+// Requires: k <= d. Cost: O(d), a copy of u.
 double top_k_ratio(std::span<const float> u, std::size_t k);
 
 // Moments of the entries as a population: std divides by d. Skewness and excess kurtosis are 0 for
@@ -128,8 +128,8 @@ struct Moments {
 };
 Moments moments(std::span<const float> u);  // requires: u not empty
 
-// Counts in bins of equal width. Bin b holds [edge(b), edge(b + 1)); the last bin also holds
-// `high`.
+// Counts in bins of equal width. Bin b holds [edge(b), edge(b + 1)).
+// The last bin also holds `high`.
 struct Histogram {
   double low = 0.0, high = 0.0;
   std::uint64_t below = 0, above = 0;  // outside [low, high]

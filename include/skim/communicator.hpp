@@ -98,8 +98,8 @@ AllgatherForm allgather_form(int ranks, std::size_t longest) noexcept;
 // message may be empty, and may exceed 2^31 bytes.
 //
 // Not thread-safe: only one thread may communicate at a time.
-// Throws: CommError that names peer and phase, also when a wait exceeds the timeout. Then call
-// abort() and discard the communicator. InvalidArgument, before anything is sent.
+// Throws: InvalidArgument, before anything is sent; CommError, which names peer and phase, also if
+// a wait exceeds the timeout. After a CommError call abort() and discard the communicator.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -109,7 +109,8 @@ class Communicator {
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
   const Traffic& traffic() const noexcept { return traffic_; }
-  // The time of this group's clock, in nanoseconds. It is the steady clock.
+  // The time of this group's clock, in nanoseconds. The clock is the steady clock, except in a
+  // simulated group.
   virtual std::int64_t now_ns() const noexcept;
 
   // Start a transfer. `message` must stay alive until wait() returns or throws a CommError, or
@@ -167,7 +168,7 @@ class Communicator {
   virtual bool do_allreduce_sum(std::span<float>) { return false; }
 
   void check_peer(const char* verb, int peer) const;
-  // Both set parts_[r] for every other rank r.
+  // These two set parts_[r] for every other rank r.
   void gather_by_ring(Bytes mine);
   void gather_by_doubling(Bytes mine, bool pairs);
   void ring_sum(std::span<float> data, Bytes note, MessageList& notes);
@@ -207,7 +208,7 @@ std::vector<std::unique_ptr<Communicator>> make_in_process_group(int size,
 
 // A rank's full-duplex link, in an alpha-beta model.
 struct Link {
-  double alpha_s = 0.0;          // time of any message besides its bytes; >= 0
+  double alpha_s = 0.0;          // time of a message, however short; >= 0
   double beta_s_per_byte = 0.0;  // inverse bandwidth, the same in each direction; >= 0
 };
 struct VirtualTime {

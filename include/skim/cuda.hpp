@@ -26,9 +26,9 @@ int cuda_device_count() noexcept;
 //            rollback), and 8 n bytes for the largest dense bucket. set_layout holds the residuals
 //            twice for a moment. save and load hold a copy of them on the host.
 //   Throws:  Error if CUDA fails; the residuals are then not known.
-// Throws: InvalidArgument: an option is out of its range; momentum or clip_norm is set, which
-// devices do not support yet; make_cuda_selector refuses the algorithm; there is no such device, or
-// no CUDA in this build.
+// Throws: InvalidArgument: an option is out of its range; momentum_correction or local_clip is set,
+// which devices do not support yet; make_cuda_selector refuses the algorithm; there is no such
+// device, or no CUDA in this build.
 std::unique_ptr<LocalHalf> make_cuda_local_half(const SelectOptions& select,
                                                 const FeedbackOptions& feedback, int ordinal);
 
@@ -54,8 +54,8 @@ std::unique_ptr<LocalHalf> make_cuda_local_half(const SelectOptions& select,
 std::unique_ptr<Selector> make_cuda_selector(const SelectOptions& options);
 
 // Applies the result of an exchange to buffers on one CUDA device. Each call queues its work on a
-// stream. The host waits only for the work of the previous call. Not thread-safe; use one per
-// thread.
+// stream. The host waits only for the work of the previous call.
+// Not thread-safe; use one per thread.
 class CudaDelivery {
  public:
   // Throws: InvalidArgument: no such device, or no CUDA in this build.

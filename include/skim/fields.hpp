@@ -155,8 +155,7 @@ void each_reducer_field(Options& o, F&& f) {
         "a step with NaN or infinity: skip it or raise an error, on all ranks, or pass it on"});
 }
 
-// select, feedback, exchange and chooser are not in this list, because they have lists of their own
-// above.
+// The members select, feedback, exchange and chooser have lists of their own, above.
 template <OptionsOf<ReducerOptions> Options, class F>
 void each_field(Options& o, F&& f) {
   each_reducer_field(o, f);

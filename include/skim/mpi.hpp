@@ -15,8 +15,8 @@ namespace skim {
 //
 // Threads: MPI must be initialised. If a thread other than the one that initialised MPI uses the
 // communicator, as the Reducer's communication thread does, MPI needs at least
-// MPI_THREAD_SERIALIZED. Below MPI_THREAD_MULTIPLE no two threads may then be in MPI at the same
-// time, and the caller's own calls count. A communicator and those split from it count as one
+// MPI_THREAD_SERIALIZED. Below MPI_THREAD_MULTIPLE no two threads may be in MPI at the same time,
+// and the caller's own calls count too. A communicator and those split from it count as one
 // object: one thread at a time.
 //
 // Errors: after a CommError or an abort nothing is freed, because MPI_Comm_free is collective. MPI

@@ -84,7 +84,7 @@ enum class AdaptiveForm : std::uint8_t {
   laplace,        // a Laplace distribution over the fraction of entries that fits the measurements
   measured,       // as measured: ranks and buckets share one threshold, and k entries reach it
   // With error feedback, entries that are left out are late but not lost. kappa is the part of u
-  // that top-k surely captures in a step, so the error is kappa^-2. The optimal k is proportional
+  // that top-k surely captures in a step, and phi is kappa^-2. The optimal k is proportional
   // to the learning rate to the power 2/3.
   feedback,
 };
