@@ -1,8 +1,8 @@
-// What can go wrong, in three families (docs/architecture.md, "Errors"):
-//   the caller's mistake   -> InvalidArgument, before any byte is sent
-//   the world's failure    -> CommError; the communicator must be discarded
-//   bad bytes on the wire  -> DecodeError, a value (codec.hpp); never an exception
-// A broken invariant of the library itself is SKIM_ASSERT (src/assert.hpp): debug builds only.
+// Errors come in three families (docs/architecture.md, "Errors"):
+//   a mistake of the caller  -> InvalidArgument, before any byte is sent
+//   a failure outside        -> CommError; discard the communicator
+//   bad bytes on the wire    -> DecodeError, a value (codec.hpp); never an exception
+// SKIM_ASSERT (src/assert.hpp) checks the library's own invariants, in debug builds only.
 #pragma once
 
 #include <stdexcept>
@@ -16,7 +16,7 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The caller's mistake. Nothing has changed and nothing was sent.
+// The caller made a mistake. Nothing has changed and nothing was sent.
 class InvalidArgument : public Error {
  public:
   using Error::Error;
@@ -38,14 +38,14 @@ class CommError : public Error {
   int native_code_;
 };
 
-// The gradient of a step held NaN or infinity, and ReducerOptions::non_finite says `raise`. Thrown
-// on every rank; the step has been rolled back and training may go on.
+// The gradient of a step held NaN or infinity, and ReducerOptions::non_finite is `raise`. Every
+// rank throws it. The step has been rolled back, and training may go on.
 class NonFiniteError : public Error {
  public:
   using Error::Error;
 };
 
-// A saved state (residuals, a checkpoint) is damaged, foreign or of another version.
+// A saved state (residuals, a checkpoint) is damaged, foreign, or of another version.
 class StateError : public Error {
  public:
   using Error::Error;
@@ -56,8 +56,8 @@ class StateError : public Error {
 
 }  // namespace skim
 
-// Precondition of a public function. Always on: these run once per call, not per element. `why` is
-// evaluated only on failure.
+// Checks a precondition of a public function. It is on in every build, because such checks run once
+// per call, not once per element. `why` is evaluated only on failure.
 #define SKIM_EXPECTS(cond, why)                                           \
   do {                                                                    \
     if (!(cond)) ::skim::throw_invalid(#cond, __FILE__, __LINE__, (why)); \

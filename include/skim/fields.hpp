@@ -1,10 +1,10 @@
-// Every option of the library once: its name, the member that holds it, and one line about it. The
-// command line, config files, JSON and Python take their options from these lists.
+// Lists every option of the library once: its name, its member, and one line about it. The command
+// line, config files, JSON and Python take their options from these lists.
 //
 //   each_field(options, [](const char* name, auto& member, const FieldInfo& info) { ... });
 //
-// Names are unique over all structs, because a command line is flat. There, `select_block` is
-// --select-block. A new option needs its line here and the code that uses it.
+// Names are unique over all structs, because a command line is flat. `select_block` is
+// --select-block there. To add an option, add its line here and the code that uses it.
 #pragma once
 
 #include <concepts>
@@ -21,7 +21,7 @@
 
 namespace skim {
 
-// The numbers that an option may be. A default outside of its range means "not given".
+// The valid numbers of an option. A default outside the range means "not given".
 struct FieldRange {
   double low = -std::numeric_limits<double>::infinity();
   double high = std::numeric_limits<double>::infinity();
@@ -30,7 +30,7 @@ struct FieldRange {
   constexpr bool holds(double x) const {
     return (with_low ? x >= low : x > low) && (with_high ? x <= high : x < high);
   }
-  // For "expected a number ...": "> 0", "in [0, 1)".
+  // The range in words, for "expected a number ...": "> 0", "in [0, 1)".
   std::string text() const {
     const auto whole = [](double x) { return std::to_string(static_cast<long long>(x)); };
     if (high == std::numeric_limits<double>::infinity()) {
@@ -46,20 +46,20 @@ inline constexpr FieldRange kFraction{.low = 0.0, .high = 1.0};
 inline constexpr FieldRange kBelowOne{.low = 0.0, .high = 1.0, .with_high = false};
 inline constexpr FieldRange kDensityRange{.low = 0.0, .high = 1.0, .with_low = false};
 
-// Where an option must have one value.
+// Says where an option must have the same value.
 enum class FieldScope : std::uint8_t {
   run,      // on all ranks, and in a run and the one that resumes it
   session,  // on all ranks; a run that resumes may change it
-  rank,     // nowhere
+  rank,     // nowhere: each rank may have its own
 };
 
 struct FieldInfo {
   const char* what;  // one line
   FieldRange range = {};
-  // Of a name or a list of names: those that are valid; null: all of the type.
+  // The valid names, if the option is a name or a list of names. Null: all names of the type.
   std::vector<std::string> (*names)() = nullptr;
   FieldScope scope = FieldScope::run;
-  // Says where the run's files go: a repetition of the run does not take it over.
+  // True: the option is a place for the run's files, so a repetition of the run does not copy it.
   bool is_place = false;
 };
 
@@ -120,7 +120,7 @@ void each_field(Options& o, F&& f) {
               }});
   f("trial_share", o.trial_share,
     FieldInfo{"auto: part of the run's time that trying exchanges may cost", kFraction});
-  // Rank 0's count on all ranks.
+  // All ranks use the values of rank 0 for these two.
   f("link", o.link,
     FieldInfo{.what = "auto: the link to predict from; none: rank 0 measures it",
               .scope = FieldScope::rank});
@@ -145,7 +145,7 @@ void each_field(Options& o, F&& f) {
     FieldInfo{"factor of the residual in every step", kFraction});
 }
 
-// The Reducer's own, of any struct that has them.
+// The Reducer's own options, of any struct that has them.
 template <class Options, class F>
 void each_reducer_field(Options& o, F&& f) {
   f("dense_sum", o.dense_sum, FieldInfo{"dense: Skim's ring, or vendor, MPI's own sum"});
@@ -155,7 +155,7 @@ void each_reducer_field(Options& o, F&& f) {
         "a step with NaN or infinity: skip it or raise an error, on all ranks, or pass it on"});
 }
 
-// Without those of select, feedback, exchange and chooser, which have lists of their own, above.
+// The members select, feedback, exchange and chooser have lists of their own, above.
 template <OptionsOf<ReducerOptions> Options, class F>
 void each_field(Options& o, F&& f) {
   each_reducer_field(o, f);

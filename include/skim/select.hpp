@@ -13,34 +13,35 @@
 
 namespace skim {
 
-// How many entries a rule selects, and whether what it keeps is at least as large as what it drops.
-// z is the number of non-zeros (with keep.threshold > 0, of entries at least that large). What the
-// rules do, their passes and their sources: docs/algorithms.md, "Selectors".
+// Rules for selecting entries. "count" is the number of entries that a rule selects. A rule is
+// "ordered" if every entry that it keeps is at least as large as every entry that it drops. z is
+// the number of non-zeros; with keep.threshold > 0, the number of entries at least that large.
+// docs/algorithms.md, "Selectors", describes the rules, their passes and their sources.
 //
 //   rule                count                                    ordered
 //   exact               min(k, z)                                yes; ties: the lower index
 //   gaussian            ceil(2k/3) to floor(4k/3); z if less     yes; ties: the lower index
-//   gaussian_two_sided  0 to z; aims at k                        yes; all or none of equal ones
-//   gaussian_one_sided  0 to z; aims at k                        yes; all or none of equal ones
+//   gaussian_two_sided  0 to z; aims at k                        yes; equal entries: all or none
+//   gaussian_one_sided  0 to z; aims at k                        yes; equal entries: all or none
 //   dgc                 ceil(0.8 k) to k; z if less              yes; ties: the lower index
-//   redsync             0 to z; aims at k to 2k                  yes; all or none of equal ones
-//   redsync_trim        min(k, z) to z                           yes; all or none of equal ones
-//   sidco               0 to z; aims at k                        yes; all or none of equal ones
-//   mstopk              min(k, z)                                but for a run near the threshold
-//   threshold           all that reach it, whatever k > 0 is     yes
-//   randomk             k less the zeros that were drawn         no
-//   blocktopk           k less what chunks lack in non-zeros     in each chunk; ties: lower index
+//   redsync             0 to z; aims at k to 2k                  yes; equal entries: all or none
+//   redsync_trim        min(k, z) to z                           yes; equal entries: all or none
+//   sidco               0 to z; aims at k                        yes; equal entries: all or none
+//   mstopk              min(k, z)                                except a run near the threshold
+//   threshold           all that reach it, for any k > 0         yes
+//   randomk             k minus the zeros that were drawn        no
+//   blocktopk           k; less if a chunk has few non-zeros     in each chunk; ties: lower index
 enum class SelectAlgo : std::uint8_t {
   exact,
   gaussian,            // Gaussian_k in a robust form
-  gaussian_two_sided,  // as its authors released it
-  gaussian_one_sided,  // as their paper has it
-  dgc,                 // threshold from a sample
+  gaussian_two_sided,  // as in the authors' released code
+  gaussian_one_sided,  // as in their paper
+  dgc,                 // takes the threshold from a sample
   redsync,
   redsync_trim,
-  sidco,      // threshold from an exponential fit
-  mstopk,     // bisection
-  threshold,  // a fixed one
+  sidco,      // takes the threshold from an exponential fit
+  mstopk,     // finds the threshold by bisection
+  threshold,  // has a fixed threshold
   randomk,
   blocktopk,  // exact in each chunk
 };
@@ -50,85 +51,90 @@ std::span<const std::string_view> names_of<SelectAlgo>() noexcept;
 
 struct SelectOptions {
   SelectAlgo algo = SelectAlgo::exact;
-  // dgc, mstopk, randomk: what they draw depends on it, the step and the slot alone, so ranks with
-  // one seed draw alike (for randomk: the same indices).
+  // dgc, mstopk, randomk: the seed of their random draws. A draw depends only on the seed, the step
+  // and the slot, so ranks with the same seed draw alike (randomk: the same indices).
   std::uint64_t seed = 0;
-  float threshold = 0.0F;    // threshold: >= 0; the larger of it and keep.threshold counts
+  float threshold = 0.0F;    // threshold: >= 0; the larger of this and keep.threshold counts
   std::size_t block = 4096;  // blocktopk: entries of a chunk, > 0; the last one may be shorter
-  int stages = 0;            // sidco: >= 1; 0: from 1, adapted to the counts achieved
-  // Selects inside every parameter of the bucket (SelectTask::layout), not over all of it. k is
-  // shared out in proportion to length, by largest remainder, ties to the lower offset, and sums to
-  // k. Counts are then promised for every parameter.
+  int stages = 0;            // sidco: >= 1; 0: starts at 1 and adapts to the counts achieved
+  // Applies the rule to each parameter of the bucket (SelectTask::layout) instead of to the whole
+  // bucket. Each parameter gets a part of k in proportion to its length, by largest remainder, ties
+  // to the lower offset. The parts sum to k. The promised counts then hold for each parameter.
   bool per_parameter = false;
 };
 
 struct SelectTask {
   StepId id = {};
-  GradView grad = {};       // [n]  read only (but see clear), of any type; any alignment; n < 2^32
-  DenseView residual = {};  // [n]  what was not sent before; or empty: selects from grad alone
+  GradView grad = {};  // [n]  of any type; any alignment; n < 2^32; read only, unless clear is set
+  DenseView residual = {};  // [n]  entries not sent before; or empty: selects from grad alone
   std::span<const Segment> layout = {};  // the bucket's parameters; may be empty
   Keep keep = {};                        // 0 <= k <= n
-  float decay = 1.0F;                    // of the residual, before the addition; in [0, 1]
-  // With a residual, grad may be overwritten by zeros behind the pass that reads it. Where few
-  // entries are kept that is cheaper than later, and done: SelectReport::cleared says whether.
+  float decay = 1.0F;  // in [0, 1]; multiplies the residual before the gradient is added
+  // Allows the selector to overwrite grad with zeros in the pass that reads it, if there is a
+  // residual. The selector does so if few entries are kept, because clearing grad later costs more
+  // then. SelectReport::cleared says whether it did.
   bool clear = false;
 };
 
 struct SelectReport {
   float threshold = 0.0F;  // smallest magnitude kept; 0 if nothing was kept
-  int passes = 0;          // dense passes: full reads of n values; per_parameter: the most of any
-  // Over finite entries, the same bits on every CPU target.
+  int passes = 0;          // reads of all n values; per_parameter: the most for any parameter
+  // The norms cover finite entries only. They have the same bits on every CPU target.
   double kept_norm2 = 0.0;       // |out|^2
-  double total_norm2 = 0.0;      // |residual|^2 before anything is taken out; without one, of grad
+  double total_norm2 = 0.0;      // |residual|^2 before entries are removed; without one, of grad
   double gradient_norm2 = 0.0;   // |grad / scale|^2
   std::uint64_t non_finite = 0;  // entries of grad that were NaN or infinite
   bool cleared = false;          // grad is all zeros now (SelectTask::clear)
 };
 
-// Not thread-safe (owns scratch and, per slot, the last threshold); one per thread. Scratch is
-// O(k), but O(n) address space for rules that may select all, of which they touch what they select.
+// Not thread-safe, because it owns scratch memory and the last threshold of each slot. Use one per
+// thread. Scratch memory is O(k). Rules that may select every entry reserve O(n) address space, but
+// touch only as much of it as they select.
 class Selector {
  public:
   virtual ~Selector() = default;
   virtual std::string_view name() const noexcept = 0;
 
-  // residual = decay * residual + grad / scale, computed as grad * (1 / scale); out = what the rule
-  // takes of its entries. out is overwritten, canonical, without zeros; residual keeps everything
-  // (see ErrorFeedback::commit).
+  // residual = decay * residual + grad / scale, computed as grad * (1 / scale). Then `out` gets the
+  // entries of the residual that the rule selects. `out` is overwritten, canonical and without
+  // zeros. The residual keeps all its entries; ErrorFeedback::commit subtracts the sent ones.
   //
   // Count, ties: SelectAlgo. k = 0 selects nothing.
-  // NaN:    a non-finite entry of grad adds 0 to residual and is counted; it never enters one. A
-  //         sum that overflows is clamped to the largest finite float. Without a residual,
-  //         non-finite entries are counted and selected like any other: NaN is larger than
-  //         infinity.
+  // NaN:    A non-finite entry of grad adds 0 to the residual and is counted, so a residual never
+  //         holds one. A sum that overflows is clamped to the largest finite float. Without a
+  //         residual, non-finite entries are counted and selected like any other: NaN is larger
+  //         than infinity.
   // Same inputs, options and state give the same entries, bit for bit, on every CPU target.
   // Cost:   exact: one dense pass in the steady state, at most 3; no allocation once warm.
-  // Throws: InvalidArgument (nothing changed) if k > n, n >= 2^32, lengths or devices differ, the
-  //         gradient is not on the CPU, scale or 1 / scale is not finite and > 0, decay is not in
-  //         [0, 1], or the threshold is NaN; for `threshold`, if none is > 0; for per_parameter, if
-  //         a layout that is not empty does not cover [0, n) in ascending order without overlap, or
-  //         the slot is above 65535, or there are more than 65536 parameters.
+  // Throws: InvalidArgument (nothing changed):
+  //         - k > n, n >= 2^32, or lengths or devices differ;
+  //         - the gradient is not on the CPU;
+  //         - scale or 1 / scale is not finite and > 0, or decay is not in [0, 1];
+  //         - the threshold is NaN; for `threshold`, neither of its two thresholds is > 0;
+  //         - for per_parameter, a layout that is not empty does not cover [0, n) in ascending
+  //           order without overlap, the slot is above 65535, or there are more than 65536
+  //           parameters.
   virtual SelectReport select(const SelectTask& task, SparseBuffer& out) = 0;
 
-  // What carries over between steps, part of a checkpoint: thresholds of exact and gaussian, stages
-  // of sidco. Results of `exact` do not depend on it, only speed. load reads what the same options
-  // saved. Throws: StateError (nothing changed).
+  // The state that carries over between steps, as part of a checkpoint: the thresholds of exact and
+  // gaussian, the stages of sidco. For `exact` the state affects only speed, not results. load
+  // needs the options that saved the state. Throws: StateError (nothing changed).
   virtual void save(std::ostream&) const {}
   virtual void load(std::istream&) {}
 };
 
-// Throws: InvalidArgument for options outside their range.
+// Throws: InvalidArgument: an option is out of its range.
 std::unique_ptr<Selector> make_selector(const SelectOptions& options);
 
-// What every rule does before it picks, alone: residual = decay * residual + grad / scale, and the
-// report. Selects nothing; task.keep and task.layout are not looked at. Without a residual it only
-// measures. Cost: one dense pass. Throws: InvalidArgument as Selector::select.
+// Does only the step that every rule does before it selects: residual = decay * residual + grad /
+// scale, and the report. It selects nothing and ignores task.keep and task.layout. Without a
+// residual it only measures. Cost: one dense pass. Throws: InvalidArgument as Selector::select.
 SelectReport accumulate(const SelectTask& task);
 
-// The k largest magnitudes of a sparse gradient, by the same rule (ties to the lower index, NaN
-// above infinity, zeros are not kept): what a merge keeps. kept and dropped together hold every
-// entry of s that is not zero. Both are overwritten, canonical; neither may alias s.
-// Cost: O(nnz). Not thread-safe for one scratch.
+// Splits a sparse gradient as a merge does: `kept` gets the k largest magnitudes by the rule of
+// `exact` (ties to the lower index, NaN above infinity), `dropped` the rest. Neither gets zeros.
+// Both are overwritten and canonical, and neither may alias s.
+// Cost: O(nnz). Use one scratch per thread.
 void split_top_k(const SparseView& s, std::size_t k, SparseBuffer& kept, SparseBuffer& dropped,
                  std::vector<std::uint32_t>& scratch);
 

@@ -1,4 +1,4 @@
-// The words of the library: gradients dense and sparse, what to keep, what ranks tell each other.
+// The data types of the library: gradients, sparse gradients, buckets, and the group's statistics.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ using Index = std::uint32_t;  // position in a dense gradient; dense length n < 
 using Slot = std::uint32_t;   // names one bucket of parameters across steps
 using Bytes = std::span<const std::byte>;
 
-// Which bucket of which step. All randomness is seeded by this and the rank.
+// One bucket in one step. All randomness is seeded by this and the rank.
 struct StepId {
   std::uint64_t step = 0;
   Slot slot = 0;
@@ -32,7 +32,7 @@ struct Bucket {
 enum class Device : std::uint8_t { cpu, cuda };
 enum class DType : std::uint8_t { f32, f16, bf16 };
 
-// A gradient as the framework holds it, not owned.
+// A gradient in the framework's memory, not owned.
 struct GradView {
   void* data = nullptr;
   std::size_t n = 0;
@@ -40,14 +40,14 @@ struct GradView {
   float scale = 1.0F;  // loss scale, finite and > 0: the true gradient is data / scale
   Device device = Device::cpu;
   int ordinal = 0;         // of the CUDA device
-  void* stream = nullptr;  // cudaStream_t that data is ready on
+  void* stream = nullptr;  // the cudaStream_t on which data is ready
 
   GradView() = default;
   GradView(std::span<float> s) : data(s.data()), n(s.size()) {}  // NOLINT: implicit on purpose
 
-  // The entries of a float32 gradient on the CPU. Throws: InvalidArgument for any other.
+  // The entries of a float32 gradient on the CPU. Throws: InvalidArgument for any other gradient.
   std::span<float> f32() const;
-  // The bits of an f16 or bf16 gradient on the CPU. Throws: InvalidArgument for any other.
+  // The bits of an f16 or bf16 gradient on the CPU. Throws: InvalidArgument for any other gradient.
   std::span<std::uint16_t> bits16() const;
 };
 
@@ -63,18 +63,19 @@ struct DenseView {
   std::span<float> span() const noexcept { return {data, n}; }
 };
 
-// What to keep of one bucket in one step; equal on all ranks.
+// Says which entries of one bucket to keep in one step; equal on all ranks.
 struct Keep {
-  std::size_t k = 0;       // entries per rank, as far as the selector promises a count
+  std::size_t k = 0;       // entries per rank; SelectAlgo says how closely a selector meets it
   float threshold = 0.0F;  // if > 0: only entries at least this large
-  std::size_t k_down = 0;  // entries of the result, where the exchange compresses it too; 0: k
+  std::size_t k_down = 0;  // entries of the result, if the exchange compresses it too; 0: k
 };
 
 // A sparse gradient, not owned: entry e means dense[index[e]] == value[e].
 //
 // Canonical form, required at every module boundary (see is_canonical):
 //   index.size() == value.size();  index strictly ascending;  index.back() < dim.
-// Structure-of-arrays, so values are summed with SIMD and indices are delta-coded.
+// Indices and values are separate arrays, so that values are summed with SIMD and indices are
+// delta-coded.
 struct SparseView {
   std::span<const Index> index;
   std::span<const float> value;
@@ -83,10 +84,11 @@ struct SparseView {
   std::size_t nnz() const noexcept { return index.size(); }
 };
 
-// The owning form. Capacity survives reset(), so a warm training step allocates nothing.
+// A sparse gradient that owns its entries. reset() keeps the capacity, so a warm training step
+// allocates nothing.
 class SparseBuffer {
  public:
-  // Becomes empty, with dense length dim.
+  // Removes all entries and sets the dense length.
   void reset(std::size_t dim) noexcept {
     index_.clear();
     value_.clear();
@@ -101,13 +103,13 @@ class SparseBuffer {
     index_.reserve(nnz);
     value_.reserve(nnz);
   }
-  // Becomes nnz entries long, new ones of any content: for kernels that write through indices() and
-  // values(). Requires: canonical again before anyone else reads it.
+  // Changes the number of entries to nnz. New entries have any content. This is for kernels that
+  // write through indices() and values(). Requires: canonical again before anyone else reads it.
   void resize(std::size_t nnz) {
     index_.resize(nnz);
     value_.resize(nnz);
   }
-  // Only the dense length: with resize(), for kernels that write over every entry.
+  // Sets only the dense length. Use it with resize(), in kernels that write every entry.
   void set_dim(std::size_t dim) noexcept { dim_ = dim; }
   void assign(const SparseView& s);
 
@@ -117,7 +119,7 @@ class SparseBuffer {
   std::span<float> values() noexcept { return value_; }
 
  private:
-  // A kernel's output need not be filled with zeros first.
+  // Does not fill new entries with zeros, because a kernel writes over them.
   template <class T>
   struct Unfilled : std::allocator<T> {
     void construct(T*) noexcept {}
@@ -128,9 +130,9 @@ class SparseBuffer {
   std::size_t dim_ = 0;
 };
 
-// What ranks tell each other in the headers of their frames, so that schedules and the decision
-// about non-finite gradients cost no round. In, this rank's; out, the group's, bitwise equal
-// everywhere.
+// The statistics that ranks send each other in the headers of their frames. So schedules, and the
+// decision about non-finite gradients, cost no extra round. Before an exchange the statistics are
+// this rank's. After it they are the group's, bitwise equal on all ranks.
 struct GroupStats {
   double gradient_norm2 = 0.0;     // sum of |g|^2
   double accumulated_norm2 = 0.0;  // sum of |residual + g|^2
@@ -138,31 +140,34 @@ struct GroupStats {
   std::uint64_t sent_bytes = 0;    // maximum: by the busiest rank, in the steps before this one
   std::uint32_t non_finite = 0;    // sum, saturating: entries of g that were NaN or infinite
   std::uint32_t signals = 0;       // union: bits that a caller raised (Reducer::raise_signal)
-  // sums: seconds that a rank spent in an earlier bucket of the slot, and in that and the bucket
-  // after it; 0: not told (Chooser)
+  // Sums, for the Chooser; 0: not told. bucket_s is the seconds that a rank spent in an earlier
+  // bucket of the slot, pair_s those in that bucket and the one after it.
   float bucket_s = 0.0F, pair_s = 0.0F;
 };
-// Thread: any. Not associative in floating point: combine in rank order, or on one rank only.
+// Thread: any. The sums are not associative in floating point, so combine in rank order, or on one
+// rank only.
 void combine(GroupStats& into, const GroupStats& other) noexcept;
 
 // Cost: O(nnz). For tests, decoders and debug assertions.
 bool is_canonical(const SparseView& s) noexcept;
 
-// out = parts[0] + parts[1] + ... , added in that order for every index, so equal inputs give
-// bitwise equal sums on every rank. An index stays in the union even where its values cancel to 0.
-// Requires: equal dims; out not aliased by a part. Cost: O(total nnz), and for more than two parts
-// O(parts * dim / 2^15); no allocation once out is warm and parts <= 64. Throws: InvalidArgument if
-// dims differ or parts is empty.
+// out = parts[0] + parts[1] + ... . Every index is summed in that order, so equal inputs give
+// bitwise equal sums on every rank. An index stays in the result even if its values cancel to 0.
+// Requires: equal dims; out is not aliased by a part. Cost: O(total nnz), and for more than two
+// parts O(parts * dim / 2^15) as well; no allocation once out is warm and parts <= 64.
+// Throws: InvalidArgument if dims differ or parts is empty.
 void sum(std::span<const SparseView> parts, SparseBuffer& out);
 
-// out = the entries of s whose index is (or is not) one of `other`. out is overwritten and must not
-// be s or other. Requires: equal dims. Cost: O(nnz of both + dim / 2^18).
+// out = the entries of s whose index occurs in `other` (entries_in) or does not (entries_not_in).
+// out is overwritten and must not be s or other. Requires: equal dims.
+// Cost: O(nnz of both + dim / 2^18).
 void entries_in(const SparseView& s, const SparseView& other, SparseBuffer& out);
 void entries_not_in(const SparseView& s, const SparseView& other, SparseBuffer& out);
 
-// dense = 0, then dense[index] = factor * value. A 16-bit gradient gets the nearest of its type,
-// ties to even; what is finite stays finite: beyond the type's range it becomes its largest number.
-// is_zero: dense holds zeros already, so that the cost is O(nnz), otherwise O(n).
+// dense = 0, then dense[index] = factor * value. In a 16-bit gradient each entry is rounded to the
+// nearest number of its type, ties to even. A finite entry stays finite: beyond the type's range it
+// becomes the type's largest number.
+// is_zero: dense already holds zeros, so the cost is O(nnz). Otherwise the cost is O(n).
 // Requires: dense is on the CPU. Throws: InvalidArgument if dense.n != s.dim.
 void scatter(const SparseView& s, float factor, GradView dense, bool is_zero = false);
 
