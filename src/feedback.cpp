@@ -118,8 +118,7 @@ class Journal {
 
  private:
   struct Run {
-    std::size_t base,
-        first;  // where the slot begins in the arena; its first entry in index_ and before_
+    std::size_t base, first;  // of the slot in the arena; of its entries in index_ and before_
   };
   std::vector<Run> runs_;
   std::vector<Index> index_;
