@@ -451,8 +451,8 @@ void ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, 
   }
   const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
   const float share = same_group ? 1.0F : 1.0F / static_cast<float>(of_old_ranks.size());
-  Arena arena(impl_->arena.size()),
-      velocity(impl_->velocity.size());  // size 0 if the state is not kept
+  // The size is 0 if the state is not kept.
+  Arena arena(impl_->arena.size()), velocity(impl_->velocity.size());
   std::vector<float> values;
   // Reads every stream, even if this rank does not want its residual, because other state follows
   // in the stream.

@@ -14,8 +14,8 @@
 
 namespace skim::train {
 
-std::span<const std::string_view>
-model_names() noexcept;  // in models.hpp, which includes all of torch
+// Declared here because models.hpp, which defines the models, includes all of torch.
+std::span<const std::string_view> model_names() noexcept;
 
 // The member for the option `exchange`: a kind, or `auto`.
 template <class Kind, class Flag>

@@ -88,10 +88,9 @@ struct TrainOptions {
   std::string model = "lenet5";  // one of model_names()
   DataOptions data;
   Split split = Split::iid;
-  std::int64_t shards_per_rank = 2;  // for the split shards
-  std::int64_t layers = 0, hidden = 0, embedding = 0,
-               heads = 0;   // text models; 0: the model's default
-  std::int64_t batch = 32;  // per rank
+  std::int64_t shards_per_rank = 2;                               // for the split shards
+  std::int64_t layers = 0, hidden = 0, embedding = 0, heads = 0;  // text models; 0: default
+  std::int64_t batch = 32;                                        // per rank
   double epochs = 1.0;
   std::int64_t steps = 0;  // if > 0, used instead of epochs
   std::uint64_t seed = 1;  // for parameters, order of examples, augmentation, dropout, selection
@@ -118,8 +117,8 @@ struct TrainOptions {
   WarmUp density_warmup;
   double density_min = 1e-4, density_max = 0.25;  // for rules other than accordion
   double down_density = 0.0;                      // of the result, in (0, 1]; 0: as up
-  // adaptive: one of these must be > 0. They limit the whole run: bytes sent by the busiest rank,
-  // or predicted seconds.
+  // For adaptive. One of these must be > 0. They limit the whole run: bytes sent by the busiest
+  // rank, or predicted seconds.
   ByteCount budget;
   Duration target_time;
   std::optional<AdaptiveForm> adaptive_form = {};  // none: use form_of()
@@ -131,13 +130,12 @@ struct TrainOptions {
   double bucket_mb = 25.0;  // 0: one bucket for the whole model
 
   // Output
-  int threads = 0;                   // per rank; 0: cores of the host / ranks on it
-  double eval_epochs = 1.0;          // epochs between evaluations; the end is evaluated, too
-  std::int64_t eval_examples = 0;    // of the test set; 0: all
-  std::filesystem::path metrics;     // JSON lines; empty: none; "-": standard output
-  std::filesystem::path checkpoint;  // folder; empty: none
-  std::int64_t checkpoint_steps =
-      0;  // steps between checkpoints; 0: only at the end and when stopped
+  int threads = 0;                    // per rank; 0: cores of the host / ranks on it
+  double eval_epochs = 1.0;           // epochs between evaluations; the end is evaluated, too
+  std::int64_t eval_examples = 0;     // of the test set; 0: all
+  std::filesystem::path metrics;      // JSON lines; empty: none; "-": standard output
+  std::filesystem::path checkpoint;   // folder; empty: none
+  std::int64_t checkpoint_steps = 0;  // between checkpoints; 0: only at the end and when stopped
   bool resume = false;
 };
 

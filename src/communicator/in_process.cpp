@@ -129,8 +129,7 @@ struct Group {
   // A split that has begun. The last rank to arrive makes the parts.
   std::vector<int> color;  // [rank]; -1: has not arrived
   std::size_t arrived = 0;
-  std::vector<std::pair<std::shared_ptr<Group>, int>>
-      part;  // [rank]: its new group, its rank there
+  std::vector<std::pair<std::shared_ptr<Group>, int>> part;  // [rank]: new group, rank there
 };
 
 class InProcessCommunicator final : public Communicator {

@@ -162,8 +162,8 @@ class Hierarchical final : public Exchange {
       hosts.push_back(its[0]);
     }
     host_.comm = comm.split(mine[0]);
-    leaders_.comm = comm.split(
-        host_.comm->rank() == 0 ? 0 : 1);  // color 1: the other ranks, which take no part
+    // Color 1: the other ranks, which take no part.
+    leaders_.comm = comm.split(host_.comm->rank() == 0 ? 0 : 1);
     of_ = &comm;
   }
 

@@ -312,10 +312,9 @@ struct Reducer::Impl {
   Communicator& comm;
   Codec codec;
   std::unique_ptr<LocalHalf> local;
-  std::unique_ptr<Chooser> chooser;  // null: exchanges has one element
-  std::vector<std::unique_ptr<Exchange>>
-      exchanges;     // in the order of Chooser::candidates; null: dense
-  HeldMass* holder;  // the exchange's; may be null
+  std::unique_ptr<Chooser> chooser;                  // null: exchanges has one element
+  std::vector<std::unique_ptr<Exchange>> exchanges;  // as Chooser::candidates; null: dense
+  HeldMass* holder;                                  // the exchange's; may be null
   std::unique_ptr<DensitySchedule> schedule;
 
   Progress progress;
