@@ -50,8 +50,8 @@ struct DataInfo {
 
 // B examples.
 //   images: input  float32 [B, channels, height, width], normalised;  target int64 [B]
-//   text:   input  int64 [B, sequence_length];  target int64 [B, sequence_length], the next
-//   characters
+//   text:   input  int64 [B, sequence_length];  target int64 [B, sequence_length], one
+//           character later
 struct Batch {
   at::Tensor input, target;
 };
@@ -66,8 +66,8 @@ class Dataset {
   // example is not in [0, train_size).
   Batch train_batch(std::span<const std::int64_t> examples, std::int64_t epoch) const;
 
-  // Returns test examples [first, last), never augmented. Throws: InvalidArgument outside [0,
-  // test_size].
+  // Returns test examples [first, last), never augmented. Throws: InvalidArgument outside
+  // [0, test_size].
   Batch test_batch(std::int64_t first, std::int64_t last) const;
 
   // Text: the character of each token (a byte of the file), ascending. Empty for images.
@@ -112,8 +112,8 @@ class Sampler {
  public:
   // Every rank draws from all examples. The order of an epoch is a permutation by (seed, epoch),
   // equal on all ranks. Global batch b takes [b*P*B, (b+1)*P*B) of it, and rank r takes the r-th B
-  // examples of the batch. An incomplete last global batch is left out. Throws: InvalidArgument if
-  // a number is not positive or `examples` < ranks * batch.
+  // examples of the batch. An incomplete last global batch is left out.
+  // Throws: InvalidArgument if a number is not positive or `examples` < ranks * batch.
   Sampler(std::int64_t examples, std::int64_t ranks, std::int64_t batch, std::uint64_t seed);
 
   // Each rank draws from its own examples. A permutation by the seed is cut into `ranks` equal
@@ -127,8 +127,9 @@ class Sampler {
 
   // As partition, but each rank has examples of few classes. The examples are sorted by label, then
   // by index, and cut into ranks * per_rank equal shards. Each rank gets per_rank shards, by a
-  // permutation by the seed. Throws: InvalidArgument if a number is not positive or a rank's shards
-  // hold less than a batch. Source: the same ("non-IID").
+  // permutation by the seed.
+  // Throws: InvalidArgument if a number is not positive or a rank's shards hold less than a batch.
+  // Source: the same ("non-IID").
   static Sampler shards(std::span<const std::uint8_t> labels, std::int64_t ranks,
                         std::int64_t batch, std::uint64_t seed, std::int64_t per_rank);
 

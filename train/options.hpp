@@ -167,8 +167,8 @@ ReducerOptions reducer_options(const TrainOptions& options, int rank = 0);
 // The number of ranks that have gradients: all of them, except for a dedicated server (rank 0).
 int training_ranks(const TrainOptions& options, int ranks);
 
-// GradView::scale of this step's gradients. Residuals of updates hold gradient times rate. They are
-// stored in units of 1 / rate. A rate of 0 counts as a very small rate.
+// GradView::scale of this step's gradients. Residuals of updates hold gradient times rate, as if
+// the gradient were in units of 1 / rate. A rate of 0 counts as a very small rate.
 float gradient_scale(const TrainOptions& options, double learning_rate);
 
 // The schedule for a group, buckets of these lengths and a run of this length.

@@ -69,11 +69,13 @@ struct SimulationSummary {
 
 // Trains like `ranks` ranks of train(). With the same options, data and number of torch's threads,
 // the parameters are the same, bit for bit. Checkpoints are neither written nor read. Every step
-// compares the means that the ranks end with. If `stop` becomes true, the simulation ends before
-// the next batch of a rank and discards that step. Thread: computes in the caller's; each rank has
-// one thread that exchanges. Memory: a gradient, residual and velocity per rank, and the memory of
-// the exchange. Throws: InvalidArgument, also if this machine has too little memory; DataError,
-// CommError, NonFiniteError; Error that names the ranks whose mean differs from rank 0's.
+// compares the means that the ranks end with.
+// If `stop` becomes true, the simulation ends before the next batch of a rank and discards that
+// step.
+// Thread: the caller's thread computes; each rank has a thread that exchanges.
+// Memory: a gradient, residual and velocity per rank, and the memory of the exchange.
+// Throws: InvalidArgument, also if this machine has too little memory; DataError, CommError,
+// NonFiniteError; Error that names the ranks whose mean differs from rank 0's.
 SimulationSummary simulate(const TrainOptions& options, const Dataset& data,
                            const SimulationOptions& simulation, const std::atomic<bool>& stop,
                            const SimulationObserver& observer);

@@ -83,8 +83,8 @@ struct Observer {
 
 // Trains. Collective. Options and data must be equal on all ranks, which is checked. If `stop`
 // becomes true on any rank, the run ends on all ranks after the step, with a checkpoint if the
-// options name a folder. Throws: InvalidArgument, DataError, StateError, CommError, NonFiniteError,
-// Error (disk).
+// options name a folder.
+// Throws: InvalidArgument, DataError, StateError, CommError, NonFiniteError, Error (disk).
 Summary train(const TrainOptions& options, const Dataset& data, Communicator& comm,
               const std::atomic<bool>& stop, const Observer& observer);
 

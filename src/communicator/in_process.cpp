@@ -292,8 +292,8 @@ class InProcessCommunicator final : public Communicator {
     lock.unlock();
     try {
       to.in.assign(from.out.begin(), from.out.end());
-      // The receiver may be in another thread, so both sides get the error.
     } catch (const std::bad_alloc&) {
+      // The receiver may be in another thread, so both sides get the error.
       result = State::failed;
     }
     lock.lock();
@@ -304,7 +304,7 @@ class InProcessCommunicator final : public Communicator {
     } else {
       wake(peer).notify_all();
     }
-    // abort() may wait for the copy in another thread of this rank.
+    // abort(), called by another thread of this rank, may wait for the copy.
     wake(rank()).notify_all();
   }
 

@@ -198,7 +198,7 @@ struct Transfer {
   std::vector<std::byte>* message = nullptr;
   // Bytes of the pieces that have been started (sent) or matched (received).
   std::size_t moved = 0;
-  bool last = false;  // the piece that ends the message has been, too
+  bool last = false;  // the piece that ends the message has been started or matched
   bool done = false;
   MPI_Request request = MPI_REQUEST_NULL;  // the latest piece's
   Transfer* next = nullptr;

@@ -6,13 +6,13 @@
 // `kept` of the merge of all ranks.
 //
 //   tree       (gtopk_tree) as published: the lowest rank of the upper block sends to the lowest
-//   rank
-//              of the lower block, which merges; at the end rank 0 broadcasts the result
-//   butterfly  (gtopk) all ranks of both blocks swap in pairs, and all of them merge. Every rank
-//   does
-//              the same merges, so no broadcast is needed. If P is not a power of two, let Q be the
-//              largest power of two below it. The ranks from Q up first give their selections to
-//              the rank Q below, and later get the result from it
+//              rank of the lower block, which merges; at the end rank 0 broadcasts the result
+//   butterfly  (gtopk) all ranks of both blocks swap in pairs, and all of them merge; every rank
+//              does the same merges, so no broadcast is needed
+//
+// If P is not a power of two, let Q be the largest power of two below it. In the butterfly, the
+// ranks from Q up first give their selections to the rank Q below, and later get the result from
+// it.
 //
 // The tree cannot broadcast before its reduction ends, because the result depends on every frame.
 // The butterfly does both at once: it also uses the tree's links in the other direction.
@@ -25,8 +25,7 @@
 //                 index not in the result: every rank re-queues its own entry of `mine`
 //   merger_keeps  always the keeper
 //   sender_keeps  as published: every rank re-queues its own entry if the index is not in the
-//   result.
-//                 If the index survived elsewhere, the entry that the merge dropped is lost
+//                 result; if the index survived elsewhere, the entry that the merge dropped is lost
 //
 // A sum is rounded before it is sent. The rounding error (`error_`) has a keeper, too. With
 // merger_keeps the keeper always gets it back. With the other policies the keeper gets it back only
@@ -72,7 +71,7 @@ class GTopK final : public Exchange {
   }
 
   // In the tree, the root has one child per round. In the butterfly, the busiest rank also sends
-  // the result to a rank above Q.
+  // the result to one of the ranks from Q up.
   double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     const auto p = static_cast<unsigned>(ranks);
     int frames = std::countr_zero(p);

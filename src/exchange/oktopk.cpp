@@ -412,7 +412,8 @@ class OkTopK final : public Exchange {
     if ((ranks_ - 1) * (longest - total / ranks_) * kEntryBytes <= kRoundBytes) return;
 
     comm.set_phase({"oktopk: balance"});
-    // The range of the result that owner i holds and that belongs in share j.
+    // A range of entries of the result. moved(owned(i), j) is the range that owner i holds and that
+    // belongs in share j.
     struct Places {
       std::size_t first, last;
     };

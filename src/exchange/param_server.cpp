@@ -218,8 +218,10 @@ class ParamServer final : public Exchange, public HeldMass {
     sum(std::array{scratch_.view(), s}, returned_);
   }
 
-  // ---- uplink: fills views_ with the selections that this rank must sum, in rank order. On
-  // owners, stats becomes the group's.
+  // ---- uplink
+  //
+  // Fills views_ with the selections that this rank must sum, in rank order. On owners, stats
+  // becomes the group's.
 
   void take(std::size_t from, std::size_t dim, const Communicator& comm) {
     decode_frame(codec_, incoming_[from], dim, parts_[from], stats_[from], comm,

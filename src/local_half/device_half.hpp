@@ -39,8 +39,8 @@ class Accelerator {
   virtual void scatter(const SparseView& s, float factor, const GradView& grad) = 0;
 };
 
-// selector: works on gradients and residuals on the accelerator's device. Throws: InvalidArgument
-// if an option is out of range or not supported on devices yet.
+// selector: works on gradients and residuals on the accelerator's device.
+// Throws: InvalidArgument if an option is out of range or not supported on devices yet.
 std::unique_ptr<LocalHalf> make_device_half(const FeedbackOptions& feedback,
                                             std::unique_ptr<Selector> selector,
                                             std::unique_ptr<Accelerator> device);

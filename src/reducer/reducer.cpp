@@ -102,12 +102,12 @@ struct Reducer::Impl {
       comm.set_phase({"reduce: selection"});
       report.finite =
           exchange ? reduce_sparse(*exchange, report, grad) : reduce_dense(report, grad);
-      // Nothing was sent, so the group may go on.
     } catch (const InvalidArgument&) {
+      // Nothing was sent, so the group may go on.
       raised.fetch_or(signals);
       throw;
-      // For example from a selector. No peer must wait for this rank.
     } catch (...) {
+      // For example from a selector. No peer must wait for this rank.
       comm.abort(comm.rank());
       throw;
     }
