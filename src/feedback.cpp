@@ -1,5 +1,5 @@
-// Residuals and velocities: an arena each for all slots, journals of the open step, save and load
-// by parameter name.
+// Residuals and velocities. One arena each holds the values of all slots. Journals record the
+// changes of the open step. States are saved and loaded by parameter name.
 #include "skim/feedback.hpp"
 
 #include <sys/mman.h>
@@ -25,15 +25,15 @@ namespace {
 
 constexpr std::string_view kMagic = "SKIMRESI";
 constexpr std::uint32_t kVersion = 2;
-// What a saved state holds of each parameter, in this order.
+// Flags: the parts that a saved state holds of each parameter, in this order.
 constexpr std::uint8_t kHasResidual = 1, kHasVelocity = 2;
-constexpr std::size_t kTooLong = std::size_t{1} << 32;  // a slot is shorter
+constexpr std::size_t kTooLong = std::size_t{1} << 32;  // every slot is shorter
 constexpr std::size_t kSlotAlign = 4096;                // bytes: a page
 
-// Zeroed floats. Where the addresses lie decides much of the speed of a pass over them (measured on
-// a Zen 4): with a gradient at the same offset in its page as its residual, as large allocations
-// tend to be, loads wait for stores to the other array, 15 %; huge pages save another 10 to 20 %,
-// and a third of a commit.
+// Zeroed floats. Their addresses matter for the speed of a pass over them (measured on a Zen 4):
+//   - If a gradient has the same offset in its page as its residual, loads wait for stores to the
+//     other array, which costs 15 %. Large allocations tend to have equal offsets.
+//   - Huge pages save another 10 to 20 %, and a third of the time of a commit.
 class Arena {
  public:
   Arena() = default;
@@ -44,7 +44,7 @@ class Arena {
   std::size_t size() const noexcept { return n_; }
 
  private:
-  static constexpr std::size_t kSkew = kSlotAlign / 2 / sizeof(float);  // of the offset in a page
+  static constexpr std::size_t kSkew = kSlotAlign / 2 / sizeof(float);  // offset in a page
 
   static float* allocate(std::size_t n) {
     if (n == 0) return nullptr;
@@ -55,7 +55,7 @@ class Arena {
     void* p = std::aligned_alloc(align, bytes);
     if (p == nullptr) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-    if (align == kHugePage) madvise(p, bytes, MADV_HUGEPAGE);  // refused: slower, no more
+    if (align == kHugePage) madvise(p, bytes, MADV_HUGEPAGE);  // if refused, only slower
 #endif
     return static_cast<float*>(p);
   }
@@ -65,31 +65,32 @@ class Arena {
 
 struct SlotState {
   std::vector<Segment> parameters;  // ascending by offset
-  std::size_t at = 0, n = 0;        // in the arena
-  bool delivered = false;           // commit_all in the open step: zero at its end
+  std::size_t at = 0, n = 0;        // place in the arena
+  bool delivered = false;  // commit_all ran in the open step: end_step() sets the residual to zero
 };
 
 // A residual stays finite, as in Selector::select: a sum that overflows becomes the largest float.
-// v is not finite only where the group's sum is not either.
+// v is non-finite only where the group's sum is, too.
 float finite_sum(float residual, float v) {
   const float sum = residual + v;
   if (std::isfinite(sum)) return sum;
   return std::isnan(sum) ? residual : std::copysign(std::numeric_limits<float>::max(), sum);
 }
 
-// What commits of the open step wrote over, in order. Its arrays are never shrunk, and grow without
-// being filled: a commit at 10 % density moves as many bytes as the pass that made it.
+// The values that commits of the open step overwrote, in order. The arrays never shrink, and
+// growing does not fill them, because a commit at 10 % density moves as many bytes as the pass that
+// made it.
 class Journal {
  public:
   bool empty() const noexcept { return runs_.empty(); }
   struct Entries {
     Index* index;
-    float* before;  // what stood at base + index
+    float* before;  // the earlier value at base + index
   };
   // Room for `count` entries, which the caller fills.
   Entries extend(std::size_t base, std::size_t count) {
-    // How much comes back differs from step to step, so a step gets room for several like the
-    // first, and a warm one does not grow it.
+    // The number of returned entries differs between steps. So a step gets room for four times the
+    // first step's entries, and a warm step does not grow the arrays.
     const std::size_t needed = std::max(used_ + count, 4 * first_step_);
     if (index_.size() < needed) {
       index_.resize(needed);
@@ -99,7 +100,7 @@ class Journal {
     used_ += count;
     return {index_.data() + used_ - count, before_.data() + used_ - count};
   }
-  // Backwards, so that an entry that changed twice gets its first value.
+  // Goes backwards, so that an entry that changed twice gets its first value.
   void undo(float* arena) const {
     std::size_t end = used_;
     for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) {
@@ -117,7 +118,7 @@ class Journal {
 
  private:
   struct Run {
-    std::size_t base, first;  // of a slot in the arena; its first entry in index_ and before_
+    std::size_t base, first;  // of the slot in the arena; of its entries in index_ and before_
   };
   std::vector<Run> runs_;
   std::vector<Index> index_;
@@ -125,19 +126,19 @@ class Journal {
   std::size_t used_ = 0, first_step_ = 0;
 };
 
-// Not std::clamp: its branches keep loops from being vectorised.
+// std::clamp has branches that keep loops from being vectorised.
 float clamped(float v) {
   constexpr float kMax = std::numeric_limits<float>::max();
   return std::min(std::max(v, -kMax), kMax);
 }
 
-// Momentum correction of one bucket: FeedbackOptions::momentum_correction. `next(i)` is an entry of
-// the gradient; `ahead` is written for Nesterov's form, null for the plain one.
+// Momentum correction of one bucket (FeedbackOptions::momentum_correction). `next(i)` returns an
+// entry of the gradient. `ahead` is the output of Nesterov's form, and null for the plain form.
 template <class Next>
 void advance(const Next& next, float reciprocal, float momentum, std::size_t n, float* m,
              float* ahead) {
   const auto finite = [&](std::size_t i) {
-    // The product comes first: under a condition it would not be vectorised.
+    // The product comes first: inside the condition it would not be vectorised.
     const float g = next(i), x = clamped(g * reciprocal);
     return std::abs(g) <= std::numeric_limits<float>::max() ? x : 0.0F;
   };
@@ -157,13 +158,13 @@ void advance(const Next& next, float reciprocal, float momentum, std::size_t n, 
 struct ErrorFeedback::Impl {
   FeedbackOptions options;
   std::unordered_map<Slot, SlotState> slots;
-  std::vector<Slot> order;  // as declared
+  std::vector<Slot> order;  // in the order of declaration
   Arena arena;
-  Arena velocity;           // as arena; empty without momentum
-  Arena ahead;              // nesterov: what begin() returns
+  Arena velocity;           // laid out as arena; empty without momentum
+  Arena ahead;              // Nesterov: begin() returns it
   std::size_t entries = 0;  // of all slots
   Journal journal;
-  Journal masked;           // of velocities
+  Journal masked;           // changes of velocities
   bool open_dense = false;  // some slot is `delivered`
 
   const SlotState& at(Slot slot, const char* who) const {
@@ -225,7 +226,7 @@ void ErrorFeedback::set_layout(std::span<const Bucket> buckets) {
   for (const Bucket& b : buckets) {
     SlotState s;
     s.parameters = b.parameters;
-    // Of equal offsets, the empty ones first.
+    // Puts empty parameters first among equal offsets.
     std::ranges::sort(s.parameters, {},
                       [](const Segment& p) { return std::pair(p.offset, p.length); });
     s.at = total;
@@ -344,15 +345,16 @@ double ErrorFeedback::commit(Slot slot, const SparseView& sent, const SparseView
                    std::to_string(s.n) + ")");
   if (!impl_->options.enabled) return 0.0;
   float* const r = impl_->arena.data() + s.at;
-  double even = 0.0, odd = 0.0;  // one sum would wait for itself longer than for the memory
+  // Two sums, because one would wait for its own additions longer than for memory.
+  double even = 0.0, odd = 0.0;
   const auto add = [&](const SparseView& part, float sign) {
     const std::size_t nnz = part.nnz();
     const Journal::Entries was = impl_->journal.extend(s.at, nnz);
-    // Entries lie far apart, and one that is not in a cache takes longer to come than hundreds of
-    // instructions: few of them are asked for some entries ahead, many come with all their block.
+    // Entries lie far apart, and a cache miss takes as long as hundreds of instructions. A sparse
+    // commit prefetches single entries some way ahead. A dense one loads whole blocks.
     constexpr std::size_t kAhead = 64, kBlock = 1024, kLine = 16;
     const bool is_dense = nnz > s.n / 32;
-    std::size_t fetched = 0;  // up to here
+    std::size_t fetched = 0;  // memory before this entry has been loaded
     const auto change = [&](std::size_t e) {
       const Index i = part.index[e];
       if (!is_dense) {
@@ -449,10 +451,11 @@ void ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, 
   }
   const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
   const float share = same_group ? 1.0F : 1.0F / static_cast<float>(of_old_ranks.size());
-  Arena arena(impl_->arena.size()), velocity(impl_->velocity.size());  // 0 of what is not kept
+  // The size is 0 if the state is not kept.
+  Arena arena(impl_->arena.size()), velocity(impl_->velocity.size());
   std::vector<float> values;
-  // Every stream is read, also of ranks whose residual is not wanted: they stand before other
-  // state.
+  // Reads every stream, even if this rank does not want its residual, because other state follows
+  // in the stream.
   for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
     SectionReader in(*of_old_ranks[old], "residuals of rank " + std::to_string(old), kMagic,
                      kVersion);

@@ -35,8 +35,8 @@ class HostLocalHalf final : public LocalHalf {
 
   SelectReport select(const Task& task, SparseBuffer& mine) override {
     const Incoming in = begin(task);
-    // The mean will stand where the gradient does: it may be cleared once the residual has it. A
-    // velocity, which takes its place with momentum, may not.
+    // The mean will replace the gradient, so the gradient may be cleared once the residual has it.
+    // With momentum a velocity takes the gradient's place, and it must not be cleared.
     SelectReport report = selector_->select({.id = task.id,
                                              .grad = in.grad,
                                              .residual = feedback_.residual(task.id.slot),
@@ -61,8 +61,7 @@ class HostLocalHalf final : public LocalHalf {
                                    .decay = feedback_.options().residual_decay}));
   }
 
-  // Until the end of the step the residual keeps what was delivered, so that it can be rolled back
-  // without a copy.
+  // The residual keeps the delivered values until the end of the step, so a rollback needs no copy.
   std::span<float> whole(StepId id, const GradView& grad) override {
     if (grad.dtype != DType::f32) staging_.resize(std::max(staging_.size(), grad.n));
     const std::span<float> data =
@@ -113,7 +112,8 @@ class HostLocalHalf final : public LocalHalf {
   DenseView velocity(Slot slot) override { return feedback_.velocity(slot); }
 
  private:
-  // This rank's gradient with its local options, and its norms before them where they hide those.
+  // This rank's gradient after its local options. If those options change the norms, `raw` has the
+  // norms from before.
   struct Incoming {
     GradView grad;
     bool is_measured = false;
@@ -131,7 +131,7 @@ class HostLocalHalf final : public LocalHalf {
     Incoming in;
     const FeedbackOptions& o = feedback_.options();
     in.is_measured = o.local_clip > 0.0F || o.momentum_correction > 0.0F;
-    // Without a residual it only measures.
+    // Without a residual, skim::accumulate only measures.
     if (in.is_measured) in.raw = skim::accumulate({.id = task.id, .grad = task.grad});
     in.grad = feedback_.begin(task.id.slot, task.grad, in.raw.gradient_norm2, task.ranks);
     return in;
@@ -140,9 +140,9 @@ class HostLocalHalf final : public LocalHalf {
   ErrorFeedback feedback_;
   std::unique_ptr<Selector> selector_;
   bool is_cleared_ = false;  // the bucket's gradient holds zeros (SelectReport::cleared)
-  GradView accumulated_;     // what the last accumulate() added
+  GradView accumulated_;     // the last gradient that accumulate() added
   AtMost at_most_;
-  std::vector<float> staging_;  // of dense sums of 16-bit gradients
+  std::vector<float> staging_;  // for dense sums of 16-bit gradients
 };
 
 }  // namespace

@@ -53,7 +53,7 @@ class Geometric final : public DensitySchedule {
   Density density(const Progress& p) override {
     const double epoch = from_zero(p.epoch);
     if (epoch >= epochs_) return {.up = to_};
-    // Rounding must not lead out of (0, 1].
+    // Rounding must not leave (0, 1].
     return {.up = std::min(1.0, from_ * std::pow(to_ / from_, epoch / epochs_))};
   }
   std::string describe() const override {

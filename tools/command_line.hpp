@@ -1,4 +1,4 @@
-// How the tool's commands declare their options.
+// Helpers with which the tool's commands declare their options.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -15,20 +15,21 @@
 
 namespace skim::tool {
 
-// Declares the options of a command line, in groups, with a --help that reads as a manual page.
-// Names are checked, with the valid ones listed. Everything it is given must outlive the parsing.
+// Declares the options of a command line in groups, with a --help that reads like a manual page.
+// Errors about wrong names list the valid ones. All references given to it must outlive the
+// parsing.
 class CommandLine {
  public:
-  // --help, --version and --config.
+  // Adds --help, --version and --config.
   explicit CommandLine(CLI::App& app);
 
   // Whether there is an option of that name.
   bool has(const std::string& name) const { return app_.get_option_no_throw(name) != nullptr; }
 
-  // What comes next stands under this heading.
+  // The options declared next stand under this heading.
   void group(const char* heading) { group_ = heading; }
 
-  // Without a default in the help: paths, lists, and numbers whose 0 means "not given".
+  // An option without a default in the help: a path, a list, or a number whose 0 means "not given".
   template <class T>
   CLI::Option* plain(const char* name, T& value, const char* type, const std::string& what) {
     return styled(app_.add_option(name, value, what), type);
@@ -37,14 +38,14 @@ class CommandLine {
   CLI::Option* option(const char* name, T& value, const char* type, const std::string& what) {
     return plain(name, value, type, what)->capture_default_str();
   }
-  // One of `names`.
+  // An option that takes one of `names`.
   template <class Names>
   CLI::Option* choice(const char* name, std::string& value, const std::string& what,
                       const Names& names) {
     const std::vector<std::string> valid{std::begin(names), std::end(names)};
     return option(name, value, "NAME", listed(what, valid))->check(CLI::IsMember(valid));
   }
-  // The same for what `set` takes; `now`: the default.
+  // The same, but passes the value to `set`. `now`: the default.
   CLI::Option* choice(const char* name, const std::function<void(const std::string&)>& set,
                       std::string_view now, const std::string& what,
                       const std::vector<std::string>& valid) {
@@ -52,7 +53,7 @@ class CommandLine {
         ->default_str(std::string(now))
         ->check(CLI::IsMember(valid));
   }
-  // An enumerator; empty `valid`: any.
+  // An option that takes an enumerator. If `valid` is empty, all are allowed.
   template <class Enum>
   requires std::is_enum_v<Enum> CLI::Option* choice(const char* name, Enum& value,
                                                     const std::string& what,
@@ -63,10 +64,10 @@ class CommandLine {
     };
     return choice(name, set, name_of(value), what, valid);
   }
-  // set may throw an InvalidArgument.
+  // An option that passes its value to `set`, which may throw an InvalidArgument.
   CLI::Option* call(const char* name, const std::function<void(const std::string&)>& set,
                     const char* type, const std::string& what);
-  // A list with commas.
+  // An option that takes a list with commas.
   CLI::Option* list(const char* name,
                     const std::function<void(const std::vector<std::string>&)>& set,
                     const char* type, const std::string& what) {
@@ -85,11 +86,12 @@ class CommandLine {
   std::string group_;
 };
 
-// Parses, then runs. Status 2 for a wrong command line, InvalidArgument and train::DataError, 1 for
-// any other failure, each with one line on standard error that begins with the app's name.
+// Parses, then runs. On failure, prints one line on standard error that begins with the app's name.
+// Returns 2 for a wrong command line, InvalidArgument or train::DataError, and 1 for any other
+// failure.
 int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int()>& run);
 
-// For numbers: CLI11's own messages for ranges print the largest double.
+// For numbers. CLI11's own messages for ranges print the largest double.
 CLI::Validator positive();
 CLI::Validator not_negative();
 CLI::Validator in_range(const FieldRange& range);

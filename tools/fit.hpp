@@ -1,4 +1,4 @@
-// What `skim bench network --json` wrote, for the commands that predict from it.
+// Reads the output of `skim bench network --json`, for the commands that predict from it.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ struct Fit {
   Link link;
   LocalSpeeds local;
 };
-// The value of --fit. Throws: InvalidArgument.
+// Reads the file that --fit names. Throws: InvalidArgument.
 Fit read_fit(const std::string& path);
 
 }  // namespace skim::tool

@@ -1,4 +1,4 @@
-// Where --json FILE of a command goes.
+// The output file of --json FILE.
 #pragma once
 
 #include <cerrno>
@@ -12,8 +12,8 @@
 
 namespace skim::tool {
 
-// The file is opened first: a run of minutes must not end with "cannot open". "-": standard output;
-// an empty path: nothing.
+// Opens the file first, so that a run of minutes cannot end with "cannot open". "-" means standard
+// output. An empty path writes nothing.
 class JsonFile {
  public:
   explicit JsonFile(const std::string& path) : path_(path) {

@@ -1,4 +1,4 @@
-// What a run prints and writes: the progress line, the table, JSON lines, the summary.
+// The output of a run: the progress line, the table, JSON lines, the summary.
 #pragma once
 
 #include <chrono>
@@ -17,14 +17,14 @@ namespace skim::tool {
 std::string human_bytes(double bytes);
 std::string human_seconds(double seconds);
 
-// JSON lines to a file, or to standard output for "-"; nothing for an empty path. Every line is
-// written through at once, so that metrics survive whatever ends the run.
+// Writes JSON lines to a file, or to standard output for "-". An empty path writes nothing. Every
+// line is flushed at once, so metrics survive however the run ends.
 class MetricsFile {
  public:
-  // keep_existing: go on behind what is there (resume). Throws: Error.
+  // keep_existing: append to the file (resume). Throws: Error.
   MetricsFile(const std::filesystem::path& path, bool keep_existing);
   void write(const nlohmann::json& line);  // throws: Error, with the system's reason
-  // Removes the lines of `run` after `step`: what a stopped run recorded behind its checkpoint.
+  // Removes the lines of `run` after `step`, which a stopped run recorded after its checkpoint.
   void forget_after(const std::string& run, std::int64_t step);
 
  private:
@@ -39,15 +39,15 @@ class MetricsFile {
 nlohmann::json to_json(const std::string& run, const train::StepRecord& r);
 nlohmann::json to_json(const std::string& run, const train::Evaluation& e, bool text);
 
-// A live line on a terminal; elsewhere a plain line now and then.
+// Prints a live line on a terminal. Elsewhere it prints a plain line now and then.
 class Progress {
  public:
-  // columns: of the terminal; 0: none.
+  // columns: of the terminal; 0: no terminal.
   Progress(std::FILE* out, int columns, std::string run, bool text);
   void step(const train::StepRecord& r);
   void evaluated(const train::Evaluation& e);
-  void say(const std::string& what);  // a line of its own
-  void end();                         // the live line is done with
+  void say(const std::string& what);  // prints a line of its own
+  void end();                         // ends the live line
 
  private:
   std::string line(const train::StepRecord& r) const;
@@ -55,13 +55,13 @@ class Progress {
   int columns_;
   std::string run_;
   bool text_;
-  std::string quality_;  // of the last evaluation
+  std::string quality_;  // at the last evaluation
   std::int64_t first_step_ = -1;
   std::uint64_t saved_bytes_ = 0;
   std::chrono::steady_clock::time_point started_, shown_;
 };
 
-// Tells the choices of auto to both, which must outlive it.
+// Reports the choices of auto to both arguments, which must outlive the returned function.
 train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const std::string& run);
 
 // One finished run.

@@ -1,4 +1,4 @@
-// How a benchmark sums gradients: by one exchange, by the dense sum, or by what a chooser picks.
+// The ways in which a benchmark sums gradients: one exchange, the dense sum, or a chooser's choice.
 #pragma once
 
 #include <array>
@@ -18,7 +18,8 @@ namespace skim::tool {
 
 inline constexpr std::string_view kAuto = "auto";
 
-// The names that benchmarks know: exchanges of ranks that each have a host of their own, and auto.
+// The names that benchmarks accept: auto, and the exchanges that can run with each rank on a host
+// of its own.
 inline std::vector<std::string> summation_names() {
   std::vector<std::string> names;
   for (const ExchangeRow& row : exchange_rows()) {
@@ -30,7 +31,7 @@ inline std::vector<std::string> summation_names() {
 
 class Summation {
  public:
-  // Throws: InvalidArgument: no such name.
+  // Throws: InvalidArgument if there is no such name.
   Summation(std::string_view name, ExchangeOptions options, const ChooserOptions& chooser) {
     if (name == kAuto) {
       chooser_ = make_chooser(options, chooser);
@@ -51,9 +52,9 @@ class Summation {
     std::int64_t ns = 0;  // of choice and exchange, by the communicator's clock
     std::size_t entries = 0;
   };
-  // Sums one bucket: `mine` by an exchange, or `dense` whole. Collective.
-  //   select_s  what selection took, or would have: a chooser is told. A dense sum is charged none,
-  //             as in the cost model.
+  // Sums one bucket: `mine` by an exchange, or all of `dense`. Collective.
+  //   select_s  the time that selection took, or would have taken, for the chooser. A dense sum is
+  //             charged none, as in the cost model.
   Outcome run(StepId id, const SparseView& mine, const Keep& keep, std::span<float> dense,
               DenseSum how, double select_s, Communicator& comm) {
     const std::int64_t begin = comm.now_ns();
@@ -82,9 +83,9 @@ class Summation {
     if (exchange != nullptr) exchange->end_step();
     return out;
   }
-  // The exchange that the last bucket took.
+  // The exchange of the last bucket.
   ExchangeKind kind() const { return kinds_[now_]; }
-  // Why, if a chooser picked it; valid until the next run().
+  // The chooser's reason, or empty without a chooser. Valid until the next run().
   std::string_view reason() const { return chooser_ ? chooser_->reason(0) : std::string_view(); }
 
  private:

@@ -5,7 +5,7 @@
 
 namespace skim::tool {
 
-// Throws, all: InvalidArgument that names the option and what it expects.
+// All throw: InvalidArgument that names the option and the format it expects.
 
 // "200us", "0.4ms", "1.5s", "10min", "2h" -> seconds, >= 0.
 double parse_seconds(const std::string& option, const std::string& text);

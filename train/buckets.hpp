@@ -1,5 +1,5 @@
-// Gradients fused into buckets, in the order in which backward produces them, each reduced as soon
-// as its last gradient is there.
+// Gradients fused into buckets, in the order in which backward produces them. Each bucket is
+// reduced as soon as its last gradient is there.
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>
@@ -12,7 +12,7 @@
 
 namespace skim::train {
 
-// A model's gradients as flat buffers, one a bucket: every parameter's grad is a view into one.
+// A model's gradients as flat buffers, one per bucket. Every parameter's grad is a view into one.
 struct FlatGradients {
   std::vector<Bucket> layout;          // slot b is bucket b, parameters by their name in the model
   std::vector<torch::Tensor> buffers;  // [buckets]
@@ -20,16 +20,17 @@ struct FlatGradients {
   std::vector<std::vector<torch::Tensor>> views;    // their grads
   std::size_t parameters = 0;                       // n, over all buckets
 
-  // The model's gradients are these from now on, and not those of another FlatGradients.
+  // From now on, the model's gradients are these buffers, and not those of another FlatGradients.
   void attach();
 };
-// Attached. bucket_bytes: a bucket is closed once it holds as many; 0: one bucket.
+// Returns attached gradients. bucket_bytes: a bucket is closed once it holds that many; 0: one
+// bucket.
 FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes);
-// Of its buckets, in entries; the model stays as it is.
+// The lengths of the model's buckets, in entries. The model does not change.
 std::vector<std::size_t> bucket_lengths(Model& model, std::size_t bucket_bytes);
 
-// The flat gradients of one rank, which it keeps flat. Not thread-safe. model and reducer must
-// outlive it.
+// The flat gradients of one rank, which this object keeps flat. Not thread-safe. model and reducer
+// must outlive it.
 class GradientBuckets {
  public:
   // As flatten_gradients. Declares the layout to the reducer.
@@ -41,17 +42,19 @@ class GradientBuckets {
   std::size_t parameters() const noexcept { return parameters_; }  // n, over all buckets
   const std::vector<torch::Tensor>& buffers() const noexcept { return buffers_; }
 
-  // Before backward: gradients to zero, nothing started. scale: GradView::scale of this step's.
+  // Call before backward. Sets the gradients to zero; no bucket has started. scale: GradView::scale
+  // of this step.
   void begin_step(float scale);
-  // After backward: starts what still waits for gradients that did not come (they are zero), and
-  // waits for all. Afterwards every grad is the group's mean. reports: one a bucket.
+  // Call after backward. Starts the buckets that still wait for gradients (missing gradients are
+  // zero), and waits for all buckets. Then every grad is the group's mean. reports: one per bucket.
   void finish(std::vector<StepReport>& reports);
-  // After a failure between begin_step and finish: waits for what was started, whatever it throws.
+  // Call after a failure between begin_step and finish. Waits for the started buckets and ignores
+  // their errors.
   void drain() noexcept;
 
  private:
   struct Hook;
-  // An owning pointer to autograd's node: which kind depends on the version of torch.
+  // An owning pointer to autograd's node. Its type depends on the version of torch.
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(torch::Tensor()));
   void gradient_is_there(std::size_t bucket);
   void start_ready();
@@ -61,8 +64,8 @@ class GradientBuckets {
   float scale_ = 1.0F;
   std::vector<torch::Tensor> buffers_;  // [buckets]
   std::vector<std::size_t> sizes_;      // parameters of a bucket
-  std::vector<std::size_t> missing_;    // of them, still without gradient in this step
-  std::size_t next_ = 0;                // the first bucket not started: buckets start in order
+  std::vector<std::size_t> missing_;    // parameters without a gradient so far in this step
+  std::size_t next_ = 0;                // the first bucket not started; buckets start in order
   std::vector<BucketTicket> tickets_;
   std::vector<Accumulator> accumulators_;  // keeps the hooks alive
 };

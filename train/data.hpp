@@ -1,10 +1,11 @@
 // The trainer's data: loaders, the order of examples, batches.
 //
-// Batches are pure functions of their arguments (and of the seed), so that any rank can produce any
-// batch and a resumed run sees the examples that an uninterrupted one would have seen.
+// A batch is a pure function of its arguments and the seed. So any rank can produce any batch, and
+// a resumed run sees the same examples as an uninterrupted one.
 #pragma once
 
-#include <ATen/core/Tensor.h>  // and no more of torch: whatever includes this would read it all
+// The smallest header of torch, because every file that includes this one reads it.
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -17,7 +18,8 @@
 
 namespace skim::train {
 
-// A data file is missing, unreadable or damaged. One line: what, where, expected, got.
+// A data file is missing, unreadable or damaged. The message is one line: what, where, expected,
+// got.
 class DataError : public Error {
  public:
   using Error::Error;
@@ -27,15 +29,15 @@ enum class InputKind : std::uint8_t { image, text };
 
 struct DataOptions {
   std::string name = "generated";  // one of data_names()
-  // Files are looked for in <dir>/<name>/ and in <dir> itself; of text, dir may be the file.
+  // Files are searched in <dir>/<name>/ and in <dir> itself. For text, dir may be the file.
   std::filesystem::path dir = "data";
-  std::uint64_t seed = 1;  // of order and augmentation
+  std::uint64_t seed = 1;  // for order and augmentation
 
   bool augment = false;               // cifar10: random crop (padding 4) and horizontal flip
   std::int64_t sequence_length = 64;  // text: characters in a window
 
   std::int64_t generated_train = 20000, generated_test = 4000;
-  std::uint64_t generated_seed = 1;  // of the images, so that runs of other seeds share them
+  std::uint64_t generated_seed = 1;  // for the images, so that runs with other seeds share them
 };
 
 struct DataInfo {
@@ -48,25 +50,27 @@ struct DataInfo {
 
 // B examples.
 //   images: input  float32 [B, channels, height, width], normalised;  target int64 [B]
-//   text:   input  int64 [B, sequence_length];  target int64 [B, sequence_length], the next ones
+//   text:   input  int64 [B, sequence_length];  target int64 [B, sequence_length], one
+//           character later
 struct Batch {
   at::Tensor input, target;
 };
 
-// Thread: any; nothing changes after loading.
+// Thread: any, because a Dataset does not change after loading.
 class Dataset {
  public:
   const DataInfo& info() const noexcept { return info_; }
 
-  // The training examples named, as epoch `epoch` sees them: augmentation, and where the text is
-  // cut into windows, depend on (seed, epoch, example) alone. Throws: InvalidArgument if an example
-  // is not in [0, train_size).
+  // Returns these training examples as epoch `epoch` sees them. Augmentation, and the places where
+  // text is cut into windows, depend only on (seed, epoch, example). Throws: InvalidArgument if an
+  // example is not in [0, train_size).
   Batch train_batch(std::span<const std::int64_t> examples, std::int64_t epoch) const;
 
-  // Test examples [first, last), never augmented. Throws: InvalidArgument outside [0, test_size].
+  // Returns test examples [first, last), never augmented. Throws: InvalidArgument outside
+  // [0, test_size].
   Batch test_batch(std::int64_t first, std::int64_t last) const;
 
-  // Text: character of each token (a byte of the file), ascending. Empty for images.
+  // Text: the character of each token (a byte of the file), ascending. Empty for images.
   const std::string& alphabet() const noexcept { return alphabet_; }
 
   // Images: the class of each training example. Empty for text.
@@ -92,37 +96,39 @@ class Dataset {
   Split train_, test_;
 };
 
-// mnist, fashion-mnist  IDX files;  cifar10  binary version: test_batch and any of data_batch_1..5;
-// text  any file, characters are bytes, last tenth is the test set;  generated  needs no file.
+// mnist, fashion-mnist  IDX files
+// cifar10               binary version: test_batch and any of data_batch_1..5
+// text                  any file; characters are bytes, and the last tenth is the test set
+// generated             needs no file
 // Files may be gzipped, with or without .gz in the name.
 std::span<const std::string_view> data_names() noexcept;
 
 // Throws: InvalidArgument for an unknown name or impossible option; DataError.
 Dataset load_data(const DataOptions& options);
 
-// Which examples each rank takes.
+// Chooses the examples that each rank takes.
 // Thread: one at a time.
 class Sampler {
  public:
-  // All from all: the order of an epoch is a permutation by (seed, epoch), equal on all ranks;
-  // global batch b takes [b*P*B, (b+1)*P*B) of it, rank r the r-th part of B. The last global batch
-  // is left out if incomplete.
+  // Every rank draws from all examples. The order of an epoch is a permutation by (seed, epoch),
+  // equal on all ranks. Global batch b takes [b*P*B, (b+1)*P*B) of it, and rank r takes the r-th B
+  // examples of the batch. An incomplete last global batch is left out.
   // Throws: InvalidArgument if a number is not positive or `examples` < ranks * batch.
   Sampler(std::int64_t examples, std::int64_t ranks, std::int64_t batch, std::uint64_t seed);
 
-  // Each rank from examples of its own: a permutation of the seed is cut into `ranks` equal parts
-  // (fewer than that many examples are left over, and never taken). In an epoch a rank goes through
-  // its own in an order by (seed, epoch, rank), and leaves out what is less than a batch.
+  // Each rank draws from its own examples. A permutation by the seed is cut into `ranks` equal
+  // parts. The remainder, fewer than `ranks` examples, is never used. In an epoch, a rank goes
+  // through its part in an order by (seed, epoch, rank), and leaves out an incomplete last batch.
   // Throws: as the constructor.
   // Source: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized
   // Data, arXiv 1602.05629, section 3 ("IID").
   static Sampler partition(std::int64_t examples, std::int64_t ranks, std::int64_t batch,
                            std::uint64_t seed);
 
-  // As partition, but a rank's own are of few classes: sorted by label, equal ones by index, the
-  // examples are cut into ranks * per_rank equal shards, and each rank gets per_rank of them, by a
-  // permutation of the seed.
-  // Throws: InvalidArgument if a number is not positive or a rank's shards are less than a batch.
+  // As partition, but each rank has examples of few classes. The examples are sorted by label, then
+  // by index, and cut into ranks * per_rank equal shards. Each rank gets per_rank shards, by a
+  // permutation by the seed.
+  // Throws: InvalidArgument if a number is not positive or a rank's shards hold less than a batch.
   // Source: the same ("non-IID").
   static Sampler shards(std::span<const std::uint8_t> labels, std::int64_t ranks,
                         std::int64_t batch, std::uint64_t seed, std::int64_t per_rank);
@@ -139,8 +145,11 @@ class Sampler {
 
   std::int64_t ranks_, batch_, steps_ = 0, epoch_ = -1;
   std::uint64_t seed_;
-  std::vector<std::int64_t> dealt_;  // to rank 0, then to rank 1, ...; empty if all draw from all
-  std::vector<std::int64_t> order_;  // of this epoch; in the places of dealt_ where there is one
+  // Examples of rank 0, then of rank 1, ...; empty if every rank draws from all.
+  std::vector<std::int64_t> dealt_;
+  // The order of this epoch: of dealt_, rank by rank, if that is not empty, otherwise of all
+  // examples.
+  std::vector<std::int64_t> order_;
 };
 
 }  // namespace skim::train

@@ -1,6 +1,6 @@
-// Every option of a training run once: the command line, config files, the summary and what ranks
-// and checkpoints compare come from this list. A new option needs its line here, or in
-// skim/fields.hpp if the library has it, and the code that uses it.
+// The one list of a training run's options. The command line, config files and the summary come
+// from it, and so do the comparisons between ranks and with checkpoints. To add an option, add its
+// line here (or in skim/fields.hpp, if the library has it) and the code that uses it.
 #pragma once
 
 #include <span>
@@ -14,9 +14,10 @@
 
 namespace skim::train {
 
-std::span<const std::string_view> model_names() noexcept;  // models.hpp, which reads all of torch
+// Declared here because models.hpp, which defines the models, includes all of torch.
+std::span<const std::string_view> model_names() noexcept;
 
-// The member of the option `exchange`: a kind, or `auto`.
+// The member for the option `exchange`: a kind, or `auto`.
 template <class Kind, class Flag>
 struct KindOrAuto {
   Kind& kind;

@@ -1,5 +1,5 @@
-// What a training run and its simulation share: the parts of a step that do not depend on where
-// the ranks are.
+// The code that a training run and its simulation share: the parts of a step that do not depend on
+// where the ranks are.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -24,41 +24,42 @@ namespace skim::train {
 using Clock = std::chrono::steady_clock;
 double milliseconds(Clock::duration d);
 
-// The model that the options describe, for this data.
+// Makes the model that the options describe, for this data.
 std::shared_ptr<Model> make_model(const TrainOptions& options, const DataInfo& data);
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& options, Model& model);
 void set_learning_rate(torch::optim::Optimizer& optimizer, double rate);
 
-// Floating-point buffers of a model (batch norm's running statistics), flat.
+// The floating-point buffers of a model (batch norm's running statistics), flat.
 std::vector<torch::Tensor> float_buffers(Model& model);
 
-// Throws: InvalidArgument, also for shards of data without labels.
+// Throws: InvalidArgument, also if the data has no labels and the split is shards.
 Sampler make_sampler(const TrainOptions& options, const Dataset& data, int ranks);
 
-// The masks of one rank in one step: Model::seed_dropout.
+// The seed of one rank's dropout masks in one step, for Model::seed_dropout.
 std::uint64_t dropout_seed(std::uint64_t seed, std::int64_t step, int rank);
 
-// Scales the mean gradient to at most `limit` in norm. Equal on all ranks, as the gradient is.
+// Scales the mean gradient to a norm of at most `limit`. The result is equal on all ranks, because
+// the gradient is.
 void clip(const std::vector<torch::Tensor>& buffers, double limit);
 
-// A rank's part of the test set, in a model that is in evaluation mode. Sums over its predictions.
+// Sums over the predictions for a rank's part of the test set. The model must be in evaluation
+// mode.
 struct TestSums {
   double loss = 0.0, correct = 0.0, predictions = 0.0;
 };
-// Ends early once `stop` is true: the sums are then of a part.
+// Ends early once `stop` is true. The sums then cover only a part.
 TestSums test_part(const TrainOptions& options, const Dataset& data, Model& model, int rank,
                    int ranks, const std::atomic<bool>& stop);
 
-// What a ring all-reduce of n floats sends, of each rank.
+// The bytes that each rank sends in a ring all-reduce of n floats.
 double ring_bytes(std::size_t n, int ranks);
-// Fills in what the reports of a step's buckets say.
+// Fills in the fields that come from the reports of a step's buckets.
 void add_reports(std::span<const StepReport> reports, StepRecord& record);
 
-// What the chooser decides, told once.
+// Reports each decision of the chooser once.
 class Decisions {
  public:
-  // Tells the decisions about the buckets of a step that are new. Nothing for a null
-  // `on_decision`.
+  // Reports the new decisions about the buckets of a step. Does nothing if `on_decision` is null.
   void tell(std::int64_t step, std::span<const StepReport> reports, const Reducer& reducer,
             const OnDecision& on_decision);
 
@@ -66,7 +67,7 @@ class Decisions {
   std::map<Slot, std::string> told_;
 };
 
-double median(std::vector<double>& values);  // reorders them; 0 if there are none
+double median(std::vector<double>& values);  // reorders the values; 0 if there are none
 std::uint64_t peak_rss_bytes();
 
 }  // namespace skim::train

@@ -18,9 +18,9 @@ class Model : public torch::nn::Module {
   //   text:   input int64 [N, T] -> logits of the next character [N, T, vocabulary]
   virtual torch::Tensor forward(const torch::Tensor& input) = 0;
 
-  // Fixes the dropout masks of the forward passes that follow. Called with a function of (seed,
-  // step, rank) before each step it makes a resumed run equal to an uninterrupted one. torch's
-  // global generator is not used.
+  // Fixes the dropout masks of later forward passes. If every step first calls this with a function
+  // of (seed, step, rank), a resumed run equals an uninterrupted one. torch's global generator is
+  // not used.
   void seed_dropout(std::uint64_t seed);
 
  protected:
@@ -31,14 +31,15 @@ class Model : public torch::nn::Module {
   torch::Generator generator_;
 };
 
-// Initial parameters are a function of the options alone: equal on every rank and machine.
+// Initial parameters depend only on the options, so they are equal on every rank and machine.
 // Throws: InvalidArgument for an unknown name or options that do not fit the model.
 std::shared_ptr<Model> make_model(const ModelOptions& options);
 
-// False for biases and the scales of normalisation layers: those are what has one dimension.
+// False for biases and the scales of normalisation layers, which are the parameters with one
+// dimension.
 bool takes_weight_decay(const torch::Tensor& parameter);
 
-// Mean over all predictions (N, or N*T), and how many of them are right.
+// The mean loss over all predictions (N, or N*T), and the number of correct predictions.
 torch::Tensor cross_entropy(const torch::Tensor& logits, const torch::Tensor& target);
 std::int64_t count_correct(const torch::Tensor& logits, const torch::Tensor& target);
 

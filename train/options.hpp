@@ -1,5 +1,5 @@
-// What a training run is told. train/fields.hpp lists the options: their names on the command line,
-// in config files and in JSON.
+// The options of a training run. train/fields.hpp lists their names on the command line, in config
+// files and in JSON.
 #pragma once
 
 #include <cstdint>
@@ -21,28 +21,30 @@ enum class LearningRateKind : std::uint8_t { constant, steps, cosine };
 // Which examples a rank takes (Sampler).
 enum class Split : std::uint8_t { iid, partition, shards };
 
-// What residuals are made of.
+// The values that residuals accumulate.
 enum class Memory : std::uint8_t {
   gradients,
   updates,  // gradients times the learning rate
 };
 
-// What rules that draw at random have on the ranks.
+// The seeds that random selection rules use on the ranks.
 enum class SelectSeeds : std::uint8_t { same, own };
 
 // The learning rate over a run: linear warm-up, then constant, steps or cosine.
 struct LearningRate {
   double base = 0.1;
   LearningRateKind kind = LearningRateKind::constant;
-  double warmup_epochs = 0.0;         // rises linearly from base / steps of the warm-up
-  std::vector<double> drop_epochs{};  // steps: times `gamma` at each of these
+  // Rises linearly from base / steps of the warm-up.
+  double warmup_epochs = 0.0;
+  std::vector<double> drop_epochs{};  // for steps: multiplies by `gamma` at each
   double gamma = 0.1;
 
-  // At the step that starts at `epoch` (fractional) of `epochs`; cosine falls to 0 at the end.
+  // The rate of the step that starts at `epoch` (fractional) of `epochs`. cosine falls to 0 at the
+  // end.
   double at(double epoch, double epochs, std::int64_t steps_per_epoch) const;
 };
 
-// The density of each step: a number, or what chooses it.
+// The density of each step: a number, or the rule that chooses it.
 struct DensityRule {
   enum class Kind : std::uint8_t { constant, adaptive, capture, accordion, descent_per_bit };
   Kind kind = Kind::constant;
@@ -64,14 +66,14 @@ struct WarmUp {
   bool operator==(const WarmUp&) const = default;
 };
 
-// As people write them: "0.001", "accordion=0.001/0.1"; "geometric:4", "0.25,0.0625".
+// The text that people write: "0.001", "accordion=0.001/0.1"; "geometric:4", "0.25,0.0625".
 std::string to_text(const DensityRule& rule);
 std::string to_text(const WarmUp& warm_up);
-// Throw: InvalidArgument that begins with `who`.
+// Both throw: InvalidArgument whose message begins with `who`.
 DensityRule density_rule(std::string_view text, const std::string& who = "--density");
 WarmUp warm_up(std::string_view text, const std::string& who = "--density-warmup");
 
-// Amounts that people write with a unit. 0: not given.
+// Amounts that people write with a unit. 0 means not given.
 struct ByteCount {
   double bytes = 0.0;
   bool operator==(const ByteCount&) const = default;
@@ -83,67 +85,70 @@ struct Duration {
 
 struct TrainOptions {
   // What is trained
-  std::string model = "lenet5";  // of model_names()
+  std::string model = "lenet5";  // one of model_names()
   DataOptions data;
   Split split = Split::iid;
-  std::int64_t shards_per_rank = 2;                               // shards
-  std::int64_t layers = 0, hidden = 0, embedding = 0, heads = 0;  // text models; 0: their default
+  std::int64_t shards_per_rank = 2;                               // for the split shards
+  std::int64_t layers = 0, hidden = 0, embedding = 0, heads = 0;  // text models; 0: default
   std::int64_t batch = 32;                                        // per rank
   double epochs = 1.0;
-  std::int64_t steps = 0;  // if > 0: instead of epochs
-  std::uint64_t seed = 1;  // of parameters, order of examples, augmentation, dropout, selection
+  std::int64_t steps = 0;  // if > 0, used instead of epochs
+  std::uint64_t seed = 1;  // for parameters, order of examples, augmentation, dropout, selection
 
-  // How
+  // How it is trained
   OptimizerKind optimizer = OptimizerKind::sgd;
   LearningRate learning_rate;
   double momentum = 0.0, weight_decay = 0.0;
   bool nesterov = false;
   bool bias_decay = true;  // false: no weight decay on biases and normalisation
-  double clip_norm = 0.0;  // of the mean gradient; 0: none
+  double clip_norm = 0.0;  // limit of the mean gradient's norm; 0: none
 
   // Exchange. `seed` sets the seeds of these structs.
   SelectOptions select;
   SelectSeeds select_seeds = SelectSeeds::same;
   ExchangeOptions exchange{.kind = ExchangeKind::gtopk};
-  bool automatic = false;  // `chooser` chooses the exchange, and exchange.kind does not count
-  ChooserOptions chooser;  // target_time takes link and local speeds from here, too
+  // `chooser` chooses the exchange, and exchange.kind is ignored.
+  bool automatic = false;
+  // `target_time` uses its link and local speeds, too.
+  ChooserOptions chooser;
   FeedbackOptions feedback;
-  std::optional<Memory> memory = {};  // none: what memory_of() says
+  std::optional<Memory> memory = {};  // none: use memory_of()
   DensityRule density;
   WarmUp density_warmup;
-  double density_min = 1e-4, density_max = 0.25;  // of rules but accordion
+  double density_min = 1e-4, density_max = 0.25;  // for rules other than accordion
   double down_density = 0.0;                      // of the result, in (0, 1]; 0: as up
-  // adaptive: one of these is > 0. Bytes by the busiest rank, and predicted seconds, of the run.
+  // For adaptive. One of these must be > 0. They limit the whole run: bytes sent by the busiest
+  // rank, or predicted seconds.
   ByteCount budget;
   Duration target_time;
-  std::optional<AdaptiveForm> adaptive_form = {};  // none: what form_of() says
+  std::optional<AdaptiveForm> adaptive_form = {};  // none: use form_of()
   double contraction = 1.0;
-  Duration compute;  // target_time: of forward and backward of a step
+  Duration compute;  // for target_time: forward and backward of a step
   DenseSum dense_sum = DenseSum::ring;
   std::size_t dense_below = 4096;
   NonFinite non_finite = NonFinite::skip;
   double bucket_mb = 25.0;  // 0: one bucket for the whole model
 
-  // Where it goes
+  // Output
   int threads = 0;                    // per rank; 0: cores of the host / ranks on it
-  double eval_epochs = 1.0;           // evaluate every so many epochs, and at the end
+  double eval_epochs = 1.0;           // epochs between evaluations; the end is evaluated, too
   std::int64_t eval_examples = 0;     // of the test set; 0: all
   std::filesystem::path metrics;      // JSON lines; empty: none; "-": standard output
   std::filesystem::path checkpoint;   // folder; empty: none
-  std::int64_t checkpoint_steps = 0;  // every so many steps; 0: only at the end and when stopped
+  std::int64_t checkpoint_steps = 0;  // between checkpoints; 0: only at the end and when stopped
   bool resume = false;
 };
 
-// Every bucket goes dense.
+// Whether every bucket goes dense.
 bool is_dense(const TrainOptions& options);
 bool is_adaptive(const TrainOptions& options);
 // The exchange's name, or "auto".
 inline constexpr std::string_view kAuto = "auto";
 std::string exchange_name(const TrainOptions& options);
-// Throws: InvalidArgument that begins with `who`.
+// Throws: InvalidArgument whose message begins with `who`.
 void set_exchange(TrainOptions& options, std::string_view name, const std::string& who);
 
-// A run in steps.
+// The length of a run, in steps.
 struct RunLength {
   std::int64_t per_epoch = 1, total = 1;
   std::int64_t evaluation = 1;  // from one evaluation to the next
@@ -153,30 +158,31 @@ struct RunLength {
 };
 RunLength run_length(const TrainOptions& options, std::int64_t steps_per_epoch);
 
-// The parts of the library's reducer that the options describe, on this rank. A dense exchange
-// delivers everything in every step: a residual, its decay and, unless it matters without anything
-// held back, momentum correction are then left out.
+// The options of the library's reducer on this rank. A dense exchange delivers everything in every
+// step, so it gets no residual and no decay. It gets no momentum correction either, unless that
+// matters when nothing is held back.
 // Throws: InvalidArgument: options that do not go together.
 ReducerOptions reducer_options(const TrainOptions& options, int rank = 0);
 
-// How many of so many ranks have gradients: all, but for a dedicated server, which is rank 0.
+// The number of ranks that have gradients: all of them, except for a dedicated server (rank 0).
 int training_ranks(const TrainOptions& options, int ranks);
 
-// The scale of this step's gradients (GradView::scale): residuals of updates hold a gradient times
-// the rate, as if it were in units of 1 / rate. A rate of 0 counts as very small.
+// GradView::scale of this step's gradients. Residuals of updates hold gradient times rate, as if
+// the gradient were in units of 1 / rate. A rate of 0 counts as a very small rate.
 float gradient_scale(const TrainOptions& options, double learning_rate);
 
-// For a group, buckets of these lengths and a run of this length.
+// The schedule for a group, buckets of these lengths and a run of this length.
 // Throws: InvalidArgument, also for options that do not go together.
 std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& options, int ranks = 1,
                                                   std::vector<std::size_t> lengths = {},
                                                   const RunLength& run = {});
-// The form of --density adaptive: as named, or the one whose bound is for the run's feedback.
+// The form of --density adaptive: the named one, or the form whose bound fits the run's feedback.
 AdaptiveForm form_of(const TrainOptions& options);
-// gradients or updates: as named, or updates where the form of --density adaptive is feedback,
-// whose bound is of those, and --optimizer and --local-clip allow it.
+// The named one, gradients or updates. If none is named: updates, if the form of --density adaptive
+// is feedback and --optimizer and --local-clip allow it (its bound is for updates); otherwise
+// gradients.
 Memory memory_of(const TrainOptions& options);
-// The largest that the schedule may give.
+// The largest density that the schedule may give.
 double largest_density(const TrainOptions& options);
 
 }  // namespace skim::train

@@ -1,5 +1,5 @@
-// Random numbers that are a pure function of a key, the same on every machine, rank and thread.
-// The distributions of <random> differ between standard libraries, torch's between CPUs.
+// Random numbers that are a pure function of a key, the same on every machine, rank and thread. The
+// distributions of <random> differ between standard libraries, and torch's differ between CPUs.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ constexpr std::uint64_t mix(std::uint64_t x) noexcept {
   return x ^ (x >> 31U);
 }
 
-// SplitMix64 started from a key, for example {seed, purpose, epoch, example}: distinct keys give
+// SplitMix64 started from a key, for example {seed, purpose, epoch, example}. Distinct keys give
 // unrelated streams, so any example can be made without those before it.
 class Random {
  public:
@@ -24,7 +24,7 @@ class Random {
 
   constexpr std::uint64_t next() noexcept { return mix(state_ += kStride); }
 
-  // In [0, n). Requires: 0 < n < 2^32. The bias is below n / 2^32: of no account here.
+  // In [0, n). Requires: 0 < n < 2^32. The bias is below n / 2^32, which is negligible here.
   constexpr std::uint64_t below(std::uint64_t n) noexcept { return ((next() >> 32U) * n) >> 32U; }
 
   // In [0, 1), multiples of 2^-24, so exact in float.
@@ -33,8 +33,8 @@ class Random {
     return first + (last - first) * uniform();
   }
 
-  // Mean 0, variance 1, bounded by 3.5: the sum of four uniforms. Without a logarithm, whose last
-  // bit depends on the machine.
+  // Mean 0, variance 1, bounded by 3.5: the sum of four uniforms. It avoids the logarithm, whose
+  // last bit depends on the machine.
   constexpr float bell() noexcept {
     const float sum = (uniform() + uniform()) + (uniform() + uniform());
     return (sum - 2.0F) * 1.7320508F;

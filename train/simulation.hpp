@@ -1,5 +1,5 @@
-// Training as a group would do it, in one process: one model, a gradient and a residual for each
-// rank, the real selection and exchange, and time by a virtual clock.
+// Simulates the training of a group in one process. There is one model, a gradient and a residual
+// per rank, the real selection and exchange, and a virtual clock.
 #pragma once
 
 #include <atomic>
@@ -23,35 +23,38 @@ class Model;  // models.hpp
 struct SimulationOptions {
   int ranks = 1;
   VirtualTime time = {};
-  // Of forward and backward of a step; none: measured, in each step the median over the ranks.
+  // Time of forward and backward of a step. None: measured in each step, as the median over the
+  // ranks.
   std::optional<double> compute_s = {};
-  std::int64_t measure_delta = 0;      // every so many steps; 0: never
+  std::int64_t measure_delta = 0;      // measure in every so many steps; 0: never
   std::int64_t measure_constants = 0;  // likewise
 };
 
 struct SimulatedStep {
-  // Of rank 0. select, exchange and apply are on the virtual clock. exposed is from the last rank's
-  // begin to the last one's end; step = compute + exposed: nothing overlaps, and the optimizer
-  // takes no time.
+  // Rank 0's record. select, exchange and apply are on the virtual clock. exposed runs from the
+  // last rank's begin to the last rank's end. step = compute + exposed, because nothing overlaps
+  // and the optimizer takes no time.
   StepRecord record;
   double mean_loss = 0.0;  // over the ranks
   std::uint64_t max_sent_bytes = 0;
   std::size_t union_entries = 0;  // StepReport::union_nnz, over all ranks and buckets
-  double total_s = 0.0;           // simulated, since the beginning
-  double wall_ms = 0.0;           // of this machine
-  // With x the sum over the ranks of what each selected from, s the exchange's sum, and buckets b:
-  //   sum_b |x_b - s_b|^2  /  sum_b (1 - k_b/n_b) |x_b|^2,
-  // the second being the mean of |x - RandK(x)|^2. The convergence proof of gTop-k assumes that it
-  // is at most 1 (Shi et al., A Convergence Analysis of Distributed SGD with
-  // Communication-Efficient Gradient Sparsification, IJCAI 2019). None where it was not asked for,
-  // the step was skipped, or nothing could be left out.
+  double total_s = 0.0;           // simulated, since the start
+  double wall_ms = 0.0;           // on this machine
+  // The ratio that the convergence proof of gTop-k assumes to be at most 1 (Shi et al., A
+  // Convergence Analysis of Distributed SGD with Communication-Efficient Gradient Sparsification,
+  // IJCAI 2019):
+  //   sum_b |x_b - s_b|^2  /  sum_b (1 - k_b/n_b) |x_b|^2
+  // b runs over the buckets. x is the sum over the ranks of the vectors that they selected from,
+  // and s is the exchange's sum. The denominator is the mean of |x - RandK(x)|^2. None if it was
+  // not asked for, if the step was skipped, or if nothing could be left out.
   std::optional<double> delta;
-  // analysis::one_way_constant and two_way_constant of what the ranks selected from, on the scale
-  // of --memory; none where delta would be none, the second also where everything is sent back.
+  // analysis::one_way_constant and two_way_constant of the vectors that the ranks selected from, on
+  // the scale of --memory. None if delta would be none. two_way is also none if everything is sent
+  // back.
   std::optional<double> one_way, two_way;
 };
 
-// Called by the thread that simulates.
+// The simulating thread calls these.
 struct SimulationObserver {
   std::function<void(const SimulatedStep&)> on_step = {};
   std::function<void(const Evaluation&)> on_evaluation = {};
@@ -59,29 +62,30 @@ struct SimulationObserver {
 };
 
 struct SimulationSummary {
-  Summary run;  // medians of times as in SimulatedStep::record
+  Summary run;  // times are medians, defined as in SimulatedStep::record
   double total_s = 0.0, wall_s = 0.0;
-  std::shared_ptr<Model> model;  // as evaluated last
+  std::shared_ptr<Model> model;  // as last evaluated
 };
 
-// Trains as `ranks` ranks of train() would: with the same options, data and number of torch's
-// threads the parameters are the same, bit for bit. Checkpoints are not written or read. The means
-// that the ranks end with are compared in every step.
-// `stop` becoming true ends it before the next batch of a rank; what the step had is thrown away.
-// Thread: the caller's computes; each rank has one that exchanges. Memory: a gradient, residual and
-// velocity a rank, and what the exchange holds.
-// Throws: InvalidArgument, also if this machine has not the memory; DataError, CommError,
-// NonFiniteError; Error that names the ranks whose mean is not rank 0's.
+// Trains like `ranks` ranks of train(). With the same options, data and number of torch's threads,
+// the parameters are the same, bit for bit. Checkpoints are neither written nor read. Every step
+// compares the means that the ranks end with.
+// If `stop` becomes true, the simulation ends before the next batch of a rank and discards that
+// step.
+// Thread: the caller's thread computes; each rank has a thread that exchanges.
+// Memory: a gradient, residual and velocity per rank, and the memory of the exchange.
+// Throws: InvalidArgument, also if this machine has too little memory; DataError, CommError,
+// NonFiniteError; Error that names the ranks whose mean differs from rank 0's.
 SimulationSummary simulate(const TrainOptions& options, const Dataset& data,
                            const SimulationOptions& simulation, const std::atomic<bool>& stop,
                            const SimulationObserver& observer);
 
-// What an exchange on `ranks` ranks of this process holds at once besides their gradients, in
-// bytes: roughly, and rather too much. The most of these kinds.
+// The bytes that an exchange on `ranks` ranks of this process holds at once besides their
+// gradients. This is a rough estimate and rather too high. It is the largest over the given kinds.
 double exchange_memory(std::span<const ExchangeKind> kinds, int ranks, std::size_t n,
                        std::size_t k);
-// Throws: InvalidArgument, "`who` needs about ...: `remedy`", if that is more than this machine has
-// to give.
+// Throws: InvalidArgument, "`who` needs about ...: `remedy`", if this machine has fewer bytes to
+// give.
 void expect_memory(double bytes, const std::string& who, const std::string& remedy);
 
 }  // namespace skim::train

@@ -16,8 +16,8 @@
 
 namespace skim::train {
 
-// One step, as seen by rank 0. Sizes and bytes are sums over the buckets. docs/metrics.md has the
-// JSON form.
+// One step, as seen by rank 0. Sizes and bytes are sums over the buckets. docs/metrics.md describes
+// the JSON form.
 struct StepRecord {
   std::int64_t step = 0, total_steps = 0;  // 1 .. total_steps
   double epoch = 0.0;                      // after the step
@@ -27,9 +27,9 @@ struct StepRecord {
   std::uint64_t sent_bytes = 0, received_bytes = 0, dense_bytes = 0;
   double capture = 0.0, residual_norm = 0.0, threshold = 0.0;
   double budget_spent = -1.0;  // DensitySchedule::spent, after the step
-  bool skipped = false;        // a non-finite gradient: not applied
-  // compute + exposed + optimizer = step, but for the reading of the batch. select, exchange and
-  // apply run beside compute; exposed is what of them backward did not hide.
+  bool skipped = false;        // a gradient was non-finite, so the step was not applied
+  // compute + exposed + optimizer = step, except for the time to read the batch. select, exchange
+  // and apply run beside compute. exposed is the part of their time that backward did not hide.
   double compute_ms = 0.0, select_ms = 0.0, exchange_ms = 0.0, apply_ms = 0.0;
   double exposed_ms = 0.0, optimizer_ms = 0.0, step_ms = 0.0;
 };
@@ -38,34 +38,34 @@ struct StepRecord {
 struct Evaluation {
   std::int64_t step = 0;
   double epoch = 0.0;
-  double train_loss = 0.0;     // over the steps since the evaluation before
+  double train_loss = 0.0;     // over the steps since the last evaluation
   double test_loss = 0.0;      // per prediction
   double test_accuracy = 0.0;  // fraction
 };
 
-// What a run came to. Bytes: per step, mean over ranks and largest rank.
+// The outcome of a run. Bytes are per step: the mean over ranks, and the largest rank's.
 struct Summary {
-  std::int64_t steps = 0;  // done
-  RunLength length;        // what was planned
+  std::int64_t steps = 0;  // steps done
+  RunLength length;        // as planned
   std::size_t parameters = 0;
   Evaluation last;
   double sent_bytes_per_step = 0.0, received_bytes_per_step = 0.0;
   double max_sent_bytes_per_step = 0.0, max_received_bytes_per_step = 0.0;
-  // Indices that any rank sent (HeldMass::union_nnz); 0: not known.
+  // Distinct indices that the ranks sent (HeldMass::union_nnz); 0: unknown.
   double union_entries_per_step = 0.0;
-  double dense_bytes_per_step = 0.0;  // what a ring all-reduce of the whole gradient sends
-  StepRecord median;                  // of the times, each its own median, on rank 0
+  double dense_bytes_per_step = 0.0;  // of a ring all-reduce of the whole gradient
+  StepRecord median;                  // median of each time on its own, on rank 0
   std::uint64_t peak_rss_bytes = 0;   // of the largest rank
   std::uint64_t skipped_steps = 0;
-  bool stopped = false;      // before its end, by `stop`
+  bool stopped = false;      // `stop` ended the run early
   std::string checkpoint{};  // the last one written; empty: none
 
-  // False: stopped before its first evaluation, and `last` says nothing.
+  // False if the run stopped before its first evaluation. `last` then says nothing.
   bool evaluated() const { return last.step > 0; }
 };
 
-// A slot of n entries is exchanged by another exchange from the next step on, or by its first one
-// in this step; why, in one line.
+// Reports that a slot of n entries uses another exchange from the next step on, or its first
+// exchange in this step. `why` is one line.
 using OnDecision =
     std::function<void(std::int64_t step, Slot, std::size_t n, std::string_view why)>;
 
@@ -73,22 +73,23 @@ using OnDecision =
 struct Observer {
   std::function<void(const StepRecord&)> on_step;
   std::function<void(const Evaluation&)> on_evaluation;
-  // A run continues after this step: what was recorded of later steps is void.
+  // A run continues after this step. Records of later steps are void.
   std::function<void(std::int64_t step)> on_resume;
   OnDecision on_decision;
-  // Makes the selector that rank 0 takes in place of the options' own, to look over its shoulder:
-  // it must choose as that would. It is called by the reducer's communication thread.
+  // Makes the selector that rank 0 uses in place of the options' own, in order to observe it. It
+  // must choose the same entries. The reducer's communication thread calls it.
   std::function<std::unique_ptr<Selector>()> selector;
 };
 
-// Trains. Collective; options and data equal on all ranks (checked). `stop` becoming true on any
-// rank ends the run on all after the step, with a checkpoint if the options name a folder.
+// Trains. Collective. Options and data must be equal on all ranks, which is checked. If `stop`
+// becomes true on any rank, the run ends on all ranks after the step, with a checkpoint if the
+// options name a folder.
 // Throws: InvalidArgument, DataError, StateError, CommError, NonFiniteError, Error (disk).
 Summary train(const TrainOptions& options, const Dataset& data, Communicator& comm,
               const std::atomic<bool>& stop, const Observer& observer);
 
-// Throws an Error on all ranks if `mine`, a value named `what`, differs between them: it names the
-// first rank that differs from rank 0, and how. Collective.
+// Throws an Error on all ranks if `mine`, a value named `what`, differs between them. The error
+// names the first rank that differs from rank 0, and the difference. Collective.
 void expect_equal_on_all_ranks(const nlohmann::json& mine, const std::string& what,
                                Communicator& comm);
 

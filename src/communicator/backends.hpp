@@ -1,5 +1,5 @@
-// Internal: what every backend defines, and what the backends share (tickets, the end of a wait,
-// the word of an abort), so that failures read alike on all of them.
+// Internal: the functions that every backend defines, and the parts that backends share (tickets,
+// the end of a wait, the word of an abort). Sharing them makes failures read alike on all backends.
 #pragma once
 
 #include <array>
@@ -17,16 +17,16 @@
 
 namespace skim {
 
-// Defined by mpi.cpp and by its twin no_mpi.cpp.
+// mpi.cpp defines these. no_mpi.cpp defines them in builds without MPI.
 bool mpi_is_available() noexcept;
 std::unique_ptr<Communicator> connect_mpi(const CommOptions& options);
 
 // Throws: InvalidArgument.
 void check_options(const CommOptions& options);
 
-// Transfers that are open, by ticket. Storage is reused and addresses are stable, so a warm step
-// allocates nothing. A ticket is (use of the entry, place + 1): one that was closed is not found,
-// also when its entry is in use again.
+// Open transfers, by ticket. Storage is reused and addresses are stable, so a warm step allocates
+// nothing. A ticket is (use of the entry, place + 1). A closed ticket is not found, even if its
+// entry is in use again.
 template <class T>
 class TicketTable {
  public:
@@ -49,7 +49,7 @@ class TicketTable {
     ++e.use;
     return {(static_cast<Ticket>(e.use) << 32U) | (place + 1U), e.value};
   }
-  // Null: not open.
+  // Returns null if the ticket is not open.
   T* find(Ticket ticket) noexcept {
     const auto place = (ticket & 0xffffffffU) - 1;  // wraps for ticket 0
     if (place >= entries_.size()) return nullptr;
@@ -87,7 +87,7 @@ class TicketTable {
   std::vector<std::uint32_t> free_;
 };
 
-// First in, first out, linked through T::next: no allocation.
+// A first-in, first-out queue, linked through T::next. It never allocates.
 template <class T>
 struct Queue {
   T* first = nullptr;
@@ -114,17 +114,18 @@ struct Queue {
   }
 };
 
-// When one wait must end.
+// The time at which a wait must end.
 class WaitLimit {
  public:
   using Clock = std::chrono::steady_clock;
 
   explicit WaitLimit(const CommOptions& options) noexcept;
   bool over() const noexcept;
-  // When a sleeper must look again: a deadline may be set by a signal handler, which can wake
-  // nobody.
+  // When a sleeping rank must check again. A signal handler may set a deadline, but it cannot wake
+  // anybody.
   Clock::time_point next_look() const noexcept;
-  // Of a wait that is over. `what` did not happen: "no message from rank 2".
+  // The error of a wait that ran out of time. `what` says what did not happen: "no message from
+  // rank 2".
   CommError error(int rank, const std::string& what, int peer, const Phase& phase) const;
 
  private:
@@ -132,20 +133,21 @@ class WaitLimit {
   Clock::time_point start_, end_;
 };
 
-// What an aborting rank tells its peers. Of fixed size: making one allocates nothing, and MPI sends
-// it at once.
+// The message of an aborting rank to its peers. Its size is fixed, so making one allocates nothing,
+// and MPI sends it at once.
 struct AbortWord {
-  std::int32_t culprit = -1;  // rank in the group that all others were split from; -1: not known
-  std::array<char, 124> phase{};  // of the rank that aborts; cut to fit, zero at the end
+  // The rank in the root group, from which all other groups were split; -1: unknown.
+  std::int32_t culprit = -1;
+  std::array<char, 124> phase{};  // the aborting rank's; cut to fit, ends with a zero
 };
 static_assert(std::is_trivially_copyable_v<AbortWord>);
 AbortWord make_abort_word(int culprit, const Phase& phase) noexcept;
 
-// root_ranks[r]: what rank r is called in the group that this one was split from.
+// root_ranks[r]: rank r's number in the root group.
 CommError aborted_error(int rank, const std::vector<int>& root_ranks, const AbortWord& word,
                         const Phase& phase);
 
-// " in 'gtopk: merge 1 of 2'", or nothing.
+// Returns " in 'gtopk: merge 1 of 2'", or an empty string.
 std::string in_phase(const std::string& phase);
 
 }  // namespace skim

@@ -1,5 +1,5 @@
-// What all backends share: argument checks, traffic counting, and the collectives, written once
-// over point-to-point.
+// The code that all backends share: argument checks, traffic counting, and the collectives, which
+// are written once over point-to-point.
 #define XXH_INLINE_ALL
 #include "skim/communicator.hpp"
 
@@ -19,9 +19,9 @@
 namespace skim {
 namespace {
 
-// No wait lasts a year; what is longer would overflow the clock.
+// No wait lasts a year. A longer timeout would overflow the clock.
 constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
-// How late a deadline may be noticed by a rank that sleeps.
+// A sleeping rank may notice a deadline this late.
 constexpr std::chrono::milliseconds kDeadlineLook{20};
 
 std::int64_t since_epoch_ns(WaitLimit::Clock::time_point t) noexcept {
@@ -31,7 +31,7 @@ std::int64_t since_epoch_ns(WaitLimit::Clock::time_point t) noexcept {
 // r modulo the group's size, for r >= -size.
 int wrap(int r, int size) noexcept { return (r + size) % size; }
 
-// Chunk c of P that a ring sum splits n entries into; lengths differ by at most one.
+// Chunk c of P. A ring sum splits n entries into chunks whose lengths differ by at most one.
 struct Range {
   std::size_t begin, length;
 };
@@ -42,8 +42,8 @@ Range chunk(std::size_t n, int c, int size) noexcept {
   return {begin, n * (at + 1) / p - begin};
 }
 
-// into += message, which holds as many floats. memcpy because bytes from a transport are no float
-// objects; it compiles to plain vector loads.
+// into += message, which holds as many floats. Uses memcpy because the bytes of a transport are no
+// float objects. It compiles to plain vector loads.
 void add(Bytes message, std::span<float> into) noexcept {
   const std::byte* from = message.data();
   float* to = into.data();
@@ -59,13 +59,13 @@ void copy(Bytes from, std::span<float> to) noexcept {
   if (!from.empty()) std::memcpy(to.data(), from.data(), from.size());
 }
 
-// Bytes by std::copy, which is a memmove: g++ 12 makes std::ranges::copy of them a loop.
+// std::copy of bytes is a memmove. g++ 12 compiles std::ranges::copy to a loop.
 void append(MessageList& list, Bytes message) {
   std::copy(message.begin(), message.end(), list.append(message.size()).begin());
 }
 
-// One step of a schedule in which this rank sends one message and receives one. Both are started
-// before either is waited for: blocking sends around a ring would wait for one another.
+// One step of a schedule in which this rank sends one message and receives one. Both transfers
+// start before either wait, because blocking sends around a ring would wait for one another.
 void shift(Communicator& comm, Bytes out, int to, std::vector<std::byte>& in, int from) {
   const Ticket sending = comm.isend(out, to);
   const Ticket receiving = comm.ireceive(in, from);
@@ -83,8 +83,8 @@ void expect_length(const Communicator& comm, bool good, std::size_t got, const c
                   from, phase);
 }
 
-// Names a collective in messages about failures, if the caller has named nothing. After an error
-// the name stays, because abort() tells it to the peers.
+// Names a collective in messages about failures, unless the caller has set a name. After an error
+// the name stays, because abort() sends it to the peers.
 class CollectivePhase {
  public:
   CollectivePhase(Communicator& comm, const char* name, int rounds)
@@ -115,7 +115,8 @@ class CollectivePhase {
   Phase phase_;
 };
 
-// A run of ranks' messages as one: the lengths of all but the last, then the messages.
+// Packs the messages of consecutive ranks into one: the lengths of all but the last, then the
+// messages.
 class Run {
  public:
   Run(std::vector<std::vector<std::byte>>& parts, int first, int count)
@@ -131,7 +132,7 @@ class Run {
     for (int i = 0; i < count_; ++i) out.insert(out.end(), part(i).begin(), part(i).end());
   }
 
-  // False: `in` is no such message.
+  // Returns false if `in` is no such message.
   bool unpack(Bytes in) const {
     const std::size_t header = sizeof(std::uint64_t) * static_cast<std::size_t>(count_ - 1);
     if (in.size() < header) return false;
@@ -272,8 +273,8 @@ void Communicator::add_traffic(const Traffic& after, const Traffic& before) noex
 
 // ---- collectives
 
-// Dissemination: after round i this rank has heard, directly or not, from the 2^(i+1) ranks that
-// end with itself; so after ceil(log2 P) rounds from all.
+// Dissemination: after round i, this rank has heard, directly or not, from the 2^(i+1) ranks that
+// end with itself. After ceil(log2 P) rounds it has heard from all ranks.
 void Communicator::barrier() {
   CollectivePhase phase(*this, "barrier", log2_ceil(size_));
   for (int distance = 1; distance < size_; distance *= 2) {
@@ -284,7 +285,7 @@ void Communicator::barrier() {
   }
 }
 
-// Binomial tree over ranks counted from root: in round i those below 2^i, which have the message,
+// Binomial tree over ranks counted from root. In round i, the ranks below 2^i have the message and
 // send it 2^i ranks on.
 void Communicator::broadcast(std::vector<std::byte>& message, int root) {
   SKIM_EXPECTS(0 <= root && root < size_,
@@ -292,9 +293,9 @@ void Communicator::broadcast(std::vector<std::byte>& message, int root) {
                    ", size=" + std::to_string(size_) + ")");
   CollectivePhase phase(*this, "broadcast", log2_ceil(size_));
   const int from_root = wrap(rank_ - root, size_);
-  // A send ends when the transport has the message, and messages to two children would then share
-  // the link: the first child, whose branch is the deepest, would wait for twice as long. So the
-  // next one sets out when the last has arrived, if a message takes longer than its latency.
+  // A send ends when the transport has the message. Messages to two children would then share the
+  // link, and the first child, which has the deepest branch, would wait twice as long. So if a
+  // message takes longer than its latency, the next one starts after the last has arrived.
   constexpr std::size_t kLong = std::size_t{1} << 16;
   const auto has_next_child = [&](int parent, int have) { return parent + 2 * have < size_; };
   for (int have = 1; have < size_; have *= 2) {
@@ -315,7 +316,7 @@ void Communicator::broadcast(std::vector<std::byte>& message, int root) {
   }
 }
 
-// Ring: in round s this rank passes on what came in round s-1, which is rank (r - s)'s.
+// Ring: in round s this rank passes on rank (r - s)'s message, which it received in round s - 1.
 void Communicator::gather_by_ring(Bytes mine) {
   CollectivePhase phase(*this, "all-gather", size_ - 1);
   const auto part = [&](int back) -> std::vector<std::byte>& {
@@ -328,10 +329,10 @@ void Communicator::gather_by_ring(Bytes mine) {
   }
 }
 
-// What a rank holds doubles in every round. In pairs, P a power of two: blocks of 2^i ranks swap
-// with their neighbour block (recursive doubling). Otherwise rank r holds those of r .. r + 2^i -
-// 1, gives them to rank r - 2^i and gets as many from r + 2^i; the last round moves only what is
-// missing (Bruck et al., IEEE TPDS 1997).
+// The number of messages that a rank holds doubles in every round. With `pairs`, P is a power of
+// two, and blocks of 2^i ranks swap with their neighbour block (recursive doubling). Otherwise rank
+// r holds the messages of ranks r to r + 2^i - 1. It gives them to rank r - 2^i and gets as many
+// from rank r + 2^i. The last round moves only the missing messages (Bruck et al., IEEE TPDS 1997).
 void Communicator::gather_by_doubling(Bytes mine, bool pairs) {
   CollectivePhase phase(*this, "all-gather", log2_ceil(size_));
   parts_[static_cast<std::size_t>(rank_)].assign(mine.begin(), mine.end());
@@ -370,9 +371,9 @@ std::span<const std::string_view> names_of<DenseSum>() noexcept {
 }
 
 AllgatherForm allgather_form(int ranks, std::size_t longest) noexcept {
-  // With 3 ranks a ring has as few rounds as any. Above, it has P - 1 - ceil(log2 P) more, but does
-  // not copy messages into others: it wins where such a copy takes longer than those latencies,
-  // which at 50 us and some GB/s is in the megabytes (derived).
+  // With 3 ranks, a ring has as few rounds as any form. With more ranks it has P - 1 - ceil(log2 P)
+  // more rounds, but does not copy messages into others. The ring wins if such a copy takes longer
+  // than the extra latencies. At 50 us and some GB/s this is in the megabytes (derived).
   constexpr std::size_t kLong = std::size_t{4} << 20U;
   const auto p = static_cast<std::size_t>(ranks);
   if (ranks <= 3 || longest == 0 || longest > kLong / p) return AllgatherForm::ring;
@@ -411,7 +412,7 @@ void Communicator::allreduce_sum(std::span<float> data, DenseSum how, Bytes note
     return;
   }
 
-  // The formula of ring_sum: a vendor's real traffic is not known.
+  // Uses the formula of ring_sum, because a vendor's real traffic is not known.
   const auto length = [&](int c) { return chunk(data.size(), wrap(c, size_), size_).length; };
   const std::size_t both_ways = 2 * data.size() - length(rank_);
   traffic_.sent_bytes += sizeof(float) * (both_ways - length(rank_ + 1));
@@ -419,8 +420,8 @@ void Communicator::allreduce_sum(std::span<float> data, DenseSum how, Bytes note
   traffic_.messages += 2 * static_cast<std::uint64_t>(size_ - 1);
   traffic_.rounds += 2 * static_cast<std::uint64_t>(size_ - 1);
 
-  // MPI does not promise equal bits on all ranks (MPI 4.0, 6.9.1: "strongly recommended"), so
-  // compare.
+  // MPI only "strongly recommends" equal bits on all ranks (MPI 4.0, 6.9.1), so the ranks compare
+  // hashes.
   const std::uint64_t hash = XXH3_64bits(data.data(), data.size_bytes());
   scratch_out_.resize(sizeof(hash) + note.size());
   std::memcpy(scratch_out_.data(), &hash, sizeof(hash));
@@ -435,7 +436,7 @@ void Communicator::allreduce_sum(std::span<float> data, DenseSum how, Bytes note
     equal = equal && std::memcmp(part.data(), scratch_out_.data(), sizeof(hash)) == 0;
     append(notes, part.subspan(sizeof(hash)));
   }
-  // Every rank has compared all hashes with its own, so all come to the same conclusion.
+  // Every rank has compared all hashes with its own, so all ranks reach the same conclusion.
   if (equal) return;
   const Bytes result = std::as_bytes(data);
   scratch_out_.assign(result.begin(), result.end());
@@ -445,10 +446,10 @@ void Communicator::allreduce_sum(std::span<float> data, DenseSum how, Bytes note
   copy(scratch_out_, data);
 }
 
-// Ring all-reduce (Patarasuk and Yuan, 2009). Data is cut into P chunks. Reduce-scatter: chunk c
-// sets out at rank c + 1 and collects every rank's part on its way round to rank c. All-gather:
-// from there the finished chunk goes round once more, with rank c's note behind it. One chain adds
-// up a chunk and all others copy, hence equal bits everywhere.
+// Ring all-reduce (Patarasuk and Yuan, 2009). Data is cut into P chunks. In the reduce-scatter,
+// chunk c starts at rank c + 1 and collects every rank's part on its way round to rank c. In the
+// all-gather, the finished chunk goes round once more, with rank c's note behind it. One chain of
+// ranks sums a chunk and all others copy the sum, so all ranks end with equal bits.
 void Communicator::ring_sum(std::span<float> data, Bytes note, MessageList& notes) {
   CollectivePhase phase(*this, "ring sum", 2 * (size_ - 1));
   const int right = wrap(rank_ + 1, size_);
@@ -480,7 +481,7 @@ void Communicator::ring_sum(std::span<float> data, Bytes note, MessageList& note
     const Bytes its_note = Bytes(scratch_in_).subspan(into.size_bytes());
     parts_[static_cast<std::size_t>(wrap(rank_ - s, size_))].assign(its_note.begin(),
                                                                     its_note.end());
-    std::swap(scratch_in_, scratch_out_);  // goes on as it came
+    std::swap(scratch_in_, scratch_out_);  // pass it on as it came
     phase.end_round();
   }
   notes.clear();

@@ -1,10 +1,10 @@
-// Ranks as threads of this process. A transfer ends when its counterpart is started: whichever of
-// isend and ireceive comes second copies the message, once, from the sender's memory. So a wait
-// only sleeps; it never has work of others to do.
+// Ranks as threads of this process. A transfer ends when its counterpart starts: the second of
+// isend and ireceive copies the message, once, from the sender's memory. So a wait only sleeps and
+// never does another rank's work.
 //
-// Virtual time: a send notes when its first byte leaves, and the wait for it on the other side
-// works out when the last one is in. Each rank's clock and ports are moved by that rank alone, in
-// the order of its own calls, so the times do not depend on which thread runs when.
+// Virtual time: a send records when its first byte leaves. The receiver's wait computes when the
+// last byte arrives. Only a rank itself moves its clock and ports, in the order of its own calls,
+// so the times do not depend on which thread runs when.
 #include <algorithm>
 #include <cmath>
 #include <condition_variable>
@@ -22,27 +22,27 @@ namespace skim {
 namespace {
 
 struct Transfer {
-  // posted -> copying -> done or failed. Only the thread that copies leaves `copying`, and it does
-  // so soon: whoever needs the transfer gone may wait for that.
+  // posted -> copying -> done or failed. Only the copying thread ends the state `copying`, and it
+  // does so soon. Whoever needs the transfer to be over may wait for that.
   enum class State : std::uint8_t { posted, copying, done, failed };
   State state = State::posted;
   bool receiving = false;
   int peer = 0;
-  Bytes out;  // of a sender
-  // Of a receiver: the storage of its message between ireceive and wait. The peer's thread writes
-  // here, never to the caller's vector, which may be gone after an error.
+  Bytes out;  // a sender's message
+  // A receiver stores its message here between ireceive and wait. The peer's thread writes here and
+  // never to the caller's vector, which may be gone after an error.
   std::vector<std::byte> in;
   std::vector<std::byte>* message = nullptr;
   std::int64_t leaves_ns = 0;  // virtual time of the first byte
-  bool buffered = false;       // a send whose bytes are in `in`: one of Root::buffers
+  bool buffered = false;       // a send that keeps its bytes in `in`: one of Root::buffers
   Transfer* next = nullptr;
 };
 
-// Of one rank; nobody else touches it.
+// The clock of one rank. No other rank touches it.
 struct VirtualClock {
   std::int64_t now_ns = 0, out_free_ns = 0, in_free_ns = 0;
-  std::thread::id thread;         // that called last,
-  std::int64_t processor_ns = 0;  // and its processor time when the call ended
+  std::thread::id thread;         // the last caller
+  std::int64_t processor_ns = 0;  // its processor time at the end of that call
 };
 
 std::int64_t processor_ns() noexcept {
@@ -51,11 +51,12 @@ std::int64_t processor_ns() noexcept {
   return std::int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
 }
 
-// Of one ordered pair of ranks: transfers whose counterpart has not been started. All are sends, or
-// all are receives.
+// The transfers of one ordered pair of ranks that have no counterpart yet. All are sends, or all
+// are receives.
 using Mailbox = Queue<Transfer>;
 
-// One per make_in_process_group, shared by all groups split from it: an abort of one reaches all.
+// One per make_in_process_group. All groups split from it share it, so an abort of one group
+// reaches all.
 struct Root {
   Root(int size, const std::optional<VirtualTime>& t)
       : wake(static_cast<std::size_t>(size)), time(t) {
@@ -70,22 +71,24 @@ struct Root {
     }
   }
 
-  std::mutex mutex;  // guards this, every Group and every Transfer, but not the bytes being copied
+  // Guards this, every Group and every Transfer, but not the bytes being copied.
+  std::mutex mutex;
   std::vector<std::condition_variable> wake;  // [rank in the root group]
   std::optional<AbortWord> aborted;
   const std::optional<VirtualTime> time;
   std::vector<VirtualClock> clocks;  // [rank in the root group]; none in real time
 
-  // In virtual time a short message that nobody waits for yet is copied, so that its sender goes
-  // on: with hundreds of ranks to a core, most of a ring sum's real time would be threads that wake
-  // one another. In real time it is not, so that tests find who relies on it.
+  // In virtual time, a short message is copied if nobody waits for it yet, so that its sender goes
+  // on. Otherwise, with hundreds of ranks per core, threads that wake one another would take most
+  // of the real time of a ring sum. In real time nothing is copied early, so that tests find code
+  // that relies on it.
   static constexpr std::size_t kBuffer = std::size_t{1} << 16U, kBuffersPerRank = 8;
   std::vector<Transfer> buffers;
-  std::vector<Transfer*> unused;  // of buffers; the one used last comes next
+  std::vector<Transfer*> unused;  // free ones of `buffers`; the last one used comes next
 };
 
-// A call of a communicator: the thread's work since the call before is added to the clock, that of
-// the call itself is not, since the link's model has it.
+// One call of a communicator. The clock advances by the thread's work since the previous call. The
+// work of the call itself does not count, because the link's model includes it.
 class Call {
  public:
   Call(Root& root, int root_rank) noexcept {
@@ -123,10 +126,10 @@ struct Group {
   const std::vector<int> root_ranks;  // [rank]
   std::vector<Mailbox> boxes;
 
-  // A split that has begun: the last rank to arrive makes the parts.
+  // A split that has begun. The last rank to arrive makes the parts.
   std::vector<int> color;  // [rank]; -1: has not arrived
   std::size_t arrived = 0;
-  std::vector<std::pair<std::shared_ptr<Group>, int>> part;  // [rank]: its new group, rank there
+  std::vector<std::pair<std::shared_ptr<Group>, int>> part;  // [rank]: new group, rank there
 };
 
 class InProcessCommunicator final : public Communicator {
@@ -233,7 +236,7 @@ class InProcessCommunicator final : public Communicator {
   std::int64_t passing_ns(std::size_t bytes) const noexcept {
     return std::llround(1e9 * root_.time->link.beta_s_per_byte * static_cast<double>(bytes));
   }
-  // A transfer that is done, until its end as this rank sees it.
+  // Advances this rank's clock to the end of a finished transfer.
   void pass_time(const Transfer& done) noexcept {
     VirtualClock& c = clock();
     std::int64_t end = done.leaves_ns + passing_ns(done.out.size());
@@ -253,7 +256,8 @@ class InProcessCommunicator final : public Communicator {
     if (root_.aborted) throw aborted_error(rank(), group_->root_ranks, *root_.aborted, phase());
   }
 
-  // Ends a send by a copy that the receiver will find in the mailbox. False: it must wait.
+  // Copies a send to a buffer where the receiver will find it, which ends the send. Returns false
+  // if the send must wait.
   bool put_aside(Transfer& mine) {
     Mailbox& box = group_->box(rank(), mine.peer);
     const bool is_awaited = box.first != nullptr && box.first->receiving;
@@ -270,7 +274,7 @@ class InProcessCommunicator final : public Communicator {
     return true;
   }
 
-  // Ends the transfer if its counterpart waits for it; else leaves it in the mailbox.
+  // Ends the transfer if its counterpart waits for it. Otherwise leaves it in the mailbox.
   void meet(Transfer& mine, Lock& lock) {
     using State = Transfer::State;
     Mailbox& box = mine.receiving ? group_->box(mine.peer, rank()) : group_->box(rank(), mine.peer);
@@ -288,7 +292,8 @@ class InProcessCommunicator final : public Communicator {
     lock.unlock();
     try {
       to.in.assign(from.out.begin(), from.out.end());
-    } catch (const std::bad_alloc&) {  // the receiver may not be in this thread: both are told
+    } catch (const std::bad_alloc&) {
+      // The receiver may be in another thread, so both sides get the error.
       result = State::failed;
     }
     lock.lock();
@@ -299,11 +304,12 @@ class InProcessCommunicator final : public Communicator {
     } else {
       wake(peer).notify_all();
     }
-    wake(rank()).notify_all();  // abort() from another thread of this rank waits for the copy
+    // abort(), called by another thread of this rank, may wait for the copy.
+    wake(rank()).notify_all();
   }
 
-  // Sleeps until done(). Throws: CommError if aborted, or over time; describe() says then what did
-  // not happen, and through which rank.
+  // Sleeps until done(). Throws: CommError after an abort or a timeout. describe() then returns the
+  // event that did not happen and the rank responsible.
   template <class Done, class Describe>
   void sleep(Lock& lock, const Done& done, const Describe& describe) {
     if (done()) return;
@@ -327,7 +333,7 @@ class InProcessCommunicator final : public Communicator {
     throw error;
   }
 
-  // Afterwards no other thread reads memory that this rank gave to isend.
+  // Withdraws all transfers. Afterwards no other thread reads memory that this rank gave to isend.
   void withdraw_all(Lock& lock) noexcept {
     using State = Transfer::State;
     transfers_.for_each([&](Transfer& t) {

@@ -1,8 +1,8 @@
-// MPI: only nonblocking calls once a group is made, all polled from one loop, so that every wait
-// can meet its timeout, a deadline, or a peer's abort.
+// MPI. Once a group exists, this backend makes only nonblocking calls and polls all of them from
+// one loop. So every wait can end at its timeout, at a deadline, or after a peer's abort.
 //
 // A message of L bytes travels as L / piece_bytes full pieces and then one shorter piece, which may
-// be empty: the receiver needs no length beforehand, and no MPI count exceeds an int.
+// be empty. So the receiver needs no length beforehand, and no MPI count exceeds an int.
 #include "skim/mpi.hpp"
 
 #include <algorithm>
@@ -25,7 +25,8 @@ constexpr std::size_t kLongestSum = std::size_t{1} << 28;    // floats in one MP
 constexpr int kPiecesPerPoll = 64;                           // then other transfers get a turn
 constexpr std::chrono::milliseconds kLastEffort{100};        // of a destructor after an error
 
-// Throws: CommError with MPI's own text. `what` failed: "send to", if peer >= 0 with that rank.
+// Throws: CommError with MPI's own text. `what` names the failed action, such as "send to". If peer
+// >= 0, the message names that rank.
 void check(int code, const char* what, int rank, int peer, const Phase& phase) {
   if (code == MPI_SUCCESS) return;
   int error_class = code;
@@ -49,13 +50,14 @@ bool mpi_is_running() noexcept {
   return initialized != 0 && finalized == 0;
 }
 
-// A waiting rank must leave the processor to ranks that compute: with more ranks than cores, one
-// that spins, or only yields, keeps taking time slices from the very rank that it waits for. So:
-// some hundred polls with a yield between them, for a short latency where the peer is about to
-// answer; then sleeps that grow to 100 us, which bounds what a wait may add.
+// A waiting rank must leave the processor to ranks that compute. If there are more ranks than
+// cores, a rank that spins or only yields takes time slices from the rank it waits for. So a
+// waiting rank first polls some hundred times with a yield between polls, which keeps latency short
+// if the peer is about to answer. Then it sleeps between polls. The sleeps grow to 100 us, which
+// bounds the delay that a wait adds.
 class Backoff {
  public:
-  // Whether it is time for what need not be looked at in every poll.
+  // Whether this poll should include the checks that not every poll needs.
   bool look() const noexcept { return polls_ % 16 == 15 || polls_ >= kYields; }
   void pause() {
     if (polls_ < kYields) {
@@ -74,8 +76,8 @@ class Backoff {
   std::chrono::microseconds sleep_{1};
 };
 
-// A communicator that is ours to free, unless something went wrong: MPI_Comm_free is collective, so
-// it must not be called when other ranks may not call it.
+// A communicator that this code frees, unless something went wrong. MPI_Comm_free is collective, so
+// it must not be called if other ranks may not call it.
 struct OwnedComm {
   MPI_Comm comm = MPI_COMM_NULL;
 
@@ -95,16 +97,16 @@ struct Session {
   Session& operator=(const Session&) = delete;
   bool clean = true;
   ~Session() {
-    // After an error MPI_Finalize might wait for ranks that are gone; leaving it out also lets
-    // mpirun end the job.
+    // After an error, MPI_Finalize might wait for ranks that are gone. Without it, mpirun ends the
+    // job.
     if (clean && mpi_is_running()) MPI_Finalize();
   }
 };
 
 class MpiCommunicator;
 
-// What a communicator and all that were split from it share: the way to tell of an abort, whether
-// MPI objects may still be freed, and who has transfers to drive.
+// State that a communicator shares with all communicators split from it: the channel for aborts,
+// whether MPI objects may still be freed, and the members with open transfers.
 class Family {
  public:
   Family(MPI_Comm comm, int rank, int size, std::shared_ptr<Session> session)
@@ -123,8 +125,8 @@ class Family {
     control_.leave_to_finalize();
     if (session_) session_->clean = false;
     if (!mpi_is_running()) return;
-    // Sent words are as good as on their way: MPI sends such short ones eagerly. Should one not be,
-    // its memory stays.
+    // MPI sends such short words eagerly, so they are almost certainly on their way. If a word is
+    // not sent by the deadline, its memory is left allocated.
     const auto end = std::chrono::steady_clock::now() + kLastEffort;
     int sent = 0;
     while (MPI_Testall(static_cast<int>(told_.size()), told_.data(), &sent, MPI_STATUSES_IGNORE) ==
@@ -135,7 +137,7 @@ class Family {
     if (sent == 0) static_cast<void>(word_.release());
   }
 
-  // Tells all ranks, once.
+  // Sends the abort word to all ranks, once.
   void tell(int culprit, const Phase& phase) noexcept {
     failed_ = true;
     if (aborted_ || !mpi_is_running()) return;
@@ -143,7 +145,7 @@ class Family {
     *word_ = make_abort_word(culprit, phase);
     for (int r = 0; r < static_cast<int>(told_.size()); ++r) {
       if (r == rank_) continue;
-      // A peer that cannot be told will run into its timeout.
+      // A peer that cannot be reached will run into its timeout.
       static_cast<void>(MPI_Isend(word_.get(), sizeof(AbortWord), MPI_BYTE, r, kTag, control_.comm,
                                   &told_[static_cast<std::size_t>(r)]));
     }
@@ -152,7 +154,7 @@ class Family {
         MPI_Testall(static_cast<int>(told_.size()), told_.data(), &sent, MPI_STATUSES_IGNORE));
   }
 
-  // The word that this rank sent, or else the first that has come; null: none.
+  // Returns the word that this rank sent, or else the first that arrived; null if there is none.
   const AbortWord* look(const Phase& phase) {
     if (aborted_) return word_.get();
     int flag = 0;
@@ -163,7 +165,8 @@ class Family {
     check(MPI_Mrecv(word_.get(), sizeof(AbortWord), MPI_BYTE, &message, MPI_STATUS_IGNORE),
           "receive an abort", rank_, -1, phase);
     word_->phase.back() = '\0';
-    failed_ = aborted_ = true;  // the sender has told everyone: no need to repeat it
+    // The sender has told all ranks, so this rank need not repeat it.
+    failed_ = aborted_ = true;
     return word_.get();
   }
 
@@ -171,14 +174,15 @@ class Family {
   bool failed() const noexcept { return failed_; }
   bool aborted() const noexcept { return aborted_; }
 
-  // A wait drives the transfers of all: a peer may need one of them to get to the one waited for.
+  // A wait drives the transfers of all members, because a peer may need one of them before it can
+  // do its part of the awaited transfer.
   std::vector<MpiCommunicator*> members;
 
  private:
-  std::shared_ptr<Session> session_;  // ends last
+  std::shared_ptr<Session> session_;  // destroyed last
   OwnedComm control_;
   int rank_;
-  bool failed_ = false;   // an error or an abort: nothing is freed any more
+  bool failed_ = false;   // after an error or an abort, nothing is freed
   bool aborted_ = false;  // word_ is valid
   std::unique_ptr<AbortWord> word_;
   std::vector<MPI_Request> told_;  // [rank]
@@ -187,20 +191,21 @@ class Family {
 struct Transfer {
   bool receiving = false;
   int peer = 0;
-  Bytes out;  // of a sender
-  // Of a receiver: the storage of its message between ireceive and wait. MPI writes here, never to
-  // the caller's vector, which may be gone after an error.
+  Bytes out;  // a sender's message
+  // A receiver stores its message here between ireceive and wait. MPI writes here and never to the
+  // caller's vector, which may be gone after an error.
   std::vector<std::byte> in;
   std::vector<std::byte>* message = nullptr;
-  std::size_t moved = 0;  // bytes whose piece has been started (sent) or matched (received)
-  bool last = false;      // so has the piece that ends the message
+  // Bytes of the pieces that have been started (sent) or matched (received).
+  std::size_t moved = 0;
+  bool last = false;  // the piece that ends the message has been started or matched
   bool done = false;
-  MPI_Request request = MPI_REQUEST_NULL;  // of the latest piece
+  MPI_Request request = MPI_REQUEST_NULL;  // the latest piece's
   Transfer* next = nullptr;
 };
 
-// Of one peer: transfers with pieces still to start. Only the first may start any, so that messages
-// do not mix and arrive in order.
+// The transfers with one peer that still have pieces to start. Only the first transfer may start
+// any, so that messages do not mix and arrive in order.
 struct Lanes {
   Queue<Transfer> send, receive;
 };
@@ -274,11 +279,11 @@ class MpiCommunicator final : public Communicator {
     return received;
   }
 
-  // MPI_Iallreduce, not MPI_Allreduce: that one cannot be left when a peer is gone.
+  // MPI_Iallreduce can be abandoned when a peer is gone. MPI_Allreduce cannot.
   bool do_allreduce_sum(std::span<float> data) override {
     check_alive();
     std::size_t begin = 0;
-    do {  // also for no data, on every rank alike
+    do {  // runs once even for no data, on every rank
       const std::size_t n = std::min(data.size() - begin, kLongestSum);
       MPI_Request request = MPI_REQUEST_NULL;
       int done = 0;
@@ -324,7 +329,8 @@ class MpiCommunicator final : public Communicator {
     throw aborted_error(rank(), root_ranks_, *family_->look(phase()), phase());
   }
 
-  // Runs f. After a CommError nothing works any more, and what MPI still holds is left to it.
+  // Runs f. After a CommError the communicator no longer works, and memory that MPI still uses is
+  // never freed.
   template <class F>
   void guarded(const F& f) {
     try {
@@ -336,7 +342,8 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  // Drives all open transfers until done(). describe() says what did not happen in time.
+  // Drives all open transfers until done(). describe() returns the event that did not happen in
+  // time.
   template <class Done, class Describe>
   void poll(const Done& done, int peer, const Describe& describe) {
     guarded([&] {
@@ -380,7 +387,7 @@ class MpiCommunicator final : public Communicator {
 
   bool start_piece(Transfer& t) {
     const std::size_t bytes = std::min(t.out.size() - t.moved, piece_bytes_);
-    // An empty message may have no address; MPI wants none then.
+    // An empty message may have no address. MPI expects null then.
     expect_ok(MPI_Isend(t.out.data() + t.moved, static_cast<int>(bytes), MPI_BYTE, t.peer, kTag,
                         payload_->comm, &t.request),
               "send to", t.peer);
@@ -400,8 +407,8 @@ class MpiCommunicator final : public Communicator {
     expect_ok(MPI_Get_count(&status, MPI_BYTE, &count), "measure a message from", t.peer);
     const auto bytes = static_cast<std::size_t>(count);
     try {
-      // Never shrinks before the end, so that storage in use is not cleared again; grows
-      // geometrically, as vector does.
+      // Does not shrink before the end, so that storage in use is not cleared again. It grows
+      // geometrically, like any vector.
       if (t.in.size() < t.moved + bytes) t.in.resize(t.moved + bytes);
     } catch (const std::bad_alloc&) {
       const std::string text = phase().text();
@@ -417,7 +424,7 @@ class MpiCommunicator final : public Communicator {
     return true;
   }
 
-  // Whether MPI has nothing of ours in hand; waits a moment for it.
+  // Waits a moment for MPI to release all of this communicator's memory. Returns whether it did.
   bool all_quiet() noexcept {
     if (!mpi_is_running()) return true;
     const auto end = std::chrono::steady_clock::now() + kLastEffort;
@@ -434,9 +441,10 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  std::shared_ptr<Family> family_;  // ends after payload_, as it may finalise MPI
+  // Destroyed after payload_, because it may finalise MPI.
+  std::shared_ptr<Family> family_;
   std::unique_ptr<OwnedComm> payload_;
-  std::vector<int> root_ranks_;  // [rank]: rank in the group that all of the family came from
+  std::vector<int> root_ranks_;  // [rank]: rank in the root group
   std::vector<Lanes> lanes_;     // [peer]
   std::unique_ptr<TicketTable<Transfer>> transfers_;
   int host_;
@@ -451,7 +459,8 @@ std::unique_ptr<Communicator> MpiCommunicator::split(int color) {
   check_alive();
   SKIM_EXPECTS(transfers_->empty(), "communicator: split needs every transfer of this rank ended");
 
-  // MPI_Comm_split blocks; once every rank has come here it does not block for long.
+  // MPI_Comm_split blocks. The barrier ensures that all ranks are here, so it does not block for
+  // long.
   MPI_Request request = MPI_REQUEST_NULL;
   guarded(
       [&] { expect_ok(MPI_Ibarrier(payload_->comm, &request), "start a barrier for split", -1); });
@@ -493,7 +502,7 @@ std::unique_ptr<Communicator> make(MPI_Comm comm, const CommOptions& options,
         {});
   auto family = std::make_shared<Family>(payload->comm, rank, size, std::move(session));
 
-  int host = rank;  // then: the lowest rank that shares memory with this one
+  int host = rank;  // then the lowest rank that shares memory with this one
   {
     OwnedComm shared;
     check(
@@ -537,7 +546,8 @@ std::unique_ptr<Communicator> connect_mpi(const CommOptions& options) {
     check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "start", 0, -1, {});
     session = std::make_shared<Session>();
   }
-  // Below that, only the thread that initialised MPI may call it: not a Reducer's own.
+  // Below this level, only the thread that initialised MPI may call it. A Reducer's own thread
+  // could not.
   if (level < MPI_THREAD_SERIALIZED) {
     throw CommError("communicator: MPI gives thread level " + std::to_string(level) +
                         ", needed MPI_THREAD_SERIALIZED (" + std::to_string(MPI_THREAD_SERIALIZED) +

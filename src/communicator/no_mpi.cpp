@@ -1,4 +1,4 @@
-// The twin of mpi.cpp in builds without MPI.
+// Replaces mpi.cpp in builds without MPI.
 #include "communicator/backends.hpp"
 
 namespace skim {

@@ -30,7 +30,8 @@ class Allgather final : public Exchange {
       stats = {};
       for (std::size_t r = 0; r < ranks; ++r) {
         const int rank = static_cast<int>(r);
-        if (rank == comm.rank()) {  // what its frame says is known
+        // No need to decode this rank's own frame.
+        if (rank == comm.rank()) {
           combine(stats, own);
           views_[r] = mine;
           continue;

@@ -1,4 +1,4 @@
-// Internal: byte counts that several exchanges need, for bounds and for the cost model.
+// Internal: byte counts that several exchanges need for their bounds and for the cost model.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace skim {
 
-// The most bytes that a rank sends in an all-gather of messages of at most `each` bytes that
-// together have at most `all`. longest: what Communicator::allgather is told.
+// The most bytes that a rank sends in an all-gather. Each message has at most `each` bytes, and all
+// together have at most `all`. longest: the bound passed to Communicator::allgather.
 inline double max_gathered_bytes(int ranks, double each, double all, std::size_t longest) {
   const int p = ranks;
   if (allgather_form(p, longest) == AllgatherForm::ring) return std::min((p - 1) * each, all);
@@ -24,25 +24,25 @@ inline double max_gathered_bytes(int ranks, double each, double all, std::size_t
   return bytes;
 }
 
-// The same for a dense sum around a ring, with statistics.
+// The same for a dense sum around a ring, including its statistics.
 inline double max_dense_bytes(std::size_t n, int ranks) {
   const auto p = static_cast<std::size_t>(ranks);
   return static_cast<double>(2 * sizeof(float) * (n - n / p) + (p - 1) * kFrameStatsBytes);
 }
 
-// The number of entries of the result, where an exchange cuts it.
+// Entries of the result of an exchange that cuts it.
 inline std::size_t result_entries(const Keep& keep) {
   return keep.k_down > 0 ? keep.k_down : keep.k;
 }
 
 inline double result_of(const Load& load) { return load.k_down > 0 ? load.k_down : load.k; }
 
-// The cost model's frame of nnz entries, with statistics.
+// Bytes of a frame of nnz entries in the cost model, with statistics.
 inline double frame_bytes(const Load& load, double nnz) {
   return load.frame.bytes(nnz, load.n) + load.frame.stats_bytes;
 }
 
-// The form that an all-gather of frames of at most nnz entries takes.
+// The form of an all-gather of frames with at most nnz entries.
 inline AllgatherForm form_of_frames(const CodecOptions& codec, const Load& load, double nnz) {
   const auto most = static_cast<std::size_t>(std::ceil(nnz)), n = static_cast<std::size_t>(load.n);
   return allgather_form(load.ranks, Codec(codec).max_encoded_bytes(most, n));

@@ -1,5 +1,5 @@
-// Exact global top-k ("naive gTop-k" in arXiv 1901.04359): all-gather, then the k largest of the
-// exact sum. What gtopk approximates and oktopk computes in parts.
+// Exact global top-k ("naive gTop-k" in arXiv 1901.04359): all-gather, then keep the k largest
+// entries of the exact sum. gtopk approximates this result. oktopk computes it region by region.
 #include <vector>
 
 #include "exchange/byte_counts.hpp"
@@ -20,8 +20,8 @@ class GlobalTopK final : public Exchange {
                      Communicator& comm) override {
     ExchangeResult result = allgather_->run(id, mine, keep, stats, comm);
     if (comm.size() == 1) return result;
-    // Every rank has the whole sum, so none holds what others gave: an entry that is dropped goes
-    // back to its owners.
+    // Every rank has the whole sum, so no rank holds another's entries. Each dropped entry goes
+    // back to the ranks that selected it.
     const std::size_t most = keep.k * static_cast<std::size_t>(comm.size());
     dropped_.reserve(most);
     scratch_.reserve(most);
@@ -50,7 +50,7 @@ class GlobalTopK final : public Exchange {
 
 }  // namespace
 
-// As all-gather, and the cut for as much as summing again.
+// The cost of all-gather, and once more its summing for the cut.
 CostTerms global_topk_terms(const ExchangeOptions& options, const Load& load) {
   CostTerms terms{.merged = 2 * load.ranks * load.k,
                   .result = std::min(load.ranks * load.k, result_of(load))};

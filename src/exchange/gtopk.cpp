@@ -1,33 +1,35 @@
 // gTop-k (arXiv 1901.04359): partial sums meet pairwise, and each merge keeps its k largest
 // entries. Any number of ranks.
 //
-// Vocabulary: a `merge` adds two partial sums, of neighbouring *blocks* of ranks, the lower block's
-// first, and splits the sum into `kept` (k entries) and `dropped`. The `result` is what the merge
-// of all ranks kept.
+// Vocabulary: a `merge` adds the partial sums of two neighbouring *blocks* of ranks, the lower
+// block's first. It splits the sum into `kept` (k entries) and `dropped`. The `result` is the
+// `kept` of the merge of all ranks.
 //
-//   tree       (gtopk_tree) as published: the upper block's lowest rank sends to the lower block's,
-//              which merges; rank 0 broadcasts the result
-//   butterfly  (gtopk) all ranks of both blocks swap, pair by pair, and all merge: the same merges
-//              on every rank, so that nothing is left to broadcast. With P no power of two, the
-//              ranks above the largest one, Q, first give theirs to the rank Q below, and get the
-//              result from it
+//   tree       (gtopk_tree) as published: the lowest rank of the upper block sends to the lowest
+//              rank of the lower block, which merges; at the end rank 0 broadcasts the result
+//   butterfly  (gtopk) all ranks of both blocks swap in pairs, and all of them merge; every rank
+//              does the same merges, so no broadcast is needed
 //
-// The tree's broadcast cannot begin before its reduction ends, as the result depends on every
-// frame. A butterfly is the tree with both at once: the same links, in the other direction.
+// If P is not a power of two, let Q be the largest power of two below it. In the butterfly, the
+// ranks from Q up first give their selections to the rank Q below, and later get the result from
+// it.
 //
-// Every dropped entry has one *keeper*. With the tree that is the rank that merged. With the
-// butterfly a whole block has made the merge, and its ranks take turns, entry by entry.
+// The tree cannot broadcast before its reduction ends, because the result depends on every frame.
+// The butterfly does both at once: it also uses the tree's links in the other direction.
 //
-// Who re-queues a dropped entry (DropPolicy), with `mine` this rank's selection:
-//   survivors     index in the result:     the keeper (its part never arrived)
-//                 index not in the result: every owner its own part of `mine`
-//   merger_keeps  the keeper, always
-//   sender_keeps  every owner, if the index is not in the result (as published): what a merge
-//                 dropped of an index that survived elsewhere is lost
+// Every dropped entry has one *keeper*. In the tree the keeper is the rank that merged. In the
+// butterfly a whole block did the merge, so its ranks take turns, entry by entry.
 //
-// What is rounded off a sum before it is sent on (`error_`) has a keeper, too, and comes back to
-// it: with merger_keeps always, otherwise if the index is in the result, because if it is not, its
-// owners take back what they gave, whole.
+// DropPolicy says who re-queues a dropped entry. `mine` is a rank's own selection.
+//   survivors     index in the result:     the keeper, because this part of the sum never arrived
+//                 index not in the result: every rank re-queues its own entry of `mine`
+//   merger_keeps  always the keeper
+//   sender_keeps  as published: every rank re-queues its own entry if the index is not in the
+//                 result; if the index survived elsewhere, the entry that the merge dropped is lost
+//
+// A sum is rounded before it is sent. The rounding error (`error_`) has a keeper, too. With
+// merger_keeps the keeper always gets it back. With the other policies the keeper gets it back only
+// if the index is in the result; otherwise the ranks take back their whole entries.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -68,8 +70,8 @@ class GTopK final : public Exchange {
     });
   }
 
-  // The root of the tree has a child for each round. Of the butterfly, the busiest rank gives the
-  // result to a rank above.
+  // In the tree, the root has one child per round. In the butterfly, the busiest rank also sends
+  // the result to one of the ranks from Q up.
   double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     const auto p = static_cast<unsigned>(ranks);
     int frames = std::countr_zero(p);
@@ -80,8 +82,8 @@ class GTopK final : public Exchange {
   }
 
  private:
-  // Room for the most that may come, not for what comes: a warm step allocates nothing, however
-  // much the ranks' selections overlap.
+  // Reserves for the largest sizes that can occur, so a warm step allocates nothing, however much
+  // the ranks' selections overlap.
   void make_room(const SparseView& mine, std::size_t k) {
     room_ = std::max(k, mine.nnz());
     for (auto* frame : {&frame_, &message_}) {
@@ -91,14 +93,15 @@ class GTopK final : public Exchange {
     merged_.reserve(2 * room_);
     scratch_.reserve(2 * room_);
   }
-  // Those buffers are made once per run of a group, and then reused in the same order.
+  // Returns the i-th buffer. Every run of a group asks for the same buffers in the same order, so
+  // only the first run allocates.
   static SparseBuffer& nth(std::deque<SparseBuffer>& buffers, std::size_t i, std::size_t room) {
     if (buffers.size() == i) buffers.emplace_back();
     buffers[i].reserve(room);
     return buffers[i];
   }
 
-  // partial_ to `to`. What this rank selected is quantized already; a sum is not.
+  // Sends partial_. This rank's selection is rounded already, but a sum is not.
   void send(StepId id, const GroupStats& stats, Communicator& comm, int to) {
     if (merges_ > 0) round_off(id, comm, {comm.rank(), 1}, 0);
     encode(stats, frame_);
@@ -113,11 +116,11 @@ class GTopK final : public Exchange {
     decode_frame(codec_, message_, partial_.dim, incoming_, of_peer_, comm, from);
   }
 
-  // The ranks that have made a merge alike: `size` of them from `first` on.
+  // Ranks first .. first + size - 1, which did the same merges.
   struct Block {
     int first = 0, size = 1;
   };
-  // Leaves in s this rank's turns.
+  // Leaves in s the entries that this rank keeps.
   static void take_turns(SparseBuffer& s, const Block& block, int rank) {
     if (block.size == 1) return;
     const auto turn = static_cast<std::size_t>(rank - block.first);
@@ -131,7 +134,7 @@ class GTopK final : public Exchange {
     s.resize(own);
   }
 
-  // Rounds partial_, a sum, to what a frame keeps: alike on all ranks of the block.
+  // Rounds partial_, a sum, to the values that a frame keeps. All ranks of the block round alike.
   void round_off(StepId id, const Communicator& comm, const Block& block, int hop) {
     if (codec_.options().value == ValueCode::f32) return;
     SparseBuffer& error = nth(error_, errors_.size(), room_);
@@ -141,8 +144,8 @@ class GTopK final : public Exchange {
     errors_.push_back(error.view());
   }
 
-  // Merges partial_ with what came in, as all ranks of the block do. lower: partial_ is of the
-  // lower half.
+  // Merges partial_ with the sum that arrived. All ranks of the block do the same merge. lower:
+  // partial_ belongs to the lower half.
   void merge(std::size_t k, GroupStats& stats, bool lower, const Block& block, int rank) {
     const SparseView theirs = incoming_.view();
     sum(lower ? std::array{partial_, theirs} : std::array{theirs, partial_}, merged_);
@@ -156,8 +159,8 @@ class GTopK final : public Exchange {
     stats = first;
   }
 
-  // In round r a rank that is an odd multiple of 2^r sends what it holds to the rank 2^r below it
-  // and is done.
+  // In round r, a rank that is an odd multiple of 2^r sends its sum to the rank 2^r below it and is
+  // done.
   void tree(StepId id, std::size_t k, GroupStats& stats, Communicator& comm) {
     const int rounds = log2_ceil(comm.size());
     const int rank = comm.rank();
@@ -222,7 +225,8 @@ class GTopK final : public Exchange {
         partial_ = incoming_.view();
         stats = of_peer_;
       } else {
-        round_off(id, comm, {0, inner}, rounds);  // what the others will get
+        // Round first, so that this rank keeps the same values as it sends.
+        round_off(id, comm, {0, inner}, rounds);
         if (rank + inner < comm.size()) {
           encode(stats, frame_);
           comm.wait(comm.isend(frame_, rank + inner));
@@ -232,7 +236,7 @@ class GTopK final : public Exchange {
     }
   }
 
-  // partial_ is the result.
+  // Expects the result in partial_.
   void put_back(const SparseView& mine) {
     parts_.clear();
     if (drop_ != DropPolicy::merger_keeps) {
@@ -261,22 +265,22 @@ class GTopK final : public Exchange {
   ExchangeKind kind_;  // gtopk or gtopk_tree
   std::vector<std::byte> frame_, message_;
   GroupStats of_peer_;
-  SparseView partial_;      // the partial sum that this rank has
-  std::size_t merges_ = 0;  // that made it
-  std::size_t room_ = 0;    // entries of a frame, at most
+  SparseView partial_;      // this rank's partial sum
+  std::size_t merges_ = 0;  // merges that made partial_
+  std::size_t room_ = 0;    // the most entries of a frame
   SparseBuffer incoming_, merged_, mine_lost_, returned_;
-  std::array<SparseBuffer, 2> kept_;  // of the merges in turn: one reads the other
-  std::deque<SparseBuffer> dropped_;  // [merges_]: this rank's turns
-  std::deque<SparseBuffer> error_;    // [errors_.size()]: this rank's turns
+  std::array<SparseBuffer, 2> kept_;  // of alternate merges: one reads the other
+  std::deque<SparseBuffer> dropped_;  // [merges_]: the entries that this rank keeps
+  std::deque<SparseBuffer> error_;    // [errors_.size()]: the entries that this rank keeps
   std::vector<SparseView> errors_, parts_;
-  std::deque<SparseBuffer> arrived_;  // of dropped_ and error_, what is in the result
+  std::deque<SparseBuffer> arrived_;  // entries of dropped_ and error_ that are in the result
   std::vector<std::uint32_t> scratch_;
 };
 
 }  // namespace
 
-// A merge adds two lists of k, and cuts their sum for as much as adding k more; at the end comes
-// what is put back, from two lists.
+// A merge adds two lists of k entries. Cutting the sum costs as much as adding k more. At the end,
+// two lists are put back.
 CostTerms gtopk_terms(const ExchangeOptions& options, const Load& load) {
   const double frame = frame_bytes(load, load.k), log = log2_ceil(load.ranks);
   if (options.kind == ExchangeKind::gtopk_tree) {
@@ -287,7 +291,7 @@ CostTerms gtopk_terms(const ExchangeOptions& options, const Load& load) {
             .result = load.k};
   }
   const double inner = std::bit_width(static_cast<unsigned>(load.ranks)) - 1.0;
-  // Ranks above the largest power of two give theirs and get the result.
+  // Ranks from the largest power of two up give their selections and get the result.
   const double folds = inner < log ? 1.0 : 0.0;
   return {.rounds = inner + 2 * folds,
           .sent_bytes = (inner + folds) * frame,

@@ -1,12 +1,13 @@
-// Hierarchical: one exchange inside every host, one between the hosts. Any number of ranks on any
-// number of hosts.
+// Hierarchical: one exchange inside every host, and one between the hosts. Any number of ranks on
+// any number of hosts.
 //
-// The ranks of a host sum their selections; the lowest of them, the leader, goes on with that sum
-// among the leaders of all hosts, and tells its host the result.
+// The ranks of a host sum their selections. The lowest rank of each host is its leader. The leaders
+// exchange the sums of their hosts, and each leader broadcasts the result to its host.
 //
-// What comes back: of an index that is not in the result, to every rank its own entry, so that
-// residuals do not pile up on leaders; of one that is, what each of the two exchanges gave back to
-// its ranks. Both conserve every index on its own, so together they do. (sender_keeps does not.)
+// If an index is missing from the result, every rank gets its own entry back, so residuals do not
+// pile up on the leaders. If an index is in the result, each rank gets back the errors that the two
+// exchanges returned to it. Both exchanges conserve the mass of every index, so together they do,
+// too. (sender_keeps does not.)
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -71,7 +72,8 @@ class Hierarchical final : public Exchange {
     });
   }
 
-  // Which ranks share a host is not known here: of all numbers a host, the one that costs most.
+  // This function does not know which ranks share a host, so it takes the most expensive number of
+  // ranks per host.
   double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     const auto sum = [&](int of_ranks) {
       return Keep{.k = std::min(n, keep.k * static_cast<std::size_t>(of_ranks)),
@@ -109,7 +111,7 @@ class Hierarchical final : public Exchange {
  private:
   struct Part {
     std::unique_ptr<Communicator> comm;
-    std::vector<int> ranks;  // [rank there]: its rank in the whole group
+    std::vector<int> ranks;  // [rank in the part]: rank in the whole group
   };
 
   static std::string listed(const std::vector<std::string>& names) {
@@ -125,7 +127,7 @@ class Hierarchical final : public Exchange {
     return make_exchange(options);
   }
 
-  // For the most that may come, so that a warm run allocates nothing.
+  // Reserves for the largest sizes that can occur, so a warm run allocates nothing.
   void make_room(std::size_t most, std::size_t dim) {
     message_.reserve(exact_.max_encoded_bytes(most, dim));
     for (SparseBuffer* s : {&host_sum_, &error_, &result_}) s->reserve(most);
@@ -133,8 +135,8 @@ class Hierarchical final : public Exchange {
     returned_.reserve(back_.size() * most);
   }
 
-  // Splits the group, with its first run. Every rank tells its host, and, as a check, its
-  // complement.
+  // Splits the group in its first run. Every rank sends the number of its host, and the complement
+  // as a check.
   void join(Communicator& comm) {
     if (of_ == &comm) return;
     comm.set_phase({"hierarchical: hosts"});
@@ -142,7 +144,7 @@ class Hierarchical final : public Exchange {
     MessageList all;
     const Traffic before = comm.traffic();
     comm.allgather(std::as_bytes(std::span(mine)), all, sizeof mine);
-    // Not counted: a run that was stopped and goes on does it once more.
+    // This traffic is not counted, because a resumed run repeats it.
     const Traffic after = comm.traffic();
     comm.add_traffic(before, after);
     host_.ranks.clear();
@@ -160,11 +162,13 @@ class Hierarchical final : public Exchange {
       hosts.push_back(its[0]);
     }
     host_.comm = comm.split(mine[0]);
-    leaders_.comm = comm.split(host_.comm->rank() == 0 ? 0 : 1);  // 1: the others, who do nothing
+    // Color 1: the other ranks, which take no part.
+    leaders_.comm = comm.split(host_.comm->rank() == 0 ? 0 : 1);
     of_ = &comm;
   }
 
-  // Runs body on a part; what that moves is counted in comm, and ranks in errors are comm's.
+  // Runs body on a part of the group. Counts its traffic in comm, and translates the ranks in its
+  // errors to comm's.
   template <class Body>
   static ExchangeResult in(const Part& part, Communicator& comm, Body&& body) {
     const Traffic before = part.comm->traffic();
@@ -174,7 +178,8 @@ class Hierarchical final : public Exchange {
       return result;
     } catch (const CommError& e) {
       comm.set_phase(part.comm->phase());
-      // The culprit of an abort may be no rank of the part: the whole group knows it.
+      // The rank that caused an abort may be outside the part. The barrier of the whole group
+      // throws an error that names it.
       if (e.peer() < 0) {
         comm.barrier();
         throw;
@@ -188,7 +193,7 @@ class Hierarchical final : public Exchange {
     }
   }
 
-  // The sum of an exchange as entries.
+  // Returns the sum of an exchange as entries.
   SparseView sparse(const ExchangeResult& result) {
     if (result.dense_sum.empty()) return result.sum;
     entries_.reset(result.dense_sum.n);
@@ -202,7 +207,7 @@ class Hierarchical final : public Exchange {
 
   std::unique_ptr<Exchange> inside_, between_;
   Codec codec_;
-  Codec exact_;  // inside a host nothing is rounded
+  Codec exact_;  // no rounding inside a host
   const Communicator* of_ = nullptr;
   Part host_, leaders_;
   std::vector<std::byte> message_;
@@ -212,7 +217,8 @@ class Hierarchical final : public Exchange {
 
 }  // namespace
 
-// The largest host decides. Its ranks sum, its leader goes on with their sum, and tells them.
+// The largest host determines the cost: its ranks sum, its leader exchanges the sum, and the leader
+// broadcasts the result.
 CostTerms hierarchical_terms(const ExchangeOptions& options, const Load& load) {
   const int hosts = load.hosts > 0 ? load.hosts : load.ranks;
   const int local = (load.ranks + hosts - 1) / hosts;

@@ -1,4 +1,4 @@
-// The k-th largest of keys that are spread over ranks.
+// Finds the k-th largest of keys that are spread over ranks.
 #include "exchange/kth_key.hpp"
 
 #define XXH_INLINE_ALL
@@ -15,21 +15,22 @@
 namespace skim {
 namespace {
 
-// Of `count` sorted keys every step-th is told first, and then those between two of them: that
-// moves least if step is about sqrt(count / 2).
+// Each rank first sends every step-th of its `count` sorted keys, and later the keys between two of
+// those. A step of about sqrt(count / 2) moves the fewest keys.
 std::size_t step_of(std::uint64_t count) {
   return std::max<std::size_t>(1,
                                static_cast<std::size_t>(std::sqrt(static_cast<double>(count) / 2)));
 }
 
-// Numbers in a list of KthKey, at most: keys that are told, or lie between two of those (at most
-// twice what `slack` is there); and a number in front.
+// The most numbers in one list of KthKey: one number in front, then keys. The keys are samples
+// (every step-th key), or they lie between two samples. At most twice `slack` keys lie between two.
 std::size_t longest_list(std::size_t most, std::size_t ranks) {
   const std::size_t step = step_of(most);
   return 1 + std::max(4 * (step + 1), std::min(most, 2 * (ranks + 1) * step));
 }
 
-// Of lists of at most `each` numbers, and `all` in all, with checksums; room was made for `most`.
+// The most words that a rank sends for lists of at most `each` numbers and `all` numbers together,
+// plus their checksums. `most` is the size given to reserve().
 double max_gathered_words(std::size_t ranks, std::size_t each, std::size_t all, std::size_t most) {
   const auto bytes = [](std::size_t words) {
     return static_cast<double>(sizeof(std::uint64_t) * words);
@@ -116,9 +117,9 @@ Key KthKey::find(std::vector<Key>& keys, std::size_t k, const char* phase, Commu
   }
   if (all <= k) return 0;
 
-  // At least `reach` keys reach a key that was told, and at most reach + slack.
+  // At least `reach` and at most reach + slack keys reach the sample.
   std::ranges::sort(told_, std::greater<>{});
-  Key low = 0, high = std::numeric_limits<Key>::max();  // low <= the k-th < high
+  Key low = 0, high = std::numeric_limits<Key>::max();  // low <= k-th key < high
   std::size_t reach = 0;
   for (const auto& [key, its_step] : told_) {
     reach += its_step;

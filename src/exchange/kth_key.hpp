@@ -1,5 +1,5 @@
-// Internal: numbers that ranks tell one another, and the k-th largest entry of a sum that is spread
-// over them.
+// Internal: lists of numbers that ranks exchange, and the k-th largest entry of a sum that is
+// spread over the ranks.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 
 namespace skim {
 
-// Orders entries as selections do: larger magnitude first, then lower index, so that no two are
-// equal. 0: a zero, which is never kept.
+// Orders entries as selections do: larger magnitude first, then lower index, so no two are equal.
+// Key 0 is a zero entry, which is never kept.
 using Key = std::uint64_t;
 inline Key key_of(Index index, float value) {
   const std::uint32_t order = kernels::order(value);
@@ -24,18 +24,18 @@ inline Key key_of(Index index, float value) {
 }
 inline Key key_of(std::uint32_t order) { return Key{order} << 32U; }
 
-// Everybody's list of numbers, by all-gather, with a checksum.
+// Gathers a list of numbers from every rank, with a checksum.
 class WordsOfRanks {
  public:
-  // For lists of at most `most` numbers; equal on all ranks.
+  // For lists of at most `most` numbers. `most` is equal on all ranks.
   void reserve(std::size_t most);
-  // The most bytes that a rank sends to gather lists of at most `most` numbers, for which room was
-  // made.
+  // The most bytes that a rank sends to gather lists of at most `most` numbers, after
+  // reserve(most).
   static double max_sent_bytes(std::size_t most, std::size_t ranks);
   // Collective.
   void gather(std::span<const std::uint64_t> mine, Communicator& comm);
-  // Of rank r, at least `least` of them; valid until the next call of of() or gather(). Throws:
-  // CommError for a message that is damaged or shorter.
+  // Rank r's list, valid until the next call of of() or gather(). Throws: CommError if the message
+  // is damaged or has fewer than `least` numbers.
   std::span<const std::uint64_t> of(std::size_t r, std::size_t least, const Communicator& comm);
 
  private:
@@ -45,24 +45,26 @@ class WordsOfRanks {
   std::vector<std::uint64_t> words_;
 };
 
-// The k-th largest key of all ranks, by two small all-gathers: first each rank tells every step-th
-// of its own, which says between which two of all of these the k-th lies; then those between.
+// Finds the k-th largest key of all ranks by two small all-gathers. First each rank sends every
+// step-th of its keys, as samples. The samples show between which two of them the k-th key lies.
+// Then each rank sends its keys between those two.
 class KthKey {
  public:
-  // For at most `most` keys a rank, on so many ranks; equal on all ranks.
+  // For at most `most` keys per rank on `ranks` ranks. Both are equal on all ranks.
   void reserve(std::size_t most, std::size_t ranks);
   // The most bytes that a rank sends in find().
   static double max_sent_bytes(std::size_t most, std::size_t ranks);
-  // Of rank r, how many of its keys reach the one that was found.
+  // [r]: how many of rank r's keys reach the key that find() returned.
   const std::vector<std::size_t>& counts() const noexcept { return counts_; }
-  // 0 if there are k or fewer; the largest number if k = 0. Sorts keys, which may be none but not
-  // 0. Collective. phase: for messages about failures, static storage.
+  // Returns 0 if there are k keys or fewer, and the largest number if k = 0. Sorts keys. keys may
+  // be empty but must not contain 0. Collective. phase: for messages about failures; static
+  // storage.
   Key find(std::vector<Key>& keys, std::size_t k, const char* phase, Communicator& comm);
 
  private:
   WordsOfRanks all_;
   std::vector<std::uint64_t> words_;
-  std::vector<std::pair<Key, std::size_t>> told_;  // key, keys that it stands for
+  std::vector<std::pair<Key, std::size_t>> told_;  // key, number of keys that it represents
   std::vector<Key> found_;
   std::vector<std::size_t> counts_;  // [P]
 };

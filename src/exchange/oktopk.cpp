@@ -1,25 +1,30 @@
 // Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
 // 2022, arXiv 2201.07598), written from the paper's description. Any number of ranks.
 //
-// Vocabulary: rank i *owns* region i, a range of indices. A *part* is what one rank selected in one
-// region. A sum *reaches the cut* if its key does; keys order sums by magnitude, then by index, so
-// that no two are equal.
+// Vocabulary: rank i *owns* region i, a range of indices. A *part* is the entries that one rank
+// selected in one region. A *key* orders sums by magnitude, then by index, so no two keys are
+// equal. A sum *reaches the cut* if its key is at least the cut. A *share* is the slice of the
+// result that one rank gives to the all-gather.
 //
-//   1. regions  now and then the ranks agree on boundaries that share their selections out evenly
-//   2. reduce   every rank sends each owner its part; the owner adds them in rank order
-//   3. cut      the last one stands if about k sums reach it; otherwise, and now and then, it is
-//               found anew: the k-th largest key of all owners
-//   4. balance  if one owner has far more than its share of the result, ranks pass shares on
-//   5. gather   all-gather of the shares; regions ascend with ranks, and so do the shares
+//   1. regions  now and then, the ranks choose boundaries that divide their selections evenly
+//   2. reduce   every rank sends each owner its part; the owner adds the parts in rank order
+//   3. cut      the ranks keep the last cut if about k sums reach it. Otherwise, and after
+//               `cut_every` runs, they compute a new one: the k-th largest key of all owners
+//   4. balance  if one owner has far more of the result than the others, ranks pass entries on
+//   5. gather   the ranks all-gather their shares; share r holds lower indices than share r + 1
 //
-// What is held back: of a part, all but `part_limit` entries. What is given back: what was held
-// back, and the owner's loss in rounding; and to each rank its own entry of an index that is not in
-// the result (the sum was made by the owner of the region alone, so nothing of it is elsewhere).
+// If a part has more than `part_limit` entries, its rank holds back the rest. Each rank gets back
+// three things: the entries it held back; its own entry, if the index is missing from the result;
+// and its rounding error, if the index is present. Only the region's owner has added the sum of a
+// missing index, so no other rank holds any of it.
 //
-// Departures from the paper. Boundaries are quantiles of all selections together, not the mean of
-// each rank's, which is far off where ranks differ. The cut is not adjusted by factors: when its
-// count leaves 2k/3 .. 4k/3 it is found anew at once, by two small all-gathers instead of one of
-// all sums; so the count has a bound. Parts have one, too.
+// Departures from the paper:
+//   - Boundaries are quantiles of all selections together. The paper takes the mean of each rank's
+//     boundaries, which is far off if the ranks' selections differ.
+//   - The paper adjusts the cut by factors. Here the ranks compute a new cut as soon as its count
+//     leaves 2k/3 .. 4k/3, so the count is bounded. This takes two small all-gathers instead of one
+//     all-gather of all sums.
+//   - The size of a part is bounded, too.
 #include <algorithm>
 #include <array>
 #include <limits>
@@ -40,9 +45,9 @@ namespace {
 constexpr std::string_view kMagic = "SKIMOKTK";
 constexpr std::uint32_t kVersion = 1;
 constexpr std::uint32_t kNever =
-    std::numeric_limits<std::uint32_t>::max();  // an age: not found yet
+    std::numeric_limits<std::uint32_t>::max();  // age of a cut or boundary not found yet
 
-// What goes by while a message sets out; and what is taken for an entry.
+// A link moves about kRoundBytes during one latency. An entry counts as kEntryBytes.
 constexpr std::size_t kRoundBytes = 8192, kEntryBytes = 8;
 
 SparseView slice(const SparseView& s, std::size_t first, std::size_t last) {
@@ -81,7 +86,8 @@ class OkTopK final : public Exchange {
     });
   }
 
-  // Of a run that finds regions and cut anew, balances, and has the limit of entries everywhere.
+  // The worst case: the run computes new regions and a new cut, balances, and sends as many entries
+  // as the limits allow.
   double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     if (ranks == 1) return 0.0;
     const auto p = static_cast<std::size_t>(ranks);
@@ -93,7 +99,7 @@ class OkTopK final : public Exchange {
     double bytes = WordsOfRanks::max_sent_bytes(2 * p + 1, p) + WordsOfRanks::max_sent_bytes(2, p) +
                    KthKey::max_sent_bytes(most.sums, p);
     bytes += others * frame(most.part, codec_);
-    // Shares are equal, or unequal by less than what would be worth a round.
+    // After balance(), shares are equal, or they differ by less than a round is worth.
     const std::size_t equal = (most.result + p - 1) / p;
     const std::size_t share = std::min(most.result, equal + kRoundBytes / (kEntryBytes * (p - 1)));
     if (share < most.result) bytes += others * frame(equal, exact_);
@@ -113,8 +119,8 @@ class OkTopK final : public Exchange {
     }
   }
 
-  // A section (state.hpp): number of slots; for each, ascending: slot, ages, cut, number of
-  // boundaries, boundaries.
+  // A section (state.hpp): the number of slots; then for each slot, ascending: slot, ages, cut,
+  // number of boundaries, boundaries.
   void save(std::ostream& out) const override {
     SectionWriter section(out, kMagic, kVersion);
     section.put(static_cast<std::uint64_t>(slots_.size()));
@@ -153,14 +159,14 @@ class OkTopK final : public Exchange {
   }
 
  private:
-  // Equal on all ranks.
+  // The same on all ranks.
   struct State {
     std::vector<Index> region;  // [P - 1]: where regions 1 to P - 1 begin
-    std::uint32_t cut = 0;      // an order (select/kernels.hpp); 0: everything was kept
-    std::uint32_t region_age = kNever, cut_age = kNever;  // runs since each was found
+    std::uint32_t cut = 0;      // an order (select/kernels.hpp); 0 keeps everything
+    std::uint32_t region_age = kNever, cut_age = kNever;  // runs since each was computed
   };
   struct Entry {
-    State now, before;  // before: at the begin of the open step
+    State now, before;  // before: at the start of the open step
     bool open = false;
   };
 
@@ -174,11 +180,11 @@ class OkTopK final : public Exchange {
   struct Most {
     std::size_t part_limit, part, sums, result;  // entries
   };
-  // keep.k entries a rank, at most.
+  // For at most keep.k entries per rank.
   Most most_of(const Keep& keep, std::size_t ranks) const {
     Most most{};
     const std::size_t k = result_entries(keep);
-    // A third above an equal share.
+    // A third more than an equal share.
     most.part_limit = options_.exact ? std::numeric_limits<std::size_t>::max()
                                      : (4 * keep.k + 3 * ranks - 1) / (3 * ranks);
     most.part = std::min(keep.k, most.part_limit);
@@ -187,8 +193,9 @@ class OkTopK final : public Exchange {
     return most;
   }
 
-  // For the most that may come, so that a warm run allocates nothing, whatever the ranks select.
-  // (Where they select more than k without a limit, room grows as needed.)
+  // Reserves for the largest sizes that can occur, so a warm run allocates nothing, whatever the
+  // ranks select. If a rank selects more than k entries and there is no limit, the buffers grow as
+  // needed.
   void make_room(const SparseView& mine, const Keep& keep, Communicator& comm) {
     ranks_ = static_cast<std::size_t>(comm.size());
     me_ = static_cast<std::size_t>(comm.rank());
@@ -232,8 +239,8 @@ class OkTopK final : public Exchange {
 
   // ---- 1: regions
 
-  // Every rank cuts its selection into up to 2P equal runs and tells where each begins. Boundaries
-  // are the quantiles of all runs.
+  // Every rank cuts its selection into up to 2P runs of equal length and sends the index at which
+  // each begins. The boundaries are quantiles of all runs.
   void agree_on_regions(State& state, const SparseView& mine, Communicator& comm) {
     comm.set_phase({"oktopk: regions"});
     const auto samples_of = [&](std::uint64_t nnz) {
@@ -269,7 +276,7 @@ class OkTopK final : public Exchange {
       }
       before += weight;
     }
-    while (state.region.size() + 1 < ranks_) {  // without samples: equal lengths
+    while (state.region.size() + 1 < ranks_) {  // no samples: regions of equal length
       state.region.push_back(static_cast<Index>(
           samples_.empty() ? mine.dim * (state.region.size() + 1) / ranks_ : mine.dim));
     }
@@ -282,8 +289,10 @@ class OkTopK final : public Exchange {
 
   // ---- 2: reduce
 
-  // sent_: what goes into sums, part by part; wire_: the same as owners get it; off_: sent_ less
-  // wire_; held_back_: what is above the limit of a part.
+  // sent_       the entries that go into the sums, part by part
+  // wire_       the same entries, rounded as the owners receive them
+  // off_        sent_ - wire_
+  // held_back_  the entries above the limit of a part
   void split(const State& state, StepId id, const SparseView& mine, const Communicator& comm) {
     std::size_t first = 0;
     for (std::size_t i = 0; i < ranks_; ++i) {
@@ -314,8 +323,8 @@ class OkTopK final : public Exchange {
     return slice(wire_.view(), i == 0 ? 0 : part_end_[i - 1], part_end_[i]);
   }
 
-  // sums_: the whole sums of this rank's region. In round s rank r sends to r + s, so that no owner
-  // gets two parts at a time.
+  // Fills sums_ with the sums of this rank's region over all ranks. In round s rank r sends to rank
+  // r + s, so no owner receives two parts at a time.
   void reduce(const State& state, GroupStats& stats, Communicator& comm) {
     const Index begin = region_begin(state, me_);
     const std::size_t end = me_ + 1 == ranks_ ? sent_.view().dim : region_begin(state, me_ + 1);
@@ -348,7 +357,8 @@ class OkTopK final : public Exchange {
 
   // ---- 3: cut
 
-  // cut_: the least key that is kept; counts_: how many keys of each owner reach it.
+  // Sets cut_, the smallest key that is kept, and counts_, the number of each owner's keys that
+  // reach it.
   void find_cut(State& state, Communicator& comm) {
     keys_.clear();
     const SparseView sums = sums_.view();
@@ -377,7 +387,7 @@ class OkTopK final : public Exchange {
     state.cut_age = 0;
   }
 
-  // kept_: this rank's sums that reach the cut.
+  // Fills kept_ with this rank's sums that reach the cut.
   void take_largest() {
     const SparseView sums = sums_.view();
     kept_.reset(sums.dim);
@@ -387,10 +397,11 @@ class OkTopK final : public Exchange {
     }
   }
 
-  // ---- 4 and 5: to all
+  // ---- 4 and 5: balance and gather
 
-  // share_: entries [me R / P, (me + 1) R / P) of the result's R, or, if that would not be worth a
-  // round, this rank's own. An all-gather lasts as long as its longest message goes round.
+  // Fills share_ with entries [me R / P, (me + 1) R / P) of the result, which has R entries. If
+  // that saves less than a round costs, share_ is this rank's own entries. The longest share
+  // determines how long the all-gather takes.
   void balance(Communicator& comm) {
     std::size_t total = 0, longest = 0;
     for (const std::size_t c : counts_) {
@@ -401,7 +412,8 @@ class OkTopK final : public Exchange {
     if ((ranks_ - 1) * (longest - total / ranks_) * kEntryBytes <= kRoundBytes) return;
 
     comm.set_phase({"oktopk: balance"});
-    // What owner i has of share j, as places in the result.
+    // A range of entries of the result. moved(owned(i), j) is the range that owner i holds and that
+    // belongs in share j.
     struct Places {
       std::size_t first, last;
     };
@@ -414,7 +426,7 @@ class OkTopK final : public Exchange {
       const std::size_t first = std::max(own.first, total * j / ranks_);
       return Places{first, std::max(first, std::min(own.last, total * (j + 1) / ranks_))};
     };
-    std::size_t rounds = 0;  // of the busiest rank, which sends or receives one after the other
+    std::size_t rounds = 0;  // of the busiest rank; its transfers take turns
     std::ranges::fill(received_, 0U);
     for (std::size_t i = 0; i < ranks_; ++i) {
       const Places own = owned(i);
@@ -464,7 +476,8 @@ class OkTopK final : public Exchange {
     }
   }
 
-  // Appends the frame's entries, at most `most`, which must go on where `to` ends.
+  // Appends the frame's entries. Refuses a frame that has more than `most` entries, or that begins
+  // before the end of `to`.
   void take(Bytes frame, std::size_t from, std::size_t most, SparseBuffer& to,
             const Communicator& comm) {
     GroupStats none;
@@ -486,11 +499,11 @@ class OkTopK final : public Exchange {
   }
 
   Codec codec_;
-  Codec exact_;  // for what is passed on and not yet rounded
+  Codec exact_;  // for entries that are passed on before rounding
   OkTopKOptions options_;
   std::map<Slot, Entry> slots_;
 
-  // Of the run that goes on.
+  // State of the current run.
   std::size_t ranks_ = 0, me_ = 0, k_ = 0;
   std::size_t part_limit_ = 0, most_result_ = 0;
   std::vector<std::vector<std::byte>> outgoing_;  // [P]
@@ -498,7 +511,7 @@ class OkTopK final : public Exchange {
   MessageList all_;
   WordsOfRanks all_words_;
   std::vector<std::uint64_t> words_;
-  std::vector<std::pair<Index, double>> samples_;  // index, entries that it stands for
+  std::vector<std::pair<Index, double>> samples_;  // index, number of entries that it represents
   std::vector<Key> keys_;
   KthKey kth_;
   Key cut_ = 0;
@@ -514,7 +527,7 @@ class OkTopK final : public Exchange {
 
 }  // namespace
 
-// Of a run whose cut and regions stand, with selections spread evenly.
+// For a run that keeps its cut and regions, with selections spread evenly over the indices.
 CostTerms oktopk_terms(const ExchangeOptions& options, const Load& load) {
   constexpr double kWords = 24.0;  // two counts and a checksum
   const double p = load.ranks, part = load.frame.bytes(load.k / p, load.n);

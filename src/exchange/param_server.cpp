@@ -1,17 +1,20 @@
 // Parameter server with top-k on both links (Zou, De Sterck and Liu, arXiv 2209.15203). Any number
 // of ranks.
 //
-//   uplink    every rank sends its selection to the server, which adds it to what it held back
-//   downlink  the k_down largest of that go to all ranks; the server holds back the rest
+//   uplink    every rank sends its selection to the server, which adds it to the mass it holds
+//   downlink  the server sends the k_down largest entries of that mass to all ranks and holds the
+//             rest
 //
-// All in sums over the ranks, where the paper has means: selections do not depend on the scale.
+// The server works with sums over the ranks where the paper has means. Selections do not depend on
+// the scale.
 //
-// The server is rank 0, or all ranks are, each for a range of indices. Then an owner adds up its
-// range, and owners agree on the k_down-th largest entry of all, so that the result is the same,
-// bit for bit (with values in full precision), and no link carries more than its share.
+// The server is rank 0, or it is sharded: every rank owns a range of indices. An owner sums its
+// range. The owners then agree on the k_down-th largest entry of all ranges. The result is the same
+// as that of one server, bit for bit if values are sent in full precision. No link carries more
+// than its share.
 //
-// k_down = n: all that the ranks sent goes back, and nothing is held back but what rounding takes
-// off. Then the result has the union of their indices and no more.
+// With k_down = n the server returns every entry it received and holds only rounding errors. The
+// result has the union of the ranks' indices and no others.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -64,13 +67,14 @@ class ParamServer final : public Exchange, public HeldMass {
     });
   }
 
-  // Rank 0's: the result to each child; another's: its selection, and the result to fewer children.
-  // A sharded one's: the parts of its selection, lists of keys, and shares of the result.
+  // Rank 0 sends the result to each of its children. Another rank sends its selection, and the
+  // result to fewer children. With a sharded server, every rank sends the parts of its selection,
+  // lists of keys, and its share of the result.
   double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     if (ranks == 1) return 0.0;
     const auto p = static_cast<std::size_t>(ranks);
-    // Of so many entries in so many frames. Even ones are longest: an index takes the more bits the
-    // fewer there are.
+    // The most bytes of nnz entries in `count` frames. Frames of equal size are the worst case: an
+    // index takes more bits in a frame with fewer entries.
     const auto frames = [&](std::size_t count, std::size_t nnz) {
       const std::size_t each = std::min((nnz + count - 1) / count, n);
       return static_cast<double>(count * codec_.max_encoded_bytes(each, n));
@@ -125,14 +129,14 @@ class ParamServer final : public Exchange, public HeldMass {
 
  private:
   struct Change {
-    std::uint32_t at;  // of mass
+    std::uint32_t at;  // into mass
     float before;
   };
   struct State {
-    std::size_t first = 0;        // index of the slot that mass[0] is of
-    std::vector<float> mass;      // held back, as a sum over the ranks; finite
-    bool leaves_out = false;      // a result left entries out since all of it was sent
-    std::vector<Change> journal;  // of the open step
+    std::size_t first = 0;        // the slot's index of mass[0]
+    std::vector<float> mass;      // held back, summed over the ranks; finite
+    bool leaves_out = false;      // some entry is held that a result omitted
+    std::vector<Change> journal;  // changes in the open step
   };
 
   bool sharded() const noexcept { return options_.placement == ServerPlacement::sharded; }
@@ -152,8 +156,8 @@ class ParamServer final : public Exchange, public HeldMass {
     state.mass[at] = value;
   }
 
-  // Also gives back what this rank holds of the slot where that is not its to hold: what a saved
-  // run held with a server in another place.
+  // Also gives back mass that this rank holds but no longer owns. A run that was saved with the
+  // server in another place leaves such mass.
   void make_room(StepId id, const SparseView& mine, const Keep& keep, const Communicator& comm) {
     ranks_ = static_cast<std::size_t>(comm.size());
     me_ = static_cast<std::size_t>(comm.rank());
@@ -169,7 +173,8 @@ class ParamServer final : public Exchange, public HeldMass {
       *state_ = {
           .first = first_, .mass = std::vector<float>(own), .leaves_out = false, .journal = {}};
     }
-    if (dedicated(comm.size()) && me_ == 0) {  // its residual is nobody's: it goes on to hold it
+    // A dedicated server has no residual that could take the mass back, so it goes on holding it.
+    if (dedicated(comm.size()) && me_ == 0) {
       give_back(mine);
     }
 
@@ -199,7 +204,7 @@ class ParamServer final : public Exchange, public HeldMass {
     for (auto& message : outgoing_) message.reserve(sharded() ? up : 0);
     for (auto& message : incoming_) message.reserve(owns_ ? up : 0);
     message_.reserve(std::max(up, down));
-    // Of k alone: what this rank selected, others do not know.
+    // Depends on k alone, because other ranks do not know how many entries this rank selected.
     most_share_bytes_ = codec_.max_encoded_bytes(
         k_ < mine.dim ? k_ : std::min(mine.dim, ranks_ * keep.k), mine.dim);
     if (sharded()) {
@@ -213,8 +218,10 @@ class ParamServer final : public Exchange, public HeldMass {
     sum(std::array{scratch_.view(), s}, returned_);
   }
 
-  // ---- uplink. Afterwards views_ has what this rank is to add up, in rank order, and stats, on
-  // owners, the group's.
+  // ---- uplink
+  //
+  // Fills views_ with the selections that this rank must sum, in rank order. On owners, stats
+  // becomes the group's.
 
   void take(std::size_t from, std::size_t dim, const Communicator& comm) {
     decode_frame(codec_, incoming_[from], dim, parts_[from], stats_[from], comm,
@@ -247,9 +254,9 @@ class ParamServer final : public Exchange, public HeldMass {
     comm.end_round();
   }
 
-  // In round s rank r sends to r + s, so that no owner gets two parts at a time. Blocks of a part
-  // begin elsewhere than those of the selection, so it is rounded anew; what that takes off comes
-  // back to this rank.
+  // In round s rank r sends to rank r + s, so no owner receives two parts at a time. A part is
+  // rounded again, because its blocks begin elsewhere than the selection's. This rank gets the
+  // rounding error back.
   void send_to_owners(StepId id, const SparseView& mine, GroupStats& stats, Communicator& comm) {
     const auto part = [&](std::size_t owner) {
       const auto at = [&](std::size_t index) {
@@ -288,8 +295,9 @@ class ParamServer final : public Exchange, public HeldMass {
 
   // ---- the server
 
-  // chosen_: of what is held and came in, the k_down largest of this rank's range (k_down = n:
-  // all), not yet rounded; what of it goes out is decided together. Mass takes in the sums.
+  // Adds the sums to the held mass and fills chosen_ with the k_down largest entries of this rank's
+  // range (all of them if k_down = n). chosen_ is not rounded yet. The owners decide together which
+  // of these entries go out.
   void choose(StepId id) {
     State& state = *state_;
     const SparseView sums = sum_.view();
@@ -298,7 +306,8 @@ class ParamServer final : public Exchange, public HeldMass {
       const std::size_t at = sums.index[e] - first_;
       set(state, at, state.mass[at] + sums.value[e]);
     }
-    if (all) {  // and of what is held elsewhere nothing but rounding errors
+    // Entries that are held but not in `sums` have nothing but rounding errors.
+    if (all) {
       chosen_.assign(sums);
       for (std::size_t e = 0; e < sums.nnz(); ++e) {
         chosen_.values()[e] = state.mass[sums.index[e] - first_];
@@ -316,8 +325,8 @@ class ParamServer final : public Exchange, public HeldMass {
     state.leaves_out = k_ < sums.dim;
   }
 
-  // Of `s`, as it goes out, nothing is held any longer; what rounding took off, is. NaN and
-  // infinity go out first (Selector), and none is held: what is not finite can be in sums alone.
+  // Rounds `s` and subtracts it from the held mass, which keeps the rounding error. Non-finite
+  // values occur only in the sums of this run. They go out first (Selector), and none is held.
   void deliver(StepId id, const Communicator& comm, SparseBuffer& s) {
     codec_.quantize(s, id, comm.rank() + comm.size() * comm.size());
     State& state = *state_;
@@ -381,14 +390,14 @@ class ParamServer final : public Exchange, public HeldMass {
 
   Codec codec_;
   ServerOptions options_;
-  std::unique_ptr<Selector> selector_;  // of the server
+  std::unique_ptr<Selector> selector_;  // the server's
   std::map<Slot, State> slots_;
-  std::map<Slot, State> misplaced_;  // what the open step gave back, as it was
+  std::map<Slot, State> misplaced_;  // slots given back in the open step, as they were
 
-  // Of the run that goes on.
+  // State of the current run.
   std::size_t ranks_ = 0, me_ = 0, first_ = 0;
   std::size_t k_ = 0;  // k_down
-  bool owns_ = false;  // this rank is the server, or a part of it
+  bool owns_ = false;  // this rank is the server or one of its owners
   std::size_t union_nnz_ = 0;
   State* state_ = nullptr;
   std::size_t most_share_bytes_ = 0;
@@ -406,7 +415,7 @@ class ParamServer final : public Exchange, public HeldMass {
 
 }  // namespace
 
-// The server selects from what it holds, whole, unless everything goes back.
+// The server selects from its whole range, unless it returns everything.
 CostTerms param_server_terms(const ExchangeOptions& options, const Load& load) {
   const double p = load.ranks, log = log2_ceil(load.ranks);
   const double wanted = result_of(load), result = std::min({wanted, p * load.k, load.n});
@@ -416,7 +425,7 @@ CostTerms param_server_terms(const ExchangeOptions& options, const Load& load) {
     const double up = frame_bytes(load, load.k), down = frame_bytes(load, result);
     terms.rounds = 1 + log;
     terms.chain_bytes = (p - 1) * up + log * down;
-    // Rank 0's, or its first child's.
+    // Either rank 0 or its first child sends the most.
     terms.sent_bytes = std::max(log * down, up + (log - 1) * down);
     terms.merged = p * load.k + result;
     terms.added = cuts ? load.n : 0.0;
@@ -425,7 +434,7 @@ CostTerms param_server_terms(const ExchangeOptions& options, const Load& load) {
   terms.rounds = p - 1;
   terms.sent_bytes = terms.chain_bytes = (p - 1) * frame_bytes(load, load.k / p);
   const double length = load.frame.length_bytes;
-  if (cuts) {  // two lists of keys, and a checksum and a count with each
+  if (cuts) {  // two lists of keys, each with a checksum and a count
     const double keys = std::sqrt(2.0 * result);
     for (const double words : {keys + 2.0, keys / p + 2.0}) {
       const double bytes = sizeof(std::uint64_t) * words;

@@ -2,14 +2,15 @@
 // High-Performance Sparse Communication for Machine Learning", SC 2019, arXiv 1802.08021, its
 // SSAR_Recursive_double). Exact. Any number of ranks.
 //
-// In round i blocks of 2^i ranks, in which all hold the same partial sum, swap them with the block
-// next to theirs, rank by rank, and add: the lower block's sum first, so that all do the same
-// additions. Where the two sums together could fill more than half of the gradient, the new one is
-// *full*: it holds all n entries, additions are plain loops, and frames need no bits for indices.
-// With P no power of two, the ranks above the largest one, Q, first give theirs to the rank Q
-// below, and get the result from it.
+// In round i, blocks of 2^i ranks hold the same partial sum. Each rank of a block swaps that sum
+// with its partner in the neighbouring block and adds the two. The lower block's sum comes first,
+// so all ranks do the same additions. If the two sums together could fill more than half of the
+// gradient, the new sum becomes *full*: it holds all n entries, additions are plain loops, and
+// frames need no bits for indices. If P is not a power of two, let Q be the largest power of two
+// below it. The ranks from Q up first give their selections to the rank Q below, and later get the
+// result from it.
 //
-// What a block rounds off its sum before it is sent is given back to its lowest rank.
+// A block rounds its sum before it sends it. The block's lowest rank gets the rounding error back.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -91,7 +92,8 @@ class SparCML final : public Exchange {
       }
       if (folds) {
         comm.set_phase({"sparcml: unfold"});
-        if (rank < inner) round_off(id, 0, rounds, comm);  // what the others will get
+        // Round first, so that this rank keeps the same values as it sends.
+        if (rank < inner) round_off(id, 0, rounds, comm);
         if (rank >= inner) {
           receive(mine.dim, comm, rank - inner);
           std::swap(partial_, incoming_);
@@ -111,15 +113,15 @@ class SparCML final : public Exchange {
     });
   }
 
-  // Where selections have no index in common. A rank below the largest power of two is never idle,
-  // and rank 0's block is never smaller than another.
+  // The worst case: selections without a common index. A rank below the largest power of two is
+  // never idle, and rank 0's block is never smaller than another.
   double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     const auto size = [&](std::size_t nnz) {
       return static_cast<double>(codec_.max_encoded_bytes(nnz, n));
     };
     const auto frame = [&](int block) {
       const std::size_t most = keep.k * static_cast<std::size_t>(block);
-      // Above n / 2: full, or not quite.
+      // Above n / 2 the sum is full, or just short of it.
       return block == 1 || most <= n / 2 ? size(most) : std::max(size(n / 2), size(n));
     };
     const int inner = static_cast<int>(std::bit_floor(static_cast<unsigned>(ranks)));
@@ -130,7 +132,7 @@ class SparCML final : public Exchange {
   }
 
  private:
-  // For the most that may come, so that a warm run allocates nothing.
+  // Reserves for the largest sizes that can occur, so a warm run allocates nothing.
   void make_room(const SparseView& mine, const Keep& keep, int ranks, int rounds) {
     const std::size_t all = keep.k * static_cast<std::size_t>(ranks);
     const std::size_t most = all <= mine.dim / 2 ? all : mine.dim;
@@ -145,8 +147,8 @@ class SparCML final : public Exchange {
     returned_.reserve(hops * most);
   }
 
-  // Before the sum of the block that begins with rank `block` is sent in `round`: alike on all of
-  // its ranks. What a rank selected itself is rounded already.
+  // Rounds the sum of the block that begins at rank `block`, before it is sent in `round`. All
+  // ranks of the block round alike. A rank's own selection is rounded already.
   void round_off(StepId id, int block, int round, const Communicator& comm) {
     if (!is_sum_) return;
     SparseBuffer& error = error_[static_cast<std::size_t>(round)];
@@ -164,7 +166,7 @@ class SparCML final : public Exchange {
     decode_frame(codec_, message_, dim, incoming_, of_peer_, comm, from);
   }
 
-  // Adds what came in; lower: to the right of what this rank holds.
+  // Adds the sum that arrived. lower: it belongs to the ranks above this rank's block.
   void meet(GroupStats& stats, bool lower) {
     const SparseView mine = partial_.view(), theirs = incoming_.view();
     add(lower ? mine : theirs, lower ? theirs : mine, total_);
@@ -181,17 +183,17 @@ class SparCML final : public Exchange {
   SparseBuffer partial_, incoming_, total_, returned_;
   bool is_sum_ = false;              // partial_ is more than this rank's selection
   std::vector<SparseBuffer> error_;  // [rounds + 1]
-  std::vector<SparseView> errors_;   // those that this rank keeps
+  std::vector<SparseView> errors_;   // the errors that this rank gets back
 };
 
 }  // namespace
 
-// Of selections without a common index. The block of rank 0 is never smaller than another, and what
-// it sends is on the chain.
+// Assumes selections without a common index. The chain is what rank 0 sends, because its block is
+// never smaller than another.
 CostTerms sparcml_terms(const ExchangeOptions&, const Load& load) {
   const int inner = static_cast<int>(std::bit_floor(static_cast<unsigned>(load.ranks)));
-  const double outer = load.ranks - inner;  // ranks that give theirs away, and get the result
-  // Of ranks with k entries each: more than half of n become all of n.
+  const double outer = load.ranks - inner;  // they give their selections away and get the result
+  // Entries in the sum of that many ranks. A sum above n / 2 becomes full.
   const auto entries = [&](double ranks) {
     return ranks > 1 && ranks * load.k > load.n / 2 ? load.n : ranks * load.k;
   };

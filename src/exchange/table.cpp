@@ -1,5 +1,5 @@
-// The table of exchanges, and what follows from it. An exchange's own file defines its make and
-// terms functions; nothing else names an exchange.
+// The table of exchanges, and the functions that read it. An exchange's own file defines its make
+// and terms functions. No other file names an exchange.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -40,7 +40,7 @@ CostTerms dense_terms(const ExchangeOptions&, const Load& load) {
           .result = load.n};
 }
 
-// Bytes of scratch: an entry in a frame, decoded, and in a sum or two.
+// Bytes of scratch memory for one entry: in a frame, decoded, and in one or two sums.
 constexpr double kEntry = 60.0;
 double of_dense(const Load& load) { return 4.0 * sizeof(float) * load.n / load.ranks; }
 double of_all_frames(const Load& load) { return kEntry * load.ranks * load.k; }
@@ -206,7 +206,7 @@ Choice cheapest(std::span<const ExchangeKind> among, const ExchangeOptions& opti
   }
   std::ranges::stable_sort(order, {}, [](const Candidate& c) { return c.cost.total_s(); });
 
-  // The best, the runner-up, and dense if it is neither.
+  // Names the best exchange and the runner-up, and dense if it is neither.
   const auto entry = [](const Candidate& c) {
     std::string text = std::string(name_of(c.kind)) + " " + duration_text(c.cost.total_s());
     if (c.cost.select_s > 0.0) text += " (selection " + duration_text(c.cost.select_s) + ")";

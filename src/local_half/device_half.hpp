@@ -1,6 +1,6 @@
 // Internal: the local half of a step on a device. The class in device_half.cpp has the logic and
-// runs on the host. An Accelerator has the memory and the kernels; tests put an emulated one in the
-// place of a CUDA device.
+// runs on the host. An Accelerator provides the memory and the kernels. Tests replace the CUDA
+// device by an emulated Accelerator.
 #pragma once
 
 #include <cstddef>
@@ -11,15 +11,15 @@
 
 namespace skim::cuda {
 
-// The memory of one device, and what a step does with it. Every call but scatter waits until its
-// work is done. `stream` is the stream that the memory is ready on; the other calls are for
-// residuals, which nobody else uses. All throw: Error.
+// The memory of one device, and the operations that a step runs on it. Every call except scatter
+// waits until its work is done. `stream` is the stream on which the memory is ready. Calls without
+// a stream work on residuals, which nothing else uses. All throw: Error.
 class Accelerator {
  public:
   virtual ~Accelerator() = default;
   virtual int ordinal() const noexcept = 0;
 
-  // Zeros; null if n is 0.
+  // Returns n zeros, or null if n is 0.
   virtual std::shared_ptr<float> floats(std::size_t n) = 0;
   virtual void zero(float* at, std::size_t n) = 0;
   virtual void copy(float* to, const float* from, std::size_t n) = 0;
@@ -28,18 +28,19 @@ class Accelerator {
   virtual void read(void* host, const void* from, std::size_t bytes, void* stream) = 0;
   virtual void write(void* to, const void* host, std::size_t bytes, void* stream) = 0;
 
-  // residual -= sent, then residual += returned (ErrorFeedback::commit). before, in host memory
-  // [sent.nnz() + returned.nnz()]: what each addition found in its place.
+  // residual -= sent, then residual += returned (ErrorFeedback::commit). Writes to `before` the
+  // value that each addition found in its place. `before` is in host memory and has [sent.nnz() +
+  // returned.nnz()] entries.
   virtual void commit(const SparseView& sent, const SparseView& returned, float* residual,
                       float* before) = 0;
   // residual[index] = value. Indices are distinct.
   virtual void put(std::span<const Index> index, std::span<const float> value, float* residual) = 0;
-  // scatter() of types.hpp, queued on the gradient's stream. s may go when this returns.
+  // scatter() of types.hpp, queued on the gradient's stream. The caller may free s on return.
   virtual void scatter(const SparseView& s, float factor, const GradView& grad) = 0;
 };
 
-// selector: for gradients and residuals on the accelerator's device.
-// Throws: InvalidArgument: an option out of its range, or one that devices do not have yet.
+// selector: works on gradients and residuals on the accelerator's device.
+// Throws: InvalidArgument if an option is out of range or not supported on devices yet.
 std::unique_ptr<LocalHalf> make_device_half(const FeedbackOptions& feedback,
                                             std::unique_ptr<Selector> selector,
                                             std::unique_ptr<Accelerator> device);

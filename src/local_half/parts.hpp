@@ -1,4 +1,4 @@
-// Internal: what every local half of the library needs, wherever its memory is.
+// Internal: helpers for every local half of the library, wherever its memory is.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +21,10 @@ inline bool all_finite(std::span<const float> values) {
   return finite;
 }
 
-// out = factor * sum, in the type of out [sum.size()]. Returns whether the sum is finite.
+// out = factor * sum, converted to `type`. out has sum.size() entries. Returns whether the sum is
+// finite.
 inline bool scale_into(std::span<const float> sum, float factor, DType type, void* out) {
-  // Without a branch, so that it is vectorised.
+  // No branch, so that the loop is vectorised.
   std::uint32_t bad = 0;
   const auto is_bad = [](float v) {
     return std::abs(v) <= std::numeric_limits<float>::max() ? 0U : 1U;
@@ -43,8 +44,8 @@ inline bool scale_into(std::span<const float> sum, float factor, DType type, voi
   return bad == 0;
 }
 
-// Drops the smallest entries of a selection. They stay in the residual, as everything that is not
-// committed does.
+// Drops the smallest entries of a selection. They stay in the residual, like every entry that is
+// not committed.
 class AtMost {
  public:
   void cut(std::size_t k, SparseBuffer& mine, SelectReport& report) {

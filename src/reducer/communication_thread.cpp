@@ -70,7 +70,7 @@ void CommunicationThread::serve(const std::stop_token& stop) {
       }
     }
     lock.lock();
-    // `operations_` may have grown, but it is emptied only when nothing is open.
+    // `operations_` may have grown, but it is emptied only when no ticket is open.
     operations_[at].report = report;
     operations_[at].error = error;
     operations_[at].done = true;

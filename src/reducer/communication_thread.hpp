@@ -14,18 +14,18 @@
 
 namespace skim {
 
-// Starts with the first start(). Reducer::start and wait have the contract.
+// The first start() starts the thread. See Reducer::start and Reducer::wait for the contract.
 class CommunicationThread {
  public:
   using Reduce = std::function<StepReport(Slot, GradView)>;
-  // reduce: called by the thread. abandon: called if the thread ends with work left, so that no
-  // peer waits for it.
+  // reduce: the thread calls it for each bucket. abandon: called if the thread ends with work left,
+  // so that no peer waits for that work.
   CommunicationThread(Reduce reduce, std::function<void()> abandon);
 
   BucketTicket start(Slot slot, GradView grad);
   StepReport wait(BucketTicket ticket);
   bool is_running() const noexcept { return thread_.joinable(); }
-  // Tickets that were not waited for.
+  // The number of tickets that nobody has waited for.
   std::size_t open();
 
  private:
@@ -47,9 +47,9 @@ class CommunicationThread {
   std::vector<Operation> operations_;  // of this step, in order; emptied when none is open
   std::size_t next_ = 0, open_ = 0;
   BucketTicket last_ticket_ = 0;
-  std::exception_ptr poison_;  // the first failure: what comes after it fails alike
-  bool refused_ = false;       // it is an InvalidArgument, and ends with the last open ticket
-  std::jthread thread_;        // last: it ends before what it uses
+  std::exception_ptr poison_;  // the first failure; later operations fail with it, too
+  bool refused_ = false;       // poison_ is an InvalidArgument, and ends with the last open ticket
+  std::jthread thread_;        // last member, so the thread ends before the members it uses
 };
 
 }  // namespace skim

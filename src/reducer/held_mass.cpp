@@ -1,4 +1,4 @@
-// Held mass, saved and restored.
+// Saves and restores held mass.
 #include "reducer/held_mass.hpp"
 
 #include <algorithm>
@@ -17,8 +17,8 @@ constexpr std::uint32_t kVersion = 1;
 
 }  // namespace
 
-// A section (state.hpp): number of pieces; for each: name of the parameter, its entries [first,
-// first + length), values.
+// A section (state.hpp): the number of pieces; then for each piece: name of the parameter, its
+// entries [first, first + length), values.
 void save_held(const LocalHalf& local, HeldMass* holder, std::ostream& out) {
   struct Piece {
     const Segment* parameter;

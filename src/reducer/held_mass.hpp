@@ -1,4 +1,4 @@
-// Internal: mass that exchanges hold, as saved: by name, like residuals.
+// Internal: the mass that exchanges hold, saved by parameter name like residuals.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace skim {
 
-// Of the slots that `local` declares. holder may be null: then of none.
+// Saves the mass of the slots that `local` declares. If holder is null, there is none.
 void save_held(const LocalHalf& local, HeldMass* holder, std::ostream& out);
 
 struct LoadedMass {
@@ -22,12 +22,12 @@ struct LoadedMass {
   };
   std::map<Slot, Piece> of;
 };
-// Reads what all ranks of the run that saved wrote, in rank order. In a group of the same size each
-// rank gets what it held; in another one, 1/P of all of it, as of residuals. Between steps only.
-// Throws: StateError (nothing changed).
+// Reads the state that all ranks of the saving run wrote, in rank order. If the group has the same
+// size, each rank gets the mass that it held. Otherwise each rank gets 1/P of all of it, as with
+// residuals. Call between steps only. Throws: StateError (nothing changed).
 LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHalf& local, int rank,
                      int size);
-// holder goes on to hold the mass. Without one it joins the residual.
+// Gives the mass to holder. If holder is null, the mass joins the residual.
 void hold_or_keep(const LoadedMass& loaded, LocalHalf& local, HeldMass* holder);
 
 }  // namespace skim

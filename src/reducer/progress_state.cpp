@@ -12,7 +12,7 @@ namespace {
 constexpr std::string_view kMagic = "SKIMREDU";
 constexpr std::uint32_t kVersion = 3;
 
-// The fields in the order of the file; for writing and for reading.
+// Calls f for each field in the order of the file, to write or to read it.
 template <class Saved, class F>
 void each_field(Saved& s, F f) {
   f(s.progress.step);
@@ -54,7 +54,8 @@ SavedProgress load_progress(std::span<std::istream* const> of_old_ranks, const P
     const std::uint64_t sent = std::max(all.sent_bytes, counts ? one.sent_bytes : 0);
     all = {.progress = one.progress, .sent_bytes = sent};
   }
-  if (!same_group) {  // every rank has read what all of them sent: nothing is unknown
+  // Every rank has read the bytes that all ranks sent, so none are unknown.
+  if (!same_group) {
     all.progress.last.sent_bytes = all.sent_bytes;
     all.progress.used = {.up = 0.0};
   }

@@ -1,4 +1,4 @@
-// Internal: how far a run has come, as saved.
+// Internal: the progress of a run, as saved.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@ struct SavedProgress {
 };
 
 void save_progress(const SavedProgress& saved, std::ostream& out);
-// Reads what all ranks of the saving run wrote, in rank order. In a group of another size every
-// rank goes on with the bytes of the busiest one. now: what the run that loads has. Throws:
-// StateError.
+// Reads the progress that all ranks of the saving run wrote, in rank order. In a group of another
+// size, every rank continues with the bytes of the busiest one. now: the progress of the loading
+// run. Throws: StateError.
 SavedProgress load_progress(std::span<std::istream* const> of_old_ranks, const Progress& now,
                             int rank, int size);
 

@@ -1,4 +1,4 @@
-// The data path: gradient in, mean gradient out. Sparse: reduce_sparse. Dense: reduce_dense.
+// The data path from gradient to mean gradient. Sparse: reduce_sparse. Dense: reduce_dense.
 #include "skim/reducer.hpp"
 
 #include <algorithm>
@@ -42,7 +42,7 @@ std::unique_ptr<Chooser> chooser_of(const ReducerOptions& options, ReducerParts&
   if (parts.chooser) return std::move(parts.chooser);
   return options.chooser ? make_chooser(options.exchange, *options.chooser) : nullptr;
 }
-// Of a chooser all that it may choose. Null: dense.
+// Makes the exchange of the options, or every exchange that the chooser may choose. Null: dense.
 std::vector<std::unique_ptr<Exchange>> exchanges_of(const ReducerOptions& options,
                                                     ReducerParts& parts, const Chooser* chooser) {
   std::vector<std::unique_ptr<Exchange>> all;
@@ -102,10 +102,12 @@ struct Reducer::Impl {
       comm.set_phase({"reduce: selection"});
       report.finite =
           exchange ? reduce_sparse(*exchange, report, grad) : reduce_dense(report, grad);
-    } catch (const InvalidArgument&) {  // nothing was sent: the group may go on
+    } catch (const InvalidArgument&) {
+      // Nothing was sent, so the group may go on.
       raised.fetch_or(signals);
       throw;
-    } catch (...) {  // of a selector, say: no peer must wait for this rank
+    } catch (...) {
+      // For example from a selector. No peer must wait for this rank.
       comm.abort(comm.rank());
       throw;
     }
@@ -136,7 +138,7 @@ struct Reducer::Impl {
     report.sum_nnz = sparse ? got.sum.nnz() : got.dense_sum.n;
     report.union_nnz = holder != nullptr ? holder->union_nnz() : 0;
     report.threshold = chosen.threshold;
-    // The two norms are rounded differently.
+    // The two norms are rounded differently, so their ratio may exceed 1.
     report.capture =
         chosen.total_norm2 > 0.0 ? std::min(1.0, chosen.kept_norm2 / chosen.total_norm2) : 1.0;
     const bool keeps = !local->residual(report.id.slot).empty();
@@ -144,7 +146,7 @@ struct Reducer::Impl {
     return finite;
   }
 
-  // Residual and gradient together, whole.
+  // Sums residual and gradient together, with all entries.
   bool reduce_dense(StepReport& report, GradView grad) {
     const Slot slot = report.id.slot;
     const std::int64_t begin = enter("select");
@@ -181,13 +183,13 @@ struct Reducer::Impl {
     local->check(grad);
     SKIM_EXPECTS(std::isfinite(grad.scale) && grad.scale > 0.0F,
                  "reduce: scale must be finite and > 0");
-    // A second dense sum would deliver the residual, which is emptied at the end of the step,
+    // The residual is emptied only at the end of the step, so a second dense sum would deliver it
     // again.
     SKIM_EXPECTS(std::ranges::find(reduced, slot) == reduced.end(),
                  "reduce: slot " + std::to_string(slot) + " was reduced in this step already");
   }
 
-  // Null: the bucket goes dense.
+  // Returns null if the bucket goes dense.
   Exchange* choose(StepReport& report) {
     was_chosen = false;
     if (goes_dense(options, density, report.n)) return nullptr;
@@ -218,7 +220,7 @@ struct Reducer::Impl {
     combine(step_stats, report.group);
   }
 
-  // Returns the time.
+  // Returns the time in ns.
   std::int64_t enter(const char* phase) const {
     if (options.on_phase) options.on_phase(phase);
     return comm.now_ns();
@@ -234,7 +236,8 @@ struct Reducer::Impl {
     return holder != nullptr ? holder->contributors(comm.size()) : comm.size();
   }
 
-  // What the exchange holds of the slot joins this rank's residual. Whether there was any.
+  // Adds the mass that the exchange holds of the slot to this rank's residual. Returns whether
+  // there was any.
   bool take_held(Slot slot) {
     if (holder == nullptr || holder->held(slot).mass.empty()) return false;
     mine.reset(local->size(slot));
@@ -289,7 +292,7 @@ struct Reducer::Impl {
     reduced.clear();
     ++progress.step;
     progress.epoch = epoch;
-    // A user's schedule may fail on one rank, and the others must not wait for that.
+    // A user's schedule may fail on one rank. The other ranks must not wait for it.
     density = or_abort(comm, [&] { return schedule->density(progress); });
   }
   void commit_step() noexcept {
@@ -309,26 +312,26 @@ struct Reducer::Impl {
   Communicator& comm;
   Codec codec;
   std::unique_ptr<LocalHalf> local;
-  std::unique_ptr<Chooser> chooser;                  // null: exchanges has one
+  std::unique_ptr<Chooser> chooser;                  // null: exchanges has one element
   std::vector<std::unique_ptr<Exchange>> exchanges;  // as Chooser::candidates; null: dense
-  HeldMass* holder;                                  // of the exchange; may be null
+  HeldMass* holder;                                  // the exchange's; may be null
   std::unique_ptr<DensitySchedule> schedule;
 
   Progress progress;
   Density density;
   std::uint64_t sent_bytes = 0;   // in all steps so far, by this rank
-  std::uint64_t sent_before = 0;  // the same without the open step
+  std::uint64_t sent_before = 0;  // sent_bytes at the start of the open step
   GroupStats step_stats;          // of the open step, over its buckets
   bool step_is_finite = true;
   std::vector<Slot> reduced;  // in the open step
-  bool was_chosen = false;    // the exchange of the bucket, by the chooser
+  bool was_chosen = false;    // the chooser chose the bucket's exchange
   std::uint32_t ended_signals = 0;
   std::atomic<std::uint32_t> raised{0};
 
   SparseBuffer mine;
   MessageList notes;
 
-  CommunicationThread thread;  // last: it ends before what it uses
+  CommunicationThread thread;  // last member, so the thread ends before the members it uses
 };
 
 Reducer::Reducer(ReducerOptions options, ReducerParts parts, Communicator& comm)
@@ -351,7 +354,8 @@ void Reducer::set_total_steps(std::uint64_t steps) {
 }
 
 StepReport Reducer::reduce(Slot slot, GradView grad) {
-  if (impl_->thread.is_running()) return wait(start(slot, grad));  // keep the one order
+  // Keeps one order for all buckets.
+  if (impl_->thread.is_running()) return wait(start(slot, grad));
   return impl_->reduce(slot, grad);
 }
 

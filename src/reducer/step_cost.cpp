@@ -1,4 +1,4 @@
-// What a step costs at a density, in bytes and in seconds: for schedules with a budget.
+// The cost of a step at a given density, in bytes and in seconds. Schedules with a budget use it.
 #include "reducer/step_cost.hpp"
 
 #include <algorithm>

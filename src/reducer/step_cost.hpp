@@ -1,4 +1,4 @@
-// Internal: how a density becomes what a bucket goes by.
+// Internal: converts a density to the number of entries that a bucket keeps.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace skim {
 
-// Whether a bucket of n entries is summed whole, whatever the exchange may choose.
+// Whether a bucket of n entries is summed densely, whatever the exchange may choose.
 bool goes_dense(const ReducerOptions& options, const Density& density, std::size_t n);
 Keep keep_of(const Density& density, std::size_t n);
 

@@ -1,4 +1,4 @@
-// Densities that follow what is measured: under a budget, and rules to compare that with.
+// Densities that follow measurements: under a budget, and rules to compare with it.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -23,7 +23,7 @@ void expect_range(double least, double most, const char* who) {
                    shortest(least) + ", max " + shortest(most) + ")");
 }
 
-// Whether the step gave norms to learn from: a skipped one may not.
+// Whether the step has norms to learn from. A skipped step may have none.
 bool has_norms(const GroupStats& s) {
   return s.non_finite == 0 && std::isfinite(s.accumulated_norm2) && s.accumulated_norm2 > 0.0 &&
          std::isfinite(s.gradient_norm2) && s.gradient_norm2 > 0.0 && std::isfinite(s.sent_norm2);
@@ -31,10 +31,10 @@ bool has_norms(const GroupStats& s) {
 
 // ---- the tail ---------------------------------------------------------------------------------
 
-// Of Laplace magnitudes the fraction exp(-tau) that is largest has this share of their squares.
+// The share of the squares that the largest fraction exp(-tau) of Laplace magnitudes holds.
 double share_of(double tau) { return 1.0 - analysis::laplace_ratio(std::exp(-tau)); }
 
-// Its inverse, for a share in (0, 1).
+// The inverse of share_of, for a share in (0, 1).
 double tau_of(double share) {
   double low = 0.0, high = 64.0;  // share_of falls
   for (int i = 0; i < 60; ++i) {
@@ -44,15 +44,16 @@ double tau_of(double share) {
   return 0.5 * (low + high);
 }
 
-// u as entries of which a fraction exp(log_width) are Laplace, and the others 0, so that a
-// selection of kappa n entries is of exp(-tau), tau = log_width - ln kappa. One parameter is what
-// one measured share determines: a width above 1 stands for a lighter tail.
+// Models u: a fraction exp(log_width) of its entries are Laplace, and the others are 0. A selection
+// of kappa n entries is then the largest fraction exp(-tau) of the Laplace entries, with tau =
+// log_width - ln kappa. The model has one parameter because one measured share determines no more.
+// A width above 1 stands for a lighter tail.
 class Tail {
  public:
   double log_width() const noexcept { return log_width_; }
   double share(double log_kappa) const { return share_of(std::max(0.0, log_width_ - log_kappa)); }
 
-  // A share of |u|^2 that was the selection's, and the tau that it tells.
+  // The tau at which a Laplace tail would give the selection its measured share of |u|^2.
   static std::optional<double> tau(const GroupStats& s) {
     if (!has_norms(s)) return std::nullopt;
     return tau_of(std::clamp(s.sent_norm2 / s.accumulated_norm2, 1e-9, 1.0 - 1e-9));
@@ -62,7 +63,7 @@ class Tail {
     log_width_ += (known_ ? kRate : 1.0) * (log_width - log_width_);
     known_ = true;
   }
-  // After a step that kept the fraction p.used.up.
+  // Call after a step that kept the fraction p.used.up.
   void observe(const Progress& p) {
     const std::optional<double> at = tau(p.last);
     if (at && p.used.up > 0.0 && p.used.up < 1.0) observe(std::log(p.used.up) + *at);
@@ -84,14 +85,14 @@ class Tail {
 
 // ---- the trend --------------------------------------------------------------------------------
 
-// Where ln |g|^2 is heading. What was seen in n steps says little about more than some n to come:
-// so the slope against ln(step) is carried on, not that against the step. Two running means, of
-// weights 9/(i + 9) and 2/(i + 2), lag a straight line by i/10 and i/3 of i steps; their difference
-// has the slope, without a window to choose.
+// Extrapolates ln |g|^2. A trend seen over n steps says little beyond about n more steps, so this
+// extrapolates the slope against ln(step), not the slope against the step. Two running means have
+// weights 9/(i + 9) and 2/(i + 2). After i steps of a straight line, they lag it by i/10 and i/3
+// steps. Their difference gives the slope, without a window to choose.
 //
-// Only downwards: norms also grow because little is sent (the residual by what is not sent, the
-// gradient where nothing is learned), and who saves because they grow makes them grow. For that
-// reason it is not |u|^2, either.
+// Only a falling trend counts. Norms also grow because little is sent: the residual by the entries
+// held back, the gradient because nothing is learned. A schedule that sends less because norms grow
+// would make them grow further. For the same reason this does not follow |u|^2.
 class Trend {
  public:
   void observe(double norm2) {
@@ -102,9 +103,10 @@ class Trend {
     far_ += kFar / (count_ + kFar) * (x - far_);
     count_ += 1.0;
   }
-  // By how much the last one was above its trend; at least 0.
+  // How far the last value lies above the trend; at least 0.
   double excess() const noexcept { return std::max(0.0, last_ - near_ - power() / (kNear + 1.0)); }
-  // What it changes by in `steps` from there; <= 0. The first steps of a run say little.
+  // The change that the trend expects over the next `steps` steps; <= 0. The first steps of a run
+  // count little, because they say little.
   double growth(double steps) const noexcept {
     constexpr double kMost = 4.0, kFew = 20.0;
     if (count_ < 2.0) return 0.0;
@@ -129,7 +131,7 @@ class Trend {
 
 // ---- costs ------------------------------------------------------------------------------------
 
-// A cost as a table over ln density, for sums over steps to come.
+// A cost as a table over ln density, to sum the costs of future steps quickly.
 class CostTable {
  public:
   CostTable(const StepCost& cost, double density_min, double density_max)
@@ -211,8 +213,8 @@ class Adaptive final : public DensitySchedule {
   }
 
  private:
-  // The budget must hold all steps at density_min: then it does so after every step, too, since no
-  // step costs more than it was allowed.
+  // Checks that the budget covers all steps at density_min. It then also does so after every step,
+  // because no step costs more than it was allowed.
   void start(const Progress& p) {
     if (p.total_steps == total_) return;
     const double least = table_->at_point(0);
@@ -234,7 +236,8 @@ class Adaptive final : public DensitySchedule {
     return p.total_steps > p.step ? static_cast<double>(p.total_steps - p.step) : 1.0;
   }
 
-  // Spent for certain, and at most beside it: the bytes of the last step are not known yet.
+  // The cost that is certain, and the largest possible cost of the last step, whose bytes are not
+  // known yet.
   double known(const Progress& p) const {
     return o_.in_bytes ? static_cast<double>(p.last.sent_bytes) : spent_;
   }
@@ -246,12 +249,13 @@ class Adaptive final : public DensitySchedule {
     if (p.step <= seen_) return;
     const bool follows = p.step == seen_ + 1;
     seen_ = p.step;
-    if (!follows) {  // after a run of another group, whose costs were others
+    // Follows a run of another group, which had other costs.
+    if (!follows) {
       total_ = 0;
       planned_ = 0.0;
     }
     if (!o_.in_bytes) {
-      // Of a run on another number of ranks nothing is known but how far it came.
+      // After a run on another number of ranks, only its progress is known.
       spent_ = follows
                    ? spent_ + o_.cost(p.used.up)
                    : o_.budget * static_cast<double>(p.step) / static_cast<double>(p.total_steps);
@@ -266,7 +270,8 @@ class Adaptive final : public DensitySchedule {
     }
     planned_last_ = planned_;
     if (!has_norms(p.last)) return;
-    // In units of the step before this one: what the rate does next is known, and not for trends.
+    // Divides the norm by the learning rate of the step before. The schedule knows future rates, so
+    // the trend must not contain them.
     const double unit = o_.norms_of_updates ? rate(p.step - 1) : 1.0;
     trend_.observe(p.last.gradient_norm2 / unit / unit);
     mean_square_ = p.last.accumulated_norm2 / (static_cast<double>(o_.n) * o_.ranks);
@@ -277,9 +282,9 @@ class Adaptive final : public DensitySchedule {
     }
   }
 
-  // With a Laplace scale b the selection above thr is of tau = thr / b, and the mean square over
-  // all entries is 2 b^2 width: that gives the width, unless the step kept less than what reached
-  // thr.
+  // With a Laplace scale b, the selection above a threshold thr has tau = thr / b. The mean square
+  // over all entries is 2 b^2 width. Together they give the width. If the step kept fewer entries
+  // than reached the threshold, the kept fraction gives a smaller width.
   void observe_threshold(const Progress& p) {
     const std::optional<double> tau = Tail::tau(p.last);
     if (!tau || !(*tau > 0.0)) return;
@@ -296,9 +301,9 @@ class Adaptive final : public DensitySchedule {
         o_.in_bytes && planned_last_ > 0.0 ? ratio_ * (*table_)(std::log(planned_last_)) : 0.0;
     const double expected = o_.budget - known(p) - last;
     share_ = 1.0 - expected / o_.budget;
-    // What a step may cost above what it will is free again two steps later, too late at the end:
-    // so the plan ends earlier, the more the looser the bound is, and the last steps take all that
-    // there is room for.
+    // The plan reserves more for a step than the step costs. The excess is free again two steps
+    // later, which is too late at the end of the run. So the plan ends earlier, the looser the
+    // bound is, and the last steps take all the room there is.
     const double early = std::floor(4.0 * std::max(0.0, 1.0 / ratio_ - 1.0));
     const double planned_steps = std::max(1.0, steps - early);
     const double x = multiplier(p.step, planned_steps, expected);
@@ -307,19 +312,21 @@ class Adaptive final : public DensitySchedule {
                                               : o_.density_max;
 
     Density d{.up = wanted, .at_most_k = true};
-    // A threshold leaves counts open. Not in the last steps, which close the budget, and not where
-    // the steps to come could not make up for it.
+    // A threshold leaves the number of entries open. It is not used in the last steps, which must
+    // close the budget. It is also not used where later steps could not make up for an expensive
+    // one.
     constexpr double kClosing = 4.0, kMostShare = 0.5;
     const bool open =
         planned_steps > kClosing &&
         expected < kMostShare * ratio_ * steps * table_->at_point(CostTable::kPoints - 1);
     if (o_.form == AdaptiveForm::measured && open) {
-      // A norm that scatters upwards keeps the threshold of its trend, so k grows with it; one that
-      // fell may stay there.
+      // If a norm scatters upwards, the threshold stays at the trend's, so k grows with the norm. A
+      // norm that fell may stay low, so the threshold follows it.
       const double mean_square = mean_square_ * std::exp(-trend_.excess());
       d.threshold =
           static_cast<float>(x * std::sqrt(0.5 * mean_square / std::exp(tail_.log_width())));
-      // Room for a norm that jumps: what it may cost is kept free until the step is known.
+      // Leaves room for a norm that jumps. Its possible cost stays reserved until the step is
+      // known.
       constexpr double kRoom = 2.0;
       if (d.threshold > 0.0F) d.up = std::min(kRoom * wanted, o_.density_max);
     }
@@ -328,7 +335,7 @@ class Adaptive final : public DensitySchedule {
     return d;
   }
 
-  // The largest density up to `wanted` that costs at most `room`; at least density_min.
+  // The largest density up to `wanted` that costs at most `room`, but at least density_min.
   double within(double wanted, double room) const {
     if (o_.cost(wanted) <= room) return wanted;
     double low = std::log(o_.density_min), high = std::log(wanted);
@@ -339,8 +346,9 @@ class Adaptive final : public DensitySchedule {
     return std::max(o_.density_min, std::exp(low));
   }
 
-  // ln kappa of a step whose weight w is to that of this one as factor() says, for a multiplier
-  // x >= 0: it falls as x grows. It minimises sum_s w_s phi(kappa_s) + lambda kappa_s:
+  // ln kappa of a step, for a multiplier x >= 0; it falls as x grows. `factor` is factor() of the
+  // step's log weight relative to this step. The result minimises
+  // sum_s w_s phi(kappa_s) + lambda kappa_s:
   //   water_filling  2 w (1 - kappa) = lambda        x = lambda / (2 w_0)
   //   laplace        w tau^2 / (2 width) = lambda    x = tau of this step
   //   feedback       2 w / kappa^3 = lambda          x = -ln kappa of this step
@@ -365,28 +373,28 @@ class Adaptive final : public DensitySchedule {
     return std::exp(o_.form == AdaptiveForm::water_filling ? -log_weight : -0.5 * log_weight);
   }
   double rate(std::uint64_t step) const {
-    // Of 0, nothing would be learned; this is as good as that, and has a logarithm.
+    // A rate of 0 learns nothing and has no logarithm, so a tiny rate replaces it.
     constexpr double kLeast = 1e-100;
     return o_.learning_rate ? std::max(kLeast, o_.learning_rate(step)) : 1.0;
   }
-  // ln of the weight of the step that is `ahead` of this one over that of this one.
-  //   feedback    w_t = eta_t^2: what is late is eta |g|, squared, and counts eta; later steps
-  //               shrink its error as they shrink what noise leaves above the least loss, about eta
+  // ln of the weight of the step `ahead` steps later, relative to the weight of this step.
+  //   feedback    w_t = eta_t^2. A late entry is eta |g|, which counts squared and times eta. Later
+  //               steps shrink its error as fast as the loss that noise leaves, which is about eta.
   //   the others  w_t = eta_t |g_t|^2 a^-t
   double log_weight(std::uint64_t step, double ahead) const {
     const double rates = std::log(rate(step + static_cast<std::uint64_t>(ahead)) / rate(step));
     if (o_.form == AdaptiveForm::feedback) return 2.0 * rates;
     return rates + trend_.growth(ahead) - ahead * std::log(o_.contraction);
   }
-  // At which this step gets density_min.
+  // The multiplier at which this step gets density_min.
   double largest_multiplier() const {
     if (o_.form == AdaptiveForm::water_filling) return 1.0;
     return std::max(0.0, log_kappa(0.0, 1.0) - std::log(o_.density_min));
   }
 
-  // The x at which the steps that are left are expected to cost `budget`; the largest, if less is
-  // left than that costs. Few of them stand for all where there are many: each in the middle of its
-  // share.
+  // The x at which the remaining steps are expected to cost `budget`, or the largest x if even that
+  // costs more. If many steps remain, kNodes of them represent all: each lies in the middle of the
+  // steps that it represents.
   double multiplier(std::uint64_t step, double steps, double budget) const {
     constexpr std::size_t kNodes = 64;
     std::array<double, kNodes> factors{}, count{};
@@ -413,14 +421,14 @@ class Adaptive final : public DensitySchedule {
 
   AdaptiveOptions o_;
   std::optional<CostTable> table_;
-  std::uint64_t total_ = 0;  // that the budget was found to hold
+  std::uint64_t total_ = 0;  // total steps for which the budget was checked
   double share_ = 0.0;       // of the budget, spent
 
-  std::uint64_t seen_ = 0;                     // the step up to which the rest has learned
-  double sent_ = 0.0;                          // bytes, as told last
-  double spent_ = 0.0;                         // predicted, where not in bytes
-  double ratio_ = 1.0;                         // of the bytes of a step over its cost
-  double planned_ = 0.0, planned_last_ = 0.0;  // densities expected, of this step and the last
+  std::uint64_t seen_ = 0;  // the step up to which the members below have learned
+  double sent_ = 0.0;       // bytes, as last reported
+  double spent_ = 0.0;      // predicted, unless the budget is in bytes
+  double ratio_ = 1.0;      // of the bytes of a step to its cost
+  double planned_ = 0.0, planned_last_ = 0.0;  // expected densities of this step and the last
   double mean_square_ = 0.0;                   // of the entries of u, over the group
   Tail tail_;
   Trend trend_;
@@ -428,7 +436,7 @@ class Adaptive final : public DensitySchedule {
 
 // ---- rules to compare with --------------------------------------------------------------------
 
-// Rules that are functions of the tail.
+// Rules that compute the density from the tail.
 class OfTail : public DensitySchedule {
  public:
   Density density(const Progress& p) final {
@@ -548,7 +556,7 @@ class Accordion final : public DensitySchedule {
   double low_, high_, change_;
   std::uint64_t seen_ = 0;
   double epoch_ = 0.0, sum_ = 0.0, count_ = 0.0;  // of this epoch
-  double before_ = 0.0;                           // norm in the epoch before; 0: there was none
+  double before_ = 0.0;                           // norm in the epoch before; 0: none
   bool changes_ = true;
 };
 
