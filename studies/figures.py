@@ -23,7 +23,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools/plots"))
 
-from plots import (COLOURS, MARKERS, PAGE, QUALITIES, add_case_options, cases, fail, plt, read,  # noqa: E402
+from plots import (COLOURS, MARKERS, PAGE, QUALITIES, add_case_options, cases, fail, legend_below, plt, read,  # noqa: E402
                    read_json, save)
 from published import MODELS, PUBLISHED, PUBLISHED_RANKS, ZOU_METHODS, ZOU_SAVING, published, zou_accuracy  # noqa: E402
 
@@ -97,11 +97,6 @@ def stack(axis, title, rows):
     axis.set_xticks(range(len(rows)), [r[0] for r in rows], rotation=45, ha="right", rotation_mode="anchor")
     axis.set_title(title)
     axis.grid(axis="x", visible=False)
-
-
-def legend_below(figure, axis):
-    handles, names = axis.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
 
 
 def iteration_time(arguments):

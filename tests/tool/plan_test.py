@@ -254,7 +254,7 @@ class Simulate(Case):
         for r in dense:
             p = r["ranks"]
             # Chunks differ by an entry where P does not divide n: 4 bytes a round.
-            sent = 2 * (p - 1) / p * 80000 + 40 * (p - 1)
+            sent = 2 * (p - 1) / p * 80000 + 48 * (p - 1)
             self.assertAlmostEqual(r["bytes"], sent, delta=8)
             self.assertEqual(r["rounds"], 2 * (p - 1))
             self.assertAlmostEqual(r["exchange_s"], 2 * (p - 1) * 1e-4 + sent * 8e-9, delta=1e-6)

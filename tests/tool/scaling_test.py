@@ -74,7 +74,7 @@ class Measured(Case):
             self.assertAlmostEqual(r["measured_over_predicted"], r["exchange_s"] / r["predicted_s"])
         # 2 (P - 1) / P of 4 n bytes, and 48 of each other rank.
         self.assertEqual(rows["dense-ring"]["bytes"], 1.5 * 4 * N + 48 * 3)
-        self.assertAlmostEqual(rows["dense-ring"]["predicted_s"], 6e-3 + (1.5 * 4 * N + 120) * 8e-9)
+        self.assertAlmostEqual(rows["dense-ring"]["predicted_s"], 6e-3 + (1.5 * 4 * N + 144) * 8e-9)
         self.assertEqual(rows["dense-ring"]["result_entries"], N)
 
     def test_ranks_select_different_entries(self):

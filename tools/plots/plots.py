@@ -383,6 +383,11 @@ def select_time(arguments):
 # ---- command line ----------------------------------------------------------------------------------------
 
 
+def legend_below(figure, axis):
+    handles, names = axis.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
