@@ -36,9 +36,9 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <span>
 #include <string>
 
-#include "numbers.hpp"
 #include "skim/error.hpp"
 
 namespace skim {
@@ -110,9 +110,7 @@ class ModelChooser final : public Chooser {
     }
     const auto own_s = static_cast<float>(1e-9 * static_cast<double>(ns));
     const bool tries = state.trial && state.running == *state.trial;
-    if (last_ != nullptr && !tries) {  // the bucket before has its pair
-      last_->told = Told{.ran = last_->ran, .times = {last_->own_s, last_->own_s + own_s}};
-    }
+    if (last_ != nullptr) end_pair(*last_, own_s, tries);
     last_ = &state;
     state.own_s = own_s;
     state.ran = state.running;
@@ -276,12 +274,31 @@ class ModelChooser final : public Chooser {
     return options_.trial_share * std::max(state.elapsed_s, least);
   }
 
+  // The bucket after the slot's last one took own_s. If it was a trial, the pair says nothing; a
+  // trial of this slot is then made again.
+  static void end_pair(State& state, float own_s, bool tried) {
+    if (!tried) {
+      state.told = Told{.ran = state.ran, .times = {state.own_s, state.own_s + own_s}};
+    } else if (state.trial && state.ran == *state.trial) {
+      state.waits = false;
+    }
+  }
+
+  // The median of at least one and at most kRecent times. A warm step allocates nothing.
+  static double middle(std::span<const double> times) {
+    std::array<double, kRecent> sorted{};
+    const auto end = std::ranges::copy(times, sorted.begin()).out;
+    std::sort(sorted.begin(), end);
+    const std::size_t half = times.size() / 2;
+    return times.size() % 2 == 1 ? sorted[half] : 0.5 * (sorted[half - 1] + sorted[half]);
+  }
+
   // Means over the ranks of what a bucket took, and it and the next one.
   void record(State& state, std::size_t ran, double bucket_s, double pair_s) {
     state.elapsed_s += bucket_s;
     if (state.trial && ran == *state.trial) {
       state.waits = false;
-      record_trial(state, seconds(state, state.incumbent) + pair_s - median(state.pairs_s));
+      record_trial(state, seconds(state, state.incumbent) + pair_s - middle(state.pairs_s));
     } else if (ran == state.incumbent) {
       remember(state.pairs_s, state.seen, pair_s);
       record_incumbent(state, bucket_s / state.of[ran].predicted_s);
@@ -302,7 +319,7 @@ class ModelChooser final : public Chooser {
     remember(state.recent, count - 1, ratio);
     if (count < kFew) return;
     Candidate& c = state.of[state.incumbent];
-    c.ratio = median(state.recent);
+    c.ratio = middle(state.recent);
     c.measured_at_s = state.elapsed_s;
     if (count == kRecent) state.reference = *c.ratio;
     // A link that the user told, and that is not there, is measured at once.
@@ -315,8 +332,7 @@ class ModelChooser final : public Chooser {
 
     std::array<double, kLook> last{};
     for (std::size_t i = 0; i < kLook; ++i) last[i] = state.recent[(count - 1 - i) % kRecent];
-    std::ranges::sort(last);
-    const double now = 0.5 * (last[kLook / 2 - 1] + last[kLook / 2]);
+    const double now = middle(last);
     if (now < kChange * state.reference && now > state.reference / kChange) return;
     // The link is another: what was measured of the other candidates does not count any more.
     for (Candidate& other : state.of) other.ratio.reset();
@@ -330,9 +346,7 @@ class ModelChooser final : public Chooser {
     state.spent_s += std::max(0.0, measured_s - now_s);
     state.trial_s.push_back(measured_s);
     const std::size_t count = state.trial_s.size();
-    const std::size_t first = count > 1 ? 1 : 0;
-    const double middle_s =
-        median({state.trial_s.begin() + static_cast<std::ptrdiff_t>(first), state.trial_s.end()});
+    const double middle_s = middle(std::span(state.trial_s).subspan(count > 1 ? 1 : 0));
     const bool bad = measured_s > (count == 1 ? kBadFirst : kBad) * now_s;
     const bool close = std::abs(middle_s - now_s) < kClose * now_s;
     if (!bad && count < (close ? kLongTrial : kTrial)) return;

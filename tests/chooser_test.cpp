@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "allocations.hpp"
 #include "group.hpp"
 #include "simulated.hpp"
 #include "skim/error.hpp"
@@ -210,6 +211,52 @@ TEST(chooser, measurements_correct_a_wrong_link) {
   run_buckets(4, {1e-5, 1e-8}, 50, {.chooser = chooser}, &names);
   EXPECT_GE(names["dense"], 4);
   EXPECT_LT(names["dense"], 10);
+}
+
+// Two buckets a step. A trial whose next bucket is a trial, too, says nothing, and is made again.
+TEST(chooser, slots_that_try_at_the_same_time) {
+  std::vector<std::array<std::string, 2>> ends(2);
+  test::run_group(2, [&](Communicator& comm) {
+    const auto chooser =
+        make_chooser({}, {.among = {K::gtopk, K::allgather}, .link = kSlow, .trial_share = 1.0});
+    for (int b = 0; b < 200; ++b) {
+      for (Slot slot = 0; slot < 2; ++slot) {
+        const StepId id{static_cast<std::uint64_t>(b), slot};
+        const std::size_t chosen = chooser->choose(id, kN, {.k = kK}, comm);
+        const bool best = chooser->candidates()[chosen].kind == K::gtopk;
+        const Chooser::Times told = chooser->told(slot);  // equal on both ranks
+        chooser->took(id, best ? 1'000'000 : 1'200'000, {2 * told.bucket_s, 2 * told.pair_s});
+      }
+    }
+    auto& end = ends[static_cast<std::size_t>(comm.rank())];
+    for (Slot slot = 0; slot < 2; ++slot) end[slot] = first_word(chooser->reason(slot));
+  });
+  for (const auto& end : ends) {
+    EXPECT_EQ(end[0], "gtopk");
+    EXPECT_EQ(end[1], "gtopk");
+  }
+}
+
+TEST(chooser, no_allocation_once_warm) {
+  std::size_t before = 0, after = 0;
+  test::run_group(2, [&](Communicator& comm) {
+    const auto chooser =
+        make_chooser({}, {.among = {K::gtopk, K::allgather}, .link = kSlow, .trial_share = 1.0});
+    for (int b = 0; b < 400; ++b) {
+      if (b == 100) {
+        comm.barrier();
+        if (comm.rank() == 0) before = test::allocations();
+        comm.barrier();
+      }
+      const StepId id{static_cast<std::uint64_t>(b), 0};
+      chooser->choose(id, kN, {.k = kK}, comm);
+      const Chooser::Times told = chooser->told(0);
+      chooser->took(id, 1'000'000, {2 * told.bucket_s, 2 * told.pair_s});
+    }
+    comm.barrier();
+    if (comm.rank() == 0) after = test::allocations();
+  });
+  EXPECT_EQ(after, before);
 }
 
 // Rank 0's link counts; that others have none, or another, must not lead to another choice.
