@@ -165,7 +165,7 @@ std::vector<LinkSample> ping_pong(Communicator& comm, std::size_t largest, doubl
       // A virtual clock may stand still.
       times.push_back(std::max(0.5 * trip, 1e-9));
     }
-    samples.push_back({static_cast<double>(bytes), median(std::move(times))});
+    samples.push_back({static_cast<double>(bytes), median(times)});
     if (samples.size() >= 2 && samples.back().seconds > budget_s) break;
   }
   round_trip(0);

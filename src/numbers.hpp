@@ -3,7 +3,8 @@
 
 #include <algorithm>
 #include <bit>
-#include <vector>
+#include <cstddef>
+#include <span>
 
 namespace skim {
 
@@ -12,8 +13,8 @@ inline int log2_ceil(int x) noexcept {
   return static_cast<int>(std::bit_width(static_cast<unsigned>(x - 1)));
 }
 
-// The middle value, the mean of the two in the middle; 0 if there are none.
-inline double median(std::vector<double> x) {
+// The middle value, or the mean of the two in the middle; 0 if there are none. Reorders x.
+inline double median(std::span<double> x) {
   if (x.empty()) return 0.0;
   const auto middle = x.begin() + static_cast<std::ptrdiff_t>(x.size() / 2);
   std::ranges::nth_element(x, middle);

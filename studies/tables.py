@@ -272,8 +272,8 @@ TABLES = [
         "model": "{model}", "P": "{ranks}", "steps checked": "{steps}", "least": "{least:.3f}",
         "median": "{median:.3f}", "largest": "{largest:.4f}"}),
     Table("accuracy.md", "conservation",
-          wide(kept("drop-rules.jsonl", "conservation"), ("ranks", "form"), "rule"), {
-              "P": "{ranks}", "form": "{form}", "lost by sender-keeps": "{lost_percent_sender-keeps:.2f} %",
+          wide(kept("drop-rules.jsonl", "conservation"), ("ranks", "exchange"), "rule"), {
+              "P": "{ranks}", "exchange": "{exchange}", "lost by sender-keeps": "{lost_percent_sender-keeps:.2f} %",
               **{f"{what}: {rule}": "{%s_%s:%s}" % (what, rule, digits)
                  for what, digits in (("behind", ".3f"), ("spread", ".2f"))
                  for rule in ("survivors", "merger-keeps", "sender-keeps")}}),
@@ -337,7 +337,7 @@ TABLES = [
     Table("both-links.md", "links-fashion-mlp", links(["both-links.jsonl"], ["fashion-mlp"]),
           {"ranks": "{ranks}", "examples": "{examples}"} | LINKS),
     Table("both-links.md", "links-mnist-cnn", links(["both-links.jsonl"], ["mnist-cnn"]), {"ranks": "{ranks}"} | LINKS),
-    Table("both-links.md", "links-sweep", sweep, {"k_d / n": "{down:g}"} | {
+    Table("both-links.md", "links-sweep", sweep, {"k_down / n": "{down:g}"} | {
         heading: tuple(t.replace("@", task) for t in templates) for title, task in
         (("MNIST", "mnist-mlp"), ("Fashion-MNIST", "fashion-mlp")) for heading, templates in
         ((f"{title}, accuracy %", ("{accuracy_@:.2f} ({published_@:.2f})", "{accuracy_@:.2f}")),

@@ -179,6 +179,13 @@ TEST(local_half, brings_its_own_selector) {
     ReducerParts parts = parts_of(std::make_unique<OracleHalf>());
     parts.selector = make_selector({});
     EXPECT_THROW(Reducer({}, std::move(parts), comm), InvalidArgument);
+    ReducerOptions select, feedback;  // nobody would look at them
+    select.select.seed = 7;
+    feedback.feedback.residual_decay = 0.5F;
+    for (const ReducerOptions& options : {select, feedback}) {
+      EXPECT_THROW(Reducer(options, parts_of(std::make_unique<OracleHalf>()), comm),
+                   InvalidArgument);
+    }
     ReducerParts exchange;
     exchange.exchange = make_exchange({});
     EXPECT_THROW(Reducer({.chooser = ChooserOptions{}}, std::move(exchange), comm),

@@ -177,8 +177,8 @@ struct ExchangeRow {
   std::unique_ptr<Exchange> (*make)(const ExchangeOptions&);
   // Its terms in the cost model (docs/algorithms.md, "Cost"), for load.ranks > 1.
   CostTerms (*terms)(const ExchangeOptions&, const Load&);
-  // Bytes of scratch memory that one rank needs for one bucket, once warm, within about a factor of
-  // two.
+  // An estimate of the bytes of scratch memory that one rank needs for one bucket. `skim simulate`
+  // refuses a run whose estimate does not fit into the machine.
   double (*memory)(const Load&);
   bool holds_mass = false;    // has a HeldMass
   bool cuts_result = false;   // selects from the sum: Keep::k_down counts

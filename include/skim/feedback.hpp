@@ -34,6 +34,8 @@ struct FeedbackOptions {
   // v = residual_decay * v + g, in [0, 1]: SelectTask::decay (the error feedback of SparseLoCo,
   // arXiv 2508.15706).
   float residual_decay = 1.0F;
+
+  bool operator==(const FeedbackOptions&) const = default;
 };
 
 // Holds one residual per slot. All residuals lie in one arena, with one float per parameter and a

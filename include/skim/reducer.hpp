@@ -54,7 +54,8 @@ struct ReducerParts {
   std::unique_ptr<Selector> selector;         // not together with `local`, which has its own
   std::unique_ptr<Exchange> exchange;         // not together with `chooser`
   std::unique_ptr<Chooser> chooser;
-  std::unique_ptr<LocalHalf> local;  // options.select and options.feedback are then ignored
+  // It has options of its own: leave ReducerOptions::select and feedback as they are.
+  std::unique_ptr<LocalHalf> local;
 };
 
 // Names a started bucket. Never 0.

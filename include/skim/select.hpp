@@ -61,6 +61,8 @@ struct SelectOptions {
   // bucket. Each parameter gets a part of k in proportion to its length, by largest remainder, ties
   // to the lower offset. The parts sum to k. The promised counts then hold for each parameter.
   bool per_parameter = false;
+
+  bool operator==(const SelectOptions&) const = default;
 };
 
 struct SelectTask {

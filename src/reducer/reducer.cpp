@@ -33,7 +33,12 @@ struct LastPhase {
 std::unique_ptr<LocalHalf> local_of(const ReducerOptions& options, ReducerParts& parts) {
   SKIM_EXPECTS(!parts.local || !parts.selector,
                "reducer: a local half brings its own selector; give one of the two");
-  if (parts.local) return std::move(parts.local);
+  if (parts.local) {
+    SKIM_EXPECTS(options.select == SelectOptions{} && options.feedback == FeedbackOptions{},
+                 "reducer: a local half has options of its own; leave select and feedback as they "
+                 "are, or leave out the local half");
+    return std::move(parts.local);
+  }
   return make_local_half(options.select, options.feedback, std::move(parts.selector));
 }
 std::unique_ptr<Chooser> chooser_of(const ReducerOptions& options, ReducerParts& parts) {
