@@ -56,7 +56,7 @@ constexpr std::size_t kTrial = 4, kLongTrial = 10;
 constexpr double kClose = 0.15;
 // A candidate that lost by less than kRetry is tried again once the slot has had kLater times the
 // time that it had then.
-constexpr double kRetry = 1.3, kLater = 10.0;
+constexpr double kRetry = 1.2, kLater = 5.0;
 // Buckets of the incumbent: before the first trial; that its time is the median of; after which a
 // change of the link is noticed.
 constexpr std::size_t kFew = 3, kRecent = 16, kLook = 8;

@@ -320,6 +320,10 @@ TABLES = [
         ("model",), "ranks"),
           {"model": "{model}", "auto chose": "{chose_4}"} | at_ranks(
               ("{over_best_@:.3f} [{low_@:.3f}, {high_@:.3f}]{star_@}",), (4, 8, 16))),
+    Table("scaling.md", "scaling-auto-trials",
+          adding(kept("scaling.jsonl", "auto-trials"), behind=lambda row: 100 * (row["over_best"] - 1)), {
+        "link": "{link}", "P": "{ranks}", "rounds": "{rounds}", "best single exchange": "{best}",
+        "`auto` at the end": "{at_the_end}", "`auto` over the best": "{over_best:.3f} [{low:.3f}, {high:.3f}]"}),
     Table("scaling.md", "step-time", kept("scaling.jsonl", "step-time"), {
         "run": "{run}", "sent per step and rank": "{sent_kb:,} kB", "of dense": "{percent_of_dense:g} %"} | {
             f"{part}, ms": "{%s_ms:.1f}" % part
