@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "skim/error.hpp"
+#include "src/random.hpp"
 
 namespace skim::bench {
 
@@ -50,13 +51,8 @@ inline std::size_t kept(double density, std::size_t n) {
   return std::max<std::size_t>(1, static_cast<std::size_t>(density * static_cast<double>(n)));
 }
 
-// A counter-based generator (splitmix64): entry i of any array can be made alone.
-inline std::uint64_t hash(std::uint64_t i) noexcept {
-  std::uint64_t z = (i + 1) * 0x9e3779b97f4a7c15U;
-  z = (z ^ (z >> 30U)) * 0xbf58476d1ce4e5b9U;
-  z = (z ^ (z >> 27U)) * 0x94d049bb133111ebU;
-  return z ^ (z >> 31U);
-}
+// A counter-based generator (SplitMix64): entry i of any array can be made alone.
+inline std::uint64_t hash(std::uint64_t i) noexcept { return mix((i + 1) * kStride); }
 
 // Magnitudes by a table of their quantiles, with straight lines between: fast, and equal on all
 // machines.

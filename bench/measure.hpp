@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bench/cases.hpp"
+#include "src/numbers.hpp"
 
 namespace skim::bench {
 
@@ -50,12 +51,6 @@ struct Times {
 };
 
 inline constexpr std::uint64_t kStepsBefore = 20;
-
-inline double median(std::vector<double> x) {
-  const auto middle = x.begin() + static_cast<std::ptrdiff_t>(x.size() / 2);
-  std::ranges::nth_element(x, middle);
-  return *middle;
-}
 
 // steps_before: what a rule needs to settle; kStepsBefore, or one turn of the gradients if it
 // carries nothing from step to step but the residual. Throws: Error: a step is wrong.
@@ -102,7 +97,7 @@ inline Times measure(Timed& of, std::uint64_t steps_before, double seconds) {
   times.k = of.k();
   times.selected = of.selected();
   times.ns = median(ns);
-  for (const auto& turn : of_turn) times.worst_ns = std::max(times.worst_ns, median(turn));
+  for (auto& turn : of_turn) times.worst_ns = std::max(times.worst_ns, median(turn));
   times.local_ns = median(local);
   times.add_ns = median(add);
   times.add_and_clear_ns = median(add_and_clear);

@@ -54,9 +54,9 @@ inline LocalSpeeds measure_local(std::size_t n) {
   }
   const auto entries = static_cast<double>(n);
   const auto sparse = static_cast<double>(held.nnz() + incoming.nnz());
-  return {.select_s = median(std::move(select)) / entries,
-          .merge_s = median(std::move(merge)) / sparse,
-          .add_s = median(std::move(add)) / entries};
+  return {.select_s = median(select) / entries,
+          .merge_s = median(merge) / sparse,
+          .add_s = median(add) / entries};
 }
 
 }  // namespace skim::bench

@@ -17,6 +17,7 @@
 
 #include "assert.hpp"
 #include "half.hpp"
+#include "numbers.hpp"
 #include "skim/error.hpp"
 #include "state.hpp"
 
@@ -125,12 +126,6 @@ class Journal {
   std::vector<float> before_;
   std::size_t used_ = 0, first_step_ = 0;
 };
-
-// std::clamp has branches that keep loops from being vectorised.
-float clamped(float v) {
-  constexpr float kMax = std::numeric_limits<float>::max();
-  return std::min(std::max(v, -kMax), kMax);
-}
 
 // Momentum correction of one bucket (FeedbackOptions::momentum_correction). `next(i)` returns an
 // entry of the gradient. `ahead` is the output of Nesterov's form, and null for the plain form.

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "numbers.hpp"
 #include "skim/types.hpp"
 
 namespace skim {
@@ -62,9 +63,8 @@ inline std::uint16_t to_bf16(float v) noexcept {
 
 // What is finite stays finite: a product that overflows becomes the largest float.
 inline float product(float v, float factor) noexcept {
-  constexpr float kMax = std::numeric_limits<float>::max();
   const float p = v * factor;
-  return std::isfinite(v) ? std::clamp(p, -kMax, kMax) : p;
+  return std::isfinite(v) ? clamped(p) : p;
 }
 
 // Entry i of a gradient on the CPU, as it stands there: without its scale.

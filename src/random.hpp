@@ -9,7 +9,16 @@
 namespace skim {
 
 // SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators",
-// OOPSLA 2014) started from seed, step and slot; and from a further number, such as a rank, where
+// OOPSLA 2014): what its state grows by, 2^64 / golden ratio; and its finaliser, a bijection that
+// spreads every bit.
+inline constexpr std::uint64_t kStride = 0x9e3779b97f4a7c15U;
+constexpr std::uint64_t mix(std::uint64_t x) noexcept {
+  x = (x ^ (x >> 30U)) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ (x >> 27U)) * 0x94d049bb133111ebU;
+  return x ^ (x >> 31U);
+}
+
+// SplitMix64 started from seed, step and slot; and from a further number, such as a rank, where
 // equal ones must not draw alike.
 class Random {
  public:
@@ -20,13 +29,7 @@ class Random {
   Random(std::uint64_t seed, StepId id, std::uint64_t stream) noexcept : Random(seed, id) {
     state_ = next() ^ stream;
   }
-  std::uint64_t next() noexcept {
-    state_ += 0x9e3779b97f4a7c15U;
-    std::uint64_t z = state_;
-    z = (z ^ (z >> 30U)) * 0xbf58476d1ce4e5b9U;
-    z = (z ^ (z >> 27U)) * 0x94d049bb133111ebU;
-    return z ^ (z >> 31U);
-  }
+  std::uint64_t next() noexcept { return mix(state_ += kStride); }
   // Uniform in [0, bound), exactly (D. Lemire, "Fast Random Integer Generation in an Interval",
   // 2019). Requires: 0 < bound < 2^32.
   std::size_t below(std::size_t bound) noexcept {

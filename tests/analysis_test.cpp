@@ -80,7 +80,7 @@ std::vector<float> sample(const std::function<double(Rng&)>& draw, std::size_t d
 
 // ---- closed forms -----------------------------------------------------------------------------
 
-TEST(NormalQuantile, KnownValues) {
+TEST(normal_quantile, known_values) {
   // NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.1, and well-known quantiles.
   const std::vector<std::pair<double, double>> known{
       {0.5, 0.0},
@@ -101,7 +101,7 @@ TEST(NormalQuantile, KnownValues) {
   EXPECT_EQ(normal_upper_quantile(1.0), -std::numeric_limits<double>::infinity());
 }
 
-TEST(NormalQuantile, IsTheInverseOfTheTailDownToTheSmallestDensities) {
+TEST(normal_quantile, is_the_inverse_of_the_tail_down_to_the_smallest_densities) {
   for (double q = 0.5; q > 1e-300; q *= 0.37) {
     const double z = normal_upper_quantile(q);
     // d(tail)/tail is about -z dz: as many digits as z allows.
@@ -122,7 +122,7 @@ constexpr std::array<Values, 6> kTable{{
     {.3, .7, .49, .343, .216693, .121376},
 }};
 
-TEST(Bounds, TableOfValues) {
+TEST(bounds, table_of_values) {
   for (const Values& v : kTable) {
     EXPECT_NEAR(general_bound(v.kappa), v.general, 1e-6) << v.kappa;
     EXPECT_NEAR(bell_bound(v.kappa), v.bell, 1e-6) << v.kappa;
@@ -132,7 +132,7 @@ TEST(Bounds, TableOfValues) {
   }
 }
 
-TEST(Bounds, AtTheEnds) {
+TEST(bounds, at_the_ends) {
   for (const auto f : {general_bound, bell_bound, unimodal_bound, normal_ratio, laplace_ratio}) {
     EXPECT_EQ(f(0.0), 1.0);
     EXPECT_EQ(f(1.0), 0.0);
@@ -142,7 +142,7 @@ TEST(Bounds, AtTheEnds) {
   }
 }
 
-TEST(Bounds, EachIsSharperThanTheOneBefore) {
+TEST(bounds, each_is_sharper_than_the_one_before) {
   for (double kappa = 1e-6; kappa < 1.0; kappa = std::min(1.0, kappa * 1.7)) {
     EXPECT_LT(bell_bound(kappa), general_bound(kappa));
     EXPECT_LT(unimodal_bound(kappa), bell_bound(kappa));
@@ -151,7 +151,7 @@ TEST(Bounds, EachIsSharperThanTheOneBefore) {
   }
 }
 
-TEST(Bounds, ContractionIsWhatTheBellBoundLeaves) {
+TEST(bounds, contraction_is_what_the_bell_bound_leaves) {
   for (const auto& [k, d] : {std::pair<std::size_t, std::size_t>{0, 7},
                              {1, 1},
                              {1, 1000},
@@ -165,7 +165,7 @@ TEST(Bounds, ContractionIsWhatTheBellBoundLeaves) {
   EXPECT_THROW(bell_contraction(0, 0), InvalidArgument);
 }
 
-TEST(Convergence, IsItsFormula) {
+TEST(convergence, is_its_formula) {
   // (2 * 3 + 2 * 5) / sqrt(4) + 4 * 4 * 5 * 0.5 / (0.25 * 4) = 8 + 40
   const Convergence c{
       .gap = 3.0, .smoothness = 2.0, .second_moment = 5.0, .delta = 0.5, .steps = 3.0};
@@ -174,7 +174,7 @@ TEST(Convergence, IsItsFormula) {
   EXPECT_THROW(convergence_bound({.gap = -1.0}), InvalidArgument);
 }
 
-TEST(Convergence, WithoutCompressionItIsThatOfSgdAndWithItOnlyTheSecondTermGrows) {
+TEST(convergence, without_compression_it_is_that_of_sgd_and_with_it_only_the_second_term_grows) {
   Convergence c{.gap = 1.0, .smoothness = 1.0, .second_moment = 1.0, .delta = 1.0, .steps = 99.0};
   EXPECT_DOUBLE_EQ(convergence_bound(c), 3.0 / 10.0);
   // The step from which the first term leads grows with 1 / delta^2: four times sooner with the
@@ -191,7 +191,7 @@ TEST(Convergence, WithoutCompressionItIsThatOfSgdAndWithItOnlyTheSecondTermGrows
 
 // ---- the ratio of samples -----------------------------------------------------------------------
 
-TEST(Ratio, IsItsDefinition) {
+TEST(ratio, is_its_definition) {
   for (const std::size_t d : {std::size_t{1}, std::size_t{2}, std::size_t{17}, std::size_t{1000}}) {
     const std::vector<float> u = test::normal(d, d);
     for (std::size_t k = 0; k <= d; k += std::max<std::size_t>(1, d / 7)) {
@@ -206,7 +206,7 @@ TEST(Ratio, IsItsDefinition) {
   }
 }
 
-TEST(Ratio, Edges) {
+TEST(ratio, edges) {
   const std::vector<float> u{3.0F, -4.0F};
   EXPECT_EQ(top_k_ratio(u, 0), 1.0);
   EXPECT_EQ(top_k_ratio(u, 1), 9.0 / 25.0);
@@ -223,7 +223,7 @@ TEST(Ratio, Edges) {
   EXPECT_EQ(top_k_ratio(std::vector<float>{smallest, smallest}, 1), 0.5);
 }
 
-TEST(Ratio, ClosedFormsAgreeWithSamples) {
+TEST(ratio, closed_forms_agree_with_samples) {
   constexpr std::size_t kD = 2'000'000;
   const std::vector<float> normal_u = sample(normal, kD, 1), laplace_u = sample(laplace, kD, 2);
   // Samples without noise: every entry at the middle of its share of the probability.
@@ -245,7 +245,7 @@ TEST(Ratio, ClosedFormsAgreeWithSamples) {
   }
 }
 
-TEST(Ratio, UnimodalSamplesStayBelowTheCubicBound) {
+TEST(ratio, unimodal_samples_stay_below_the_cubic_bound) {
   constexpr std::size_t kD = 200'000;
   for (const Shape& s : shapes()) {
     const std::vector<float> u = sample(s.draw, kD, 3);
@@ -258,7 +258,7 @@ TEST(Ratio, UnimodalSamplesStayBelowTheCubicBound) {
   }
 }
 
-TEST(Ratio, TheUniformDistributionReachesTheCubicBound) {
+TEST(ratio, the_uniform_distribution_reaches_the_cubic_bound) {
   constexpr std::size_t kD = 200'000;
   std::vector<float> u(kD);  // a grid: no noise
   for (std::size_t i = 0; i < kD; ++i) u[i] = (static_cast<float>(i) + 0.5F) / kD - 0.5F;
@@ -267,7 +267,7 @@ TEST(Ratio, TheUniformDistributionReachesTheCubicBound) {
   }
 }
 
-TEST(Ratio, SignsReachTheGeneralBoundAndBreakTheOthers) {
+TEST(ratio, signs_reach_the_general_bound_and_break_the_others) {
   constexpr std::size_t kD = 10'000;
   std::vector<float> u(kD);
   for (std::size_t i = 0; i < kD; ++i) u[i] = i % 3 == 0 ? -1.0F : 1.0F;
@@ -281,7 +281,7 @@ TEST(Ratio, SignsReachTheGeneralBoundAndBreakTheOthers) {
 // ---- measures
 // -------------------------------------------------------------------------------------
 
-TEST(MomentsOf, SmallSetsByHand) {
+TEST(moments_of, small_sets_by_hand) {
   const Moments m = moments(std::vector<float>{1.0F, 2.0F, 3.0F, 6.0F});
   EXPECT_DOUBLE_EQ(m.mean, 3.0);
   EXPECT_DOUBLE_EQ(m.std, std::sqrt(3.5));                        // (4 + 1 + 0 + 9) / 4
@@ -296,7 +296,7 @@ TEST(MomentsOf, SmallSetsByHand) {
   EXPECT_THROW(moments(std::vector<float>{kNaN}), InvalidArgument);
 }
 
-TEST(MomentsOf, KnownDistributions) {
+TEST(moments_of, known_distributions) {
   constexpr std::size_t kD = 1'000'000;
   const Moments n = moments(sample(normal, kD, 4));
   EXPECT_NEAR(n.mean, 0.0, 0.005);
@@ -308,7 +308,7 @@ TEST(MomentsOf, KnownDistributions) {
   EXPECT_NEAR(l.excess_kurtosis, 3.0, 0.2);
 }
 
-TEST(HistogramOf, EveryEntryIsInTheBinOfItsEdges) {
+TEST(histogram_of, every_entry_is_in_the_bin_of_its_edges) {
   std::vector<float> u = test::normal(20'000, 6);
   for (const float edge : {-0.7F, -0.1F, 0.0F, 0.3F, 0.7F}) u.push_back(edge);
   const Histogram h = histogram(u, -0.7F, 0.7F, 14);
@@ -336,7 +336,7 @@ TEST(HistogramOf, EveryEntryIsInTheBinOfItsEdges) {
   EXPECT_DOUBLE_EQ(c[14], 1.0 - static_cast<double>(h.above) / static_cast<double>(u.size()));
 }
 
-TEST(HistogramOf, WhatIsRefused) {
+TEST(histogram_of, what_is_refused) {
   const std::vector<float> u{1.0F};
   EXPECT_THROW(histogram(u, 1.0, 1.0, 3), InvalidArgument);
   EXPECT_THROW(histogram(u, 0.0, 1.0, 0), InvalidArgument);
@@ -345,7 +345,7 @@ TEST(HistogramOf, WhatIsRefused) {
   EXPECT_THROW(cumulative(histogram({}, 0.0, 1.0, 3)), InvalidArgument);
 }
 
-TEST(DistanceFromUnimodal, IsNoiseForUnimodalSamples) {
+TEST(distance_from_unimodal, is_noise_for_unimodal_samples) {
   constexpr std::size_t kD = 200'000;
   for (const Shape& s : shapes()) {
     // 1.95 / sqrt(d): what the Kolmogorov distance of a sample exceeds once in 1000 times.
@@ -353,7 +353,7 @@ TEST(DistanceFromUnimodal, IsNoiseForUnimodalSamples) {
   }
 }
 
-TEST(DistanceFromUnimodal, ShapesWithAnotherModeAreFar) {
+TEST(distance_from_unimodal, shapes_with_another_mode_are_far) {
   // All magnitudes 1: the distribution jumps there, the concave function above it is x itself.
   EXPECT_NEAR(distance_from_unimodal(std::vector<float>{-1.0F, 1.0F, 1.0F}), 1.0, 1e-6);
   // |u| uniform on [1, 2]: 0 up to 1, where the concave function x / 2 is 1/2.
@@ -425,7 +425,7 @@ Turned start_of(std::size_t n, double mu) {
   return t;
 }
 
-TEST(ErrorBound, HoldsAtEveryStepOfAQuadratic) {
+TEST(error_bound, holds_at_every_step_of_a_quadratic) {
   constexpr std::size_t kN = 200;
   for (const double mu : {0.01, 0.1, 0.5}) {
     for (const double eta : {1.0, 0.3}) {
@@ -446,7 +446,7 @@ TEST(ErrorBound, HoldsAtEveryStepOfAQuadratic) {
 }
 
 // One curvature, eta = 1 / L: what a step leaves out is all that remains.
-TEST(ErrorBound, IsReached) {
+TEST(error_bound, is_reached) {
   Turned q = start_of(50, 1.0);
   Rng rng(1);
   std::vector<double> left;
@@ -458,7 +458,7 @@ TEST(ErrorBound, IsReached) {
   }
 }
 
-TEST(ErrorBound, HoldsOnAverageWithNoise) {
+TEST(error_bound, holds_on_average_with_noise) {
   constexpr std::size_t kN = 100, kSteps = 40, kRuns = 200;
   constexpr double kDeviation = 0.5;
   for (const std::size_t k : {5U, 30U}) {
@@ -478,7 +478,7 @@ TEST(ErrorBound, HoldsOnAverageWithNoise) {
   }
 }
 
-TEST(ErrorBound, ItsFormulaAndWhatItRefuses) {
+TEST(error_bound, its_formula_and_what_it_refuses) {
   const std::vector<double> left{8.0, 4.0};
   // a = 1/2: 16/4 + 1/2 (sqrt(8/2 + 4) + 0)^2
   EXPECT_DOUBLE_EQ(error_bound({.gap = 16.0, .mu = 0.5, .step_size = 1.0, .left_out = left}), 8.0);
@@ -523,7 +523,7 @@ struct WithFeedback {
   }
 };
 
-TEST(FeedbackBound, HoldsAtEveryStepOfAQuadratic) {
+TEST(feedback_bound, holds_at_every_step_of_a_quadratic) {
   constexpr std::size_t kN = 200;
   for (const double mu : {0.0, 0.05, 0.5}) {
     for (const double eta : {1.0, 0.2}) {
@@ -544,7 +544,7 @@ TEST(FeedbackBound, HoldsAtEveryStepOfAQuadratic) {
   }
 }
 
-TEST(FeedbackBound, HoldsOnAverageWithNoise) {
+TEST(feedback_bound, holds_on_average_with_noise) {
   constexpr std::size_t kN = 100, kSteps = 40, kRuns = 200;
   constexpr double kDeviation = 0.5;
   for (const std::size_t k : {5U, 30U}) {
@@ -567,7 +567,7 @@ TEST(FeedbackBound, HoldsOnAverageWithNoise) {
   }
 }
 
-TEST(FeedbackBound, ItsFormulaAndWhatItRefuses) {
+TEST(feedback_bound, its_formula_and_what_it_refuses) {
   const std::vector<double> sizes{0.5, 0.25}, held{0.0, 4.0};
   // L = 2, mu = 1: 16 1/2 3/4 + 2 1/4 4, and noise 8: (1/4 8) 3/4 + 1/16 8.
   FeedbackDescent d{

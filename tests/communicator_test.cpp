@@ -103,13 +103,13 @@ void each_group(int least, const test::Body& f, const CommOptions& options = {.t
   }
 }
 
-TEST(Phase, Text) {
+TEST(phase, text) {
   EXPECT_EQ((Phase{"gtopk: merge", 2, 3}.text()), "gtopk: merge 2 of 3");
   EXPECT_EQ((Phase{"gather"}.text()), "gather");
   EXPECT_EQ(Phase{}.text(), "");
 }
 
-TEST(Communicator, KnowsItsPlace) {
+TEST(communicator, knows_its_place) {
   each_group(1, [](Communicator& comm) {
     EXPECT_GE(comm.rank(), 0);
     EXPECT_LT(comm.rank(), comm.size());
@@ -123,7 +123,7 @@ TEST(Communicator, KnowsItsPlace) {
   });
 }
 
-TEST(Communicator, RefusesBadArgumentsBeforeSending) {
+TEST(communicator, refuses_bad_arguments_before_sending) {
   each_group(1, [](Communicator& comm) {
     Message m(3);
     MessageList all;
@@ -143,7 +143,7 @@ TEST(Communicator, RefusesBadArgumentsBeforeSending) {
   });
 }
 
-TEST(Communicator, RefusesTicketsThatAreNotOpen) {
+TEST(communicator, refuses_tickets_that_are_not_open) {
   each_group(2, [](Communicator& comm) {
     if (comm.rank() > 1) return;
     const int peer = 1 - comm.rank();
@@ -164,7 +164,7 @@ TEST(Communicator, RefusesTicketsThatAreNotOpen) {
   });
 }
 
-TEST(PointToPoint, KeepsOrderLengthAndContentWhateverTheOrderOfWaits) {
+TEST(point_to_point, keeps_order_length_and_content_whatever_the_order_of_waits) {
   const std::vector<std::size_t> lengths{5, 0, 1, 4096, 0, 70000, std::size_t{1} << 20U, 3};
   for (const std::uint64_t seed : {1U, 2U}) {
     each_group(2, [&](Communicator& comm) {
@@ -214,7 +214,7 @@ TEST(PointToPoint, KeepsOrderLengthAndContentWhateverTheOrderOfWaits) {
 }
 
 // Both ranks wait for their own send first: it can only end if a wait also drives the receive.
-TEST(PointToPoint, WaitDrivesOtherTransfers) {
+TEST(point_to_point, wait_drives_other_transfers) {
   each_group(2, [](Communicator& comm) {
     if (comm.rank() > 1) return;
     const int peer = 1 - comm.rank();
@@ -227,7 +227,7 @@ TEST(PointToPoint, WaitDrivesOtherTransfers) {
   });
 }
 
-TEST(PointToPoint, RoundsAreCountedByTheAlgorithm) {
+TEST(point_to_point, rounds_are_counted_by_the_algorithm) {
   each_group(1, [](Communicator& comm) {
     comm.end_round();
     comm.end_round();
@@ -235,7 +235,7 @@ TEST(PointToPoint, RoundsAreCountedByTheAlgorithm) {
   });
 }
 
-TEST(Collectives, NobodyLeavesABarrierBeforeAllHaveEntered) {
+TEST(collectives, nobody_leaves_a_barrier_before_all_have_entered) {
   each_group(1, [](Communicator& comm) {
     for (int i = 0; i < 2 * comm.size(); ++i) {
       // One rank is late by some work.
@@ -263,7 +263,7 @@ TEST(Collectives, NobodyLeavesABarrierBeforeAllHaveEntered) {
   });
 }
 
-TEST(Collectives, BroadcastFromEveryRoot) {
+TEST(collectives, broadcast_from_every_root) {
   each_group(1, [](Communicator& comm) {
     for (int root = 0; root < comm.size(); ++root) {
       for (const std::size_t length :
@@ -298,7 +298,7 @@ TEST(Collectives, BroadcastFromEveryRoot) {
   });
 }
 
-TEST(Collectives, AllgatherOfVariableLengths) {
+TEST(collectives, allgather_of_variable_lengths) {
   each_group(1, [](Communicator& comm) {
     const int size = comm.size();
     MessageList all;
@@ -327,7 +327,7 @@ TEST(Collectives, AllgatherOfVariableLengths) {
 
 // Messages known to be short: P = 1 to 9 and 16, so doubling, and Bruck's form with every
 // remainder.
-TEST(Collectives, AllgatherOfShortMessages) {
+TEST(collectives, allgather_of_short_messages) {
   const auto body = [](Communicator& comm) {
     const int size = comm.size();
     MessageList all;
@@ -357,7 +357,7 @@ TEST(Collectives, AllgatherOfShortMessages) {
 #endif
 }
 
-TEST(Collectives, AllgatherFormDependsOnRanksAndLength) {
+TEST(collectives, allgather_form_depends_on_ranks_and_length) {
   for (const int ranks : {1, 2, 3}) EXPECT_EQ(allgather_form(ranks, 1), AllgatherForm::ring);
   EXPECT_EQ(allgather_form(4, 1), AllgatherForm::doubling);
   EXPECT_EQ(allgather_form(5, 1), AllgatherForm::bruck);
@@ -371,7 +371,7 @@ TEST(Collectives, AllgatherFormDependsOnRanksAndLength) {
 
 #ifndef SKIM_TEST_MPI
 // Two messages in one: the length in front says more than there is.
-TEST(Collectives, AllgatherRefusesWhatIsNoPackOfMessages) {
+TEST(collectives, allgather_refuses_what_is_no_pack_of_messages) {
   std::vector<std::string> errors(4);
   test::run_threads(4, [&](Communicator& comm) {
     test::FaultyCommunicator faulty(
@@ -476,7 +476,7 @@ void sum_and_check(Communicator& comm, std::size_t n, DenseSum how, bool integer
                       size == 1 ? 0 : all_notes - held(comm.rank()), vendor ? count(size - 1) : 0);
 }
 
-TEST(Collectives, AllreduceSum) {
+TEST(collectives, allreduce_sum) {
   each_group(1, [](Communicator& comm) {
     const std::size_t p = at(comm.size());
     for (const std::size_t n : {std::size_t{0}, std::size_t{1}, p - 1, p, p + 1, 3 * p + 2,
@@ -489,7 +489,7 @@ TEST(Collectives, AllreduceSum) {
   });
 }
 
-TEST(Collectives, AllreduceSumWithoutNotesHasExactlyTheBytesOfARing) {
+TEST(collectives, allreduce_sum_without_notes_has_exactly_the_bytes_of_a_ring) {
   each_group(1, [](Communicator& comm) {
     const std::size_t n = 840;  // divisible by every size up to 8
     std::vector<float> data = addend(comm.rank(), n, true);
@@ -502,7 +502,7 @@ TEST(Collectives, AllreduceSumWithoutNotesHasExactlyTheBytesOfARing) {
   });
 }
 
-TEST(Collectives, AllreduceSumOfNonFiniteIsEqualEverywhere) {
+TEST(collectives, allreduce_sum_of_non_finite_is_equal_everywhere) {
   each_group(2, [](Communicator& comm) {
     for (const DenseSum how : {DenseSum::ring, DenseSum::vendor}) {
       std::vector<float> data = addend(comm.rank(), 100, false);
@@ -537,7 +537,7 @@ class VendorCommunicator final : public test::ForwardingCommunicator {
   int wrong_;
 };
 
-TEST(Collectives, VendorSumIsMadeEqualOnAllRanks) {
+TEST(collectives, vendor_sum_is_made_equal_on_all_ranks) {
   each_group(2, [](Communicator& inner) {
     const std::size_t n = 840;
     for (int wrong = -1; wrong < inner.size(); ++wrong) {
@@ -561,7 +561,7 @@ TEST(Collectives, VendorSumIsMadeEqualOnAllRanks) {
   });
 }
 
-TEST(Group, HostIsEqualForRanksOfOneMachine) {
+TEST(group, host_is_equal_for_ranks_of_one_machine) {
   each_group(1, [](Communicator& comm) {
     const int host = comm.host();
     MessageList all;
@@ -573,7 +573,7 @@ TEST(Group, HostIsEqualForRanksOfOneMachine) {
   });
 }
 
-TEST(Group, SplitByParityAndAgain) {
+TEST(group, split_by_parity_and_again) {
   each_group(1, [](Communicator& comm) {
     const int parity = comm.rank() % 2;
     const auto half = comm.split(parity);
@@ -609,7 +609,7 @@ TEST(Group, SplitByParityAndAgain) {
   });
 }
 
-TEST(Group, MessagesOfAGroupAndItsPartsDoNotMeet) {
+TEST(group, messages_of_a_group_and_its_parts_do_not_meet) {
   each_group(2, [](Communicator& comm) {
     const auto part = comm.split(0);
     if (comm.rank() > 1) return;
@@ -634,7 +634,7 @@ TEST(Group, MessagesOfAGroupAndItsPartsDoNotMeet) {
 
 // ---- failures
 
-TEST(Failure, TimeoutNamesPeerPhaseAndTime) {
+TEST(failure, timeout_names_peer_phase_and_time) {
   each_group(2,
              [](Communicator& comm) {
                if (comm.rank() != 0) return;  // and so send nothing
@@ -660,7 +660,7 @@ TEST(Failure, TimeoutNamesPeerPhaseAndTime) {
              {.timeout = 150ms});
 }
 
-TEST(Failure, TimeoutOfASend) {
+TEST(failure, timeout_of_a_send) {
   // Too long for any MPI to buffer. Outlives the group, as MPI may go on reading it.
   const Message m = message_of(std::size_t{4} << 20U, 1);
   each_group(2,
@@ -676,7 +676,7 @@ TEST(Failure, TimeoutOfASend) {
              {.timeout = 150ms});
 }
 
-TEST(Failure, TimeoutInACollectiveNamesItWhereTheCallerHasNot) {
+TEST(failure, timeout_in_a_collective_names_it_where_the_caller_has_not) {
   each_group(2,
              [](Communicator& comm) {
                if (comm.rank() == 1) return;
@@ -698,7 +698,7 @@ TEST(Failure, TimeoutInACollectiveNamesItWhereTheCallerHasNot) {
   });
 }
 
-TEST(Failure, DeadlineEndsAWait) {
+TEST(failure, deadline_ends_a_wait) {
   for (const bool while_waiting : {false, true}) {
     std::atomic<std::int64_t> deadline = std::numeric_limits<std::int64_t>::max();
     each_group(
@@ -726,7 +726,7 @@ TEST(Failure, DeadlineEndsAWait) {
   }
 }
 
-TEST(Failure, AbortReachesEveryRank) {
+TEST(failure, abort_reaches_every_rank) {
   each_group(2, [](Communicator& comm) {
     const int culprit = comm.size() - 1;
     if (comm.rank() == 0) {  // tells of another rank's failure; with two ranks of the waiting one's
@@ -755,7 +755,7 @@ TEST(Failure, AbortReachesEveryRank) {
   });
 }
 
-TEST(Failure, AbortEndsCollectives) {
+TEST(failure, abort_ends_collectives) {
   each_group(3, [](Communicator& comm) {
     if (comm.rank() == 1) {
       comm.abort(1);
@@ -780,7 +780,7 @@ TEST(Failure, AbortEndsCollectives) {
   });
 }
 
-TEST(Failure, AbortOfAPartReachesTheWholeAndBack) {
+TEST(failure, abort_of_a_part_reaches_the_whole_and_back) {
   each_group(3, [](Communicator& comm) {
     const auto part = comm.split(comm.rank() % 2);
     const int last = comm.size() - 1;
@@ -811,7 +811,7 @@ TEST(Failure, AbortOfAPartReachesTheWholeAndBack) {
 }
 
 // The ends of a transfer that nobody ended: a rank leaves with both kinds open.
-TEST(Failure, LeavingWithOpenTransfersHarmsNobody) {
+TEST(failure, leaving_with_open_transfers_harms_nobody) {
   each_group(2,
              [](Communicator& comm) {
                auto part = comm.split(0);
@@ -839,7 +839,7 @@ TEST(Failure, LeavingWithOpenTransfersHarmsNobody) {
 }
 
 #ifndef SKIM_TEST_MPI
-TEST(Failure, LateRankFindsTheGroupAborted) {
+TEST(failure, late_rank_finds_the_group_aborted) {
   std::latch given_up(1);
   std::optional<CommError> at_late;
   EXPECT_THROW(test::run_threads(2,
@@ -862,7 +862,7 @@ TEST(Failure, LateRankFindsTheGroupAborted) {
       << at_late->what();
 }
 
-TEST(Failure, DestroyedWhileAPeerWaits) {
+TEST(failure, destroyed_while_a_peer_waits) {
   auto group = make_in_process_group(3, {.timeout = 300ms});
   std::latch waiting(1);
   std::optional<CommError> timeout;
@@ -884,7 +884,7 @@ TEST(Failure, DestroyedWhileAPeerWaits) {
   EXPECT_EQ(timeout->peer(), 1);
 }
 
-TEST(Group, RefusesBadOptions) {
+TEST(group, refuses_bad_options) {
   EXPECT_THROW(make_in_process_group(0), InvalidArgument);
   EXPECT_THROW(make_in_process_group(-3), InvalidArgument);
   EXPECT_THROW(make_in_process_group(2, {.timeout = 0ms}), InvalidArgument);
@@ -892,7 +892,7 @@ TEST(Group, RefusesBadOptions) {
 }
 #endif
 
-TEST(Group, ConnectInProcessIsAGroupOfOne) {
+TEST(group, connect_in_process_is_a_group_of_one) {
   EXPECT_TRUE(is_available(Backend::in_process));
   const auto comm = connect(Backend::in_process);
   EXPECT_EQ(comm->size(), 1);
@@ -911,7 +911,7 @@ TEST(Group, ConnectInProcessIsAGroupOfOne) {
 }
 
 #ifdef SKIM_TEST_MPI
-TEST(Mpi, ConnectJoinsTheWholeJob) {
+TEST(mpi, connect_joins_the_whole_job) {
   ASSERT_TRUE(is_available(Backend::mpi));
   int size = 0;
   MPI_Comm_size(MPI_COMM_WORLD, &size);
@@ -920,7 +920,7 @@ TEST(Mpi, ConnectJoinsTheWholeJob) {
   comm->barrier();
 }
 
-TEST(Mpi, RefusesBadArguments) {
+TEST(mpi, refuses_bad_arguments) {
   EXPECT_THROW(make_mpi_communicator(MPI_COMM_NULL), InvalidArgument);
   EXPECT_THROW(make_mpi_communicator(MPI_COMM_WORLD, {}, 0), InvalidArgument);
   EXPECT_THROW(make_mpi_communicator(MPI_COMM_WORLD, {}, (std::size_t{1} << 30U) + 1),
@@ -928,7 +928,7 @@ TEST(Mpi, RefusesBadArguments) {
   EXPECT_THROW(make_mpi_communicator(MPI_COMM_WORLD, {.timeout = 0ms}), InvalidArgument);
 }
 
-TEST(Mpi, PiecesOfAnyLength) {
+TEST(mpi, pieces_of_any_length) {
   const std::vector<std::size_t> lengths{0,  1,  6,   7,   8,   13,  14,   15, 21,   63,
                                          64, 65, 127, 128, 129, 448, 1000, 0,  2500, 7};
   for (const std::size_t piece_bytes : {std::size_t{1}, std::size_t{7}, std::size_t{64}}) {
@@ -967,7 +967,7 @@ TEST(Mpi, PiecesOfAnyLength) {
   }
 }
 
-TEST(Mpi, MessageOver2To31Bytes) {
+TEST(mpi, message_over2_to31_bytes) {
   if (std::getenv("SKIM_TEST_HUGE") == nullptr) {
     GTEST_SKIP() << "needs about 9 GB of memory; set SKIM_TEST_HUGE=1 to run it";
   }
@@ -995,7 +995,7 @@ TEST(Mpi, MessageOver2To31Bytes) {
 }
 #endif
 
-TEST(Communicator, AllocatesNothingOnceWarm) {
+TEST(communicator, allocates_nothing_once_warm) {
   each_group(1, [](Communicator& comm) {
     std::vector<float> data(5000, 1.0F);
     MessageList all;
@@ -1038,7 +1038,7 @@ TEST(Communicator, AllocatesNothingOnceWarm) {
 
 // ---- the tests' own tools
 
-TEST(FaultyCommunicator, WithoutAFaultIsTheCommunicator) {
+TEST(faulty_communicator, without_a_fault_is_the_communicator) {
   each_group(1, [](Communicator& inner) {
     FaultyCommunicator comm(inner, {});
     for (const std::size_t n : {std::size_t{10}, std::size_t{1000}}) {
@@ -1054,7 +1054,7 @@ TEST(FaultyCommunicator, WithoutAFaultIsTheCommunicator) {
   });
 }
 
-TEST(FaultyCommunicator, SpoilsExactlyOneSend) {
+TEST(faulty_communicator, spoils_exactly_one_send) {
   using test::Fault;
   for (const Fault fault : {Fault::truncate, Fault::corrupt, Fault::delay}) {
     each_group(2, [&](Communicator& inner) {
@@ -1080,7 +1080,7 @@ TEST(FaultyCommunicator, SpoilsExactlyOneSend) {
   }
 }
 
-TEST(FaultyCommunicator, DropsAMessage) {
+TEST(faulty_communicator, drops_a_message) {
   each_group(2,
              [](Communicator& inner) {
                if (inner.rank() > 1) return;
@@ -1100,7 +1100,7 @@ TEST(FaultyCommunicator, DropsAMessage) {
              {.timeout = 150ms});
 }
 
-TEST(FaultyCommunicator, TruncatedOrMissingDataOfASumIsAnErrorNotASum) {
+TEST(faulty_communicator, truncated_or_missing_data_of_a_sum_is_an_error_not_a_sum) {
   using test::Fault;
   for (const Fault fault : {Fault::truncate, Fault::raise, Fault::drop}) {
     each_group(3,

@@ -85,9 +85,9 @@ Device0 device(SelectAlgo algo = SelectAlgo::exact) { return {make_cuda_selector
 #define SKIM_NEEDS_DEVICE() \
   if (cuda_device_count() == 0) GTEST_SKIP() << "no CUDA device"
 
-class CudaDeviceShapes : public testing::TestWithParam<std::size_t> {};
+class cuda_device_shapes : public testing::TestWithParam<std::size_t> {};
 
-TEST_P(CudaDeviceShapes, ExactIsTheCpus) {
+TEST_P(cuda_device_shapes, exact_is_the_cpus) {
   SKIM_NEEDS_DEVICE();
   const test::Shape& shape = test::kShapes[GetParam()];
   test::lengths(shape, [](std::size_t) { return device(); });
@@ -101,26 +101,26 @@ TEST_P(CudaDeviceShapes, ExactIsTheCpus) {
     for (std::uint64_t s = 0; s < 3; ++s) test::step(*cpu, gpu, {shape.make(n, s), {k}}, residual);
   }
 }
-TEST_P(CudaDeviceShapes, ThresholdsAreCarriedThroughJumps) {
+TEST_P(cuda_device_shapes, thresholds_are_carried_through_jumps) {
   SKIM_NEEDS_DEVICE();
   for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
     test::jumps(test::kShapes[GetParam()], algo, 9001, 90, device(algo));
     test::jumps(test::kShapes[GetParam()], algo, 300007, 300, device(algo));
   }
 }
-INSTANTIATE_TEST_SUITE_P(All, CudaDeviceShapes,
+INSTANTIATE_TEST_SUITE_P(All, cuda_device_shapes,
                          testing::Range(std::size_t{0}, test::kShapes.size()),
                          [](const testing::TestParamInfo<std::size_t>& at) {
                            return test::identifier(test::kShapes[at.param].name);
                          });
 
-TEST(CudaDevice, Settings) {
+TEST(cuda_device, settings) {
   SKIM_NEEDS_DEVICE();
   test::settings([](SelectAlgo algo) { return device(algo); });
 }
 
 // Work on the gradient is still queued on its stream when select() is called.
-TEST(CudaDevice, TheStreamOfTheGradientIsRespected) {
+TEST(cuda_device, the_stream_of_the_gradient_is_respected) {
   SKIM_NEEDS_DEVICE();
   const std::size_t n = std::size_t{1} << 24;
   const Floats zero(n, 0.0F), grad = test::normal(n, 1);
@@ -146,7 +146,7 @@ TEST(CudaDevice, TheStreamOfTheGradientIsRespected) {
   EXPECT_TRUE(test::same(got.view(), want.view()));
 }
 
-TEST(CudaDevice, AWarmStepTakesNoMemory) {
+TEST(cuda_device, a_warm_step_takes_no_memory) {
   SKIM_NEEDS_DEVICE();
   const std::size_t n = 1 << 20, k = 1000;
   const Floats grad = test::normal(n, 1), zero(n, 0.0F);
@@ -177,7 +177,7 @@ TEST(CudaDevice, AWarmStepTakesNoMemory) {
   EXPECT_EQ(free_before, free_after) << "on the device";
 }
 
-TEST(CudaDevice, OneSelectorServesOneDevice) {
+TEST(cuda_device, one_selector_serves_one_device) {
   SKIM_NEEDS_DEVICE();
   const auto selector = make_cuda_selector({});
   float x = 1.0F;
@@ -190,7 +190,7 @@ TEST(CudaDevice, OneSelectorServesOneDevice) {
 }
 
 // Select, encode, decode, commit and scatter, beside the same on the CPU.
-TEST(CudaDevice, AStepIsTheCpus) {
+TEST(cuda_device, a_step_is_the_cpus) {
   SKIM_NEEDS_DEVICE();
   const std::size_t n = 100003, k = 500;
   const auto cpu = make_selector({});
@@ -237,7 +237,7 @@ TEST(CudaDevice, AStepIsTheCpus) {
 
 // Ranks that train on one device, beside the same in host memory: a dense bucket, sparse ones,
 // every type, steps that are rolled back, a saved state in both directions.
-TEST(CudaDevice, TheReducerGetsTheSame) {
+TEST(cuda_device, the_reducer_gets_the_same) {
   SKIM_NEEDS_DEVICE();
   const std::vector<std::size_t> sizes = {50, 30011, 0, 7777};
   std::vector<Bucket> layout;

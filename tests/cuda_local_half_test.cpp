@@ -85,14 +85,14 @@ std::unique_ptr<LocalHalf> emulated_half(const FeedbackOptions& feedback = {},
                                 std::make_unique<EmulatedAccelerator>());
 }
 
-TEST(CudaLocalHalf, TheReducerGetsTheSame) {
+TEST(cuda_local_half, the_reducer_gets_the_same) {
   test::gives_the_same([] { return emulated_half(); },
                        test::kSanitized ? std::vector{3} : std::vector{1, 2, 5});
 }
-TEST(CudaLocalHalf, ANewLayoutAndASavedState) {
+TEST(cuda_local_half, a_new_layout_and_a_saved_state) {
   test::moves_and_saves([] { return emulated_half(); });
 }
-TEST(CudaLocalHalf, NonFiniteGradientsRollTheStepBack) {
+TEST(cuda_local_half, non_finite_gradients_roll_the_step_back) {
   test::rolls_back([] { return emulated_half(); });
 }
 
@@ -192,7 +192,7 @@ void step(LocalHalf& host, LocalHalf& device, DType type, std::uint64_t s) {
   EXPECT_TRUE(test::same_bits(host.residual(3).span(), device.residual(3).span()));
 }
 
-TEST(CudaLocalHalf, EveryCallIsTheHosts) {
+TEST(cuda_local_half, every_call_is_the_hosts) {
   for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
     for (const FeedbackOptions& feedback :
          {FeedbackOptions{}, FeedbackOptions{.residual_decay = 0.9F},
@@ -211,7 +211,7 @@ TEST(CudaLocalHalf, EveryCallIsTheHosts) {
   }
 }
 
-TEST(CudaLocalHalf, AStateOfTheHostLoadsOnTheDeviceAndBack) {
+TEST(cuda_local_half, a_state_of_the_host_loads_on_the_device_and_back) {
   for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
     const auto host = make_local_half({.algo = algo}, {});
     const auto device = emulated_half({}, algo), other = emulated_half({}, algo);
@@ -255,7 +255,7 @@ void refused(const F& f, const std::string& words) {
   }
 }
 
-TEST(CudaLocalHalf, Refusals) {
+TEST(cuda_local_half, refusals) {
   refused([] { emulated_half({.momentum_correction = 0.9F}); },
           "not on a CUDA device yet: momentum");
   refused([] { emulated_half({.local_clip = 1.0F}); }, "not on a CUDA device yet: momentum");
@@ -293,7 +293,7 @@ TEST(CudaLocalHalf, Refusals) {
 }
 
 // end_step() cannot throw: the step after it does.
-TEST(CudaLocalHalf, AFailureAtTheEndOfAStepIsThrownByTheNext) {
+TEST(cuda_local_half, a_failure_at_the_end_of_a_step_is_thrown_by_the_next) {
   class Failing final : public EmulatedAccelerator {
     void zero(float*, std::size_t) override { throw Error("local half: zeroing failed"); }
   };

@@ -32,7 +32,7 @@ using test::kNan;
 
 // ---- the emulation
 
-TEST(CudaEmulation, ThreadsExchangeAndWait) {
+TEST(cuda_emulation, threads_exchange_and_wait) {
   std::vector<unsigned> out(128), grid(2, 0);
   emulation::launch(2, 64, [&] {
     const unsigned t = blockIdx.x * 64 + threadIdx.x, lane = threadIdx.x % 32;
@@ -56,7 +56,7 @@ TEST(CudaEmulation, ThreadsExchangeAndWait) {
   EXPECT_EQ(out, std::vector<unsigned>(128, 1));
 }
 
-TEST(CudaEmulation, SaysSoWhenThreadsWaitForever) {
+TEST(cuda_emulation, says_so_when_threads_wait_forever) {
   EXPECT_THROW(emulation::launch(1, 32,
                                  [] {
                                    if (threadIdx.x > 0) __syncthreads();
@@ -87,13 +87,13 @@ bool same(float a, float b) {  // whatever the payload of a NaN
          (std::isnan(a) && std::isnan(b));
 }
 
-TEST(CudaMath, IsTheArithmeticOfTheCpu) {
+TEST(cuda_math, is_the_arithmetic_of_the_cpu) {
   const std::vector<float> v = patterns();
   for (std::size_t i = 0; i < v.size(); ++i) {
     const float a = v[i], b = v[(i * 7919 + 13) % v.size()];
     ASSERT_EQ(cuda::order(a), kernels::order(a));
     ASSERT_EQ(cuda::is_finite(a), std::isfinite(a));
-    ASSERT_TRUE(same(cuda::clamped(a), kernels::clamped(a)));
+    ASSERT_TRUE(same(cuda::clamped(a), clamped(a)));
     ASSERT_TRUE(same(cuda::accumulated(a, b), kernels::accumulated(a, b))) << a << ' ' << b;
     ASSERT_TRUE(same(cuda::product(a, b), product(a, b))) << a << ' ' << b;
     ASSERT_EQ(cuda::to_f16(a), to_f16(a)) << a;
@@ -122,28 +122,28 @@ struct Emulated {
   }
 };
 
-class CudaShapes : public testing::TestWithParam<std::size_t> {};
+class cuda_shapes : public testing::TestWithParam<std::size_t> {};
 
-TEST_P(CudaShapes, ExactIsTheCpus) {
+TEST_P(cuda_shapes, exact_is_the_cpus) {
   test::lengths(test::kShapes[GetParam()],
                 [](std::size_t spare) { return Emulated{emulated(SelectAlgo::exact, {}, spare)}; });
 }
-TEST_P(CudaShapes, ThresholdsAreCarriedThroughJumps) {
+TEST_P(cuda_shapes, thresholds_are_carried_through_jumps) {
   for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
     test::jumps(test::kShapes[GetParam()], algo, 5003, 50, Emulated{emulated(algo)});
     test::jumps(test::kShapes[GetParam()], algo, 3001, 30, Emulated{emulated(algo, {}, 300)});
   }
 }
-INSTANTIATE_TEST_SUITE_P(All, CudaShapes, testing::Range(std::size_t{0}, test::kShapes.size()),
+INSTANTIATE_TEST_SUITE_P(All, cuda_shapes, testing::Range(std::size_t{0}, test::kShapes.size()),
                          [](const testing::TestParamInfo<std::size_t>& at) {
                            return test::identifier(test::kShapes[at.param].name);
                          });
 
-TEST(CudaSelect, Settings) {
+TEST(cuda_select, settings) {
   test::settings([](SelectAlgo algo) { return Emulated{emulated(algo)}; });
 }
 
-TEST(CudaSelect, AnyGridGivesTheSame) {
+TEST(cuda_select, any_grid_gives_the_same) {
   for (const Grid grid : {Grid{1, 32}, Grid{5, 32}, Grid{1, 256}, Grid{3, 128}}) {
     SCOPED_TRACE(std::to_string(grid.blocks) + " x " + std::to_string(grid.threads));
     for (const std::size_t spare : {std::size_t{0}, std::size_t{65536}}) {
@@ -154,7 +154,7 @@ TEST(CudaSelect, AnyGridGivesTheSame) {
 }
 
 // Norms of more than one group, and a sample that suggests the first threshold.
-TEST(CudaSelect, ALongGradient) {
+TEST(cuda_select, a_long_gradient) {
   const std::size_t n = 2 * kernels::kBlock * kernels::Norm2::kGroup + 777, k = 500;
   Emulated device{emulated(SelectAlgo::exact, {1, 64})};
   const auto cpu = make_selector({});
@@ -162,7 +162,7 @@ TEST(CudaSelect, ALongGradient) {
   EXPECT_EQ(test::step(*cpu, device, {test::normal(n, 1), {k}}, residual).passes, 1);
 }
 
-TEST(CudaSelect, PassesAreCounted) {
+TEST(cuda_select, passes_are_counted) {
   const std::size_t n = 70001, k = 70;
   Emulated device{emulated()};
   const auto cpu = make_selector({});
@@ -176,7 +176,7 @@ TEST(CudaSelect, PassesAreCounted) {
   EXPECT_EQ(test::step(*cpu, device, {grad, {k}}, none).passes, 6) << "all pass";
 }
 
-TEST(CudaSelect, StateIsSavedAndFitsTheCpu) {
+TEST(cuda_select, state_is_saved_and_fits_the_cpu) {
   const auto saved = [](const Selector& selector) {
     std::ostringstream out;
     selector.save(out);
@@ -203,7 +203,7 @@ TEST(CudaSelect, StateIsSavedAndFitsTheCpu) {
   }
 }
 
-TEST(CudaSelect, RefusesBadArgumentsBeforeAnythingChanges) {
+TEST(cuda_select, refuses_bad_arguments_before_anything_changes) {
   const auto selector = emulated();
   Floats grad = test::normal(10, 1), residual = test::normal(10, 2);
   const Floats before = residual;
@@ -256,7 +256,7 @@ SparseBuffer some_entries(std::size_t n, std::uint64_t seed) {
   return s;
 }
 
-TEST(CudaDelivery, ScatterIsTheCpus) {
+TEST(cuda_delivery, scatter_is_the_cpus) {
   const std::size_t n = 1003;
   const SparseBuffer s = some_entries(n, 3);
   const auto count = static_cast<std::uint32_t>(s.nnz());
@@ -281,7 +281,7 @@ TEST(CudaDelivery, ScatterIsTheCpus) {
   }
 }
 
-TEST(CudaDelivery, CommitIsTheCpus) {
+TEST(cuda_delivery, commit_is_the_cpus) {
   const std::size_t n = 1003;
   const SparseBuffer sent = some_entries(n, 4), returned = some_entries(n, 5);
   ErrorFeedback feedback;
@@ -303,7 +303,7 @@ TEST(CudaDelivery, CommitIsTheCpus) {
 }
 
 #ifndef SKIM_TEST_CUDA
-TEST(NoCuda, SaysSo) {
+TEST(no_cuda, says_so) {
   EXPECT_EQ(cuda_device_count(), 0);
   EXPECT_THROW(make_cuda_selector({}), InvalidArgument);
   EXPECT_THROW(CudaDelivery(0), InvalidArgument);

@@ -35,7 +35,7 @@ using test::targets;
 
 // ---- CPU targets
 
-TEST(SelectTargets, TheForcedOneRuns) {
+TEST(select_targets, the_forced_one_runs) {
   ASSERT_FALSE(targets().empty());
   for (const std::int64_t target : targets()) {
     const ForcedTarget forced(target);
@@ -189,9 +189,9 @@ Floats residual_of(const Shape& shape, std::size_t n, std::uint64_t seed) {
   return r;
 }
 
-class SelectShapes : public testing::TestWithParam<std::size_t> {};
+class select_shapes : public testing::TestWithParam<std::size_t> {};
 
-TEST_P(SelectShapes, EveryShortLength) {
+TEST_P(select_shapes, every_short_length) {
   const Shape& shape = kShapes[GetParam()];
   for (std::size_t n = 0; n <= 2 * 16 * 4 + 3; ++n) {
     for (const std::size_t k : {std::size_t{0}, std::size_t{1}, n / 10, n / 2, n}) {
@@ -206,7 +206,7 @@ TEST_P(SelectShapes, EveryShortLength) {
   }
 }
 
-TEST_P(SelectShapes, LongerLengths) {
+TEST_P(select_shapes, longer_lengths) {
   const Shape& shape = kShapes[GetParam()];
   const std::vector<std::pair<std::size_t, std::size_t>> sizes = {
       {1023, 10}, {1024, 1024}, {1025, 0},   {4099, 4098},  {20011, 20},
@@ -223,7 +223,7 @@ TEST_P(SelectShapes, LongerLengths) {
 
 // The carried threshold is far too high, far too low, or about right: never a wrong result, and
 // never more than three passes.
-TEST_P(SelectShapes, JumpsBetweenSteps) {
+TEST_P(select_shapes, jumps_between_steps) {
   const Shape& shape = kShapes[GetParam()];
   const std::size_t n = 70001, k = 70;
   for (const bool with_residual : {false, true}) {
@@ -247,7 +247,7 @@ TEST_P(SelectShapes, JumpsBetweenSteps) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    All, SelectShapes, testing::Range(std::size_t{0}, kShapes.size()),
+    All, select_shapes, testing::Range(std::size_t{0}, kShapes.size()),
     [](const testing::TestParamInfo<std::size_t>& at) {
       std::string name = kShapes[at.param].name;
       std::ranges::replace_if(
@@ -257,7 +257,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // ---- passes
 
-TEST(Select, ADropCostsASecondPassAndSaysSo) {
+TEST(select, a_drop_costs_a_second_pass_and_says_so) {
   const std::size_t n = 30011;
   const auto selector = make_selector({});
   Floats none;
@@ -279,7 +279,7 @@ TEST(Select, ADropCostsASecondPassAndSaysSo) {
 
 // Large values lie exactly where a strided sample looks: it suggests far too much, and only the
 // last pass, from zero, finds k entries.
-TEST(Select, AMisledSampleCostsAPassAndSaysSo) {
+TEST(select, a_misled_sample_costs_a_pass_and_says_so) {
   const std::size_t n = 1U << 17, k = n / 4;
   Floats grad = test::normal(n, 1), none;
   for (std::size_t i = 0; i < n; i += n / 16384) grad[i] = 100.0F + static_cast<float>(i % 7);
@@ -294,7 +294,7 @@ TEST(Select, AMisledSampleCostsAPassAndSaysSo) {
 }
 
 // No threshold is carried from a step that found fewer than k: the next would seem to find too few.
-TEST(Select, FewerNonZerosThanKCostNoSecondPass) {
+TEST(select, fewer_non_zeros_than_k_cost_no_second_pass) {
   const auto selector = make_selector({});
   Floats none;
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
@@ -305,7 +305,7 @@ TEST(Select, FewerNonZerosThanKCostNoSecondPass) {
 }
 
 // Error feedback with four gradients in turn, as training does: nearly always one pass.
-TEST(Select, OnePassInTheSteadyState) {
+TEST(select, one_pass_in_the_steady_state) {
   const std::size_t n = 60013, steps = 40;
   std::vector<Floats> grads;
   for (std::uint64_t s = 0; s < 4; ++s) grads.push_back(test::normal(n, s));
@@ -326,7 +326,7 @@ TEST(Select, OnePassInTheSteadyState) {
 
 // As training has it: what is not sent stays in the residual, which grows for many steps, and the
 // threshold with it.
-TEST(Select, OnePassAndFewCandidatesWhileResidualsFillUp) {
+TEST(select, one_pass_and_few_candidates_while_residuals_fill_up) {
   const std::size_t n = 200003;
   for (const std::size_t k : {std::size_t{200}, std::size_t{2000}, std::size_t{20000}}) {
     const auto selector = make_selector({});
@@ -345,7 +345,7 @@ TEST(Select, OnePassAndFewCandidatesWhileResidualsFillUp) {
   }
 }
 
-TEST(Select, KMayChangeBetweenSteps) {
+TEST(select, k_may_change_between_steps) {
   const std::size_t n = 40009;
   const auto selector = make_selector({});
   Floats residual(n, 0.0F);
@@ -361,7 +361,7 @@ TEST(Select, KMayChangeBetweenSteps) {
 
 // ---- thresholds, scales, overflow, non-finite entries
 
-TEST(Select, ThresholdDropsWhatIsBelowIt) {
+TEST(select, threshold_drops_what_is_below_it) {
   const std::size_t n = 3001;
   for (const float threshold : {kDenormal, 0.5F, 1.0F, 2.0F, 3.0F, 100.0F, kMax, kInf}) {
     for (const std::size_t k : {std::size_t{0}, std::size_t{10}, std::size_t{1000}, n}) {
@@ -380,7 +380,7 @@ TEST(Select, ThresholdDropsWhatIsBelowIt) {
   }
 }
 
-TEST(Select, GradientIsDividedByItsScale) {
+TEST(select, gradient_is_divided_by_its_scale) {
   for (const float scale : {2.0F, 65536.0F, 3.0F, 0.5F, 1e-3F, 1e30F}) {
     SCOPED_TRACE("scale=" + std::to_string(scale));
     for (const Shape& shape : kShapes) {
@@ -392,7 +392,7 @@ TEST(Select, GradientIsDividedByItsScale) {
   }
 }
 
-TEST(Select, SumsThatOverflowAreClamped) {
+TEST(select, sums_that_overflow_are_clamped) {
   Floats grad = {kMax, -kMax, kMax, 1.0F};
   Floats residual = {kMax, -kMax, -kMax, 1.0F};
   const auto selector = make_selector({});
@@ -405,7 +405,7 @@ TEST(Select, SumsThatOverflowAreClamped) {
   EXPECT_TRUE(near(got.total_norm2, 2.0 * static_cast<double>(kMax) * static_cast<double>(kMax)));
 }
 
-TEST(Select, NonFiniteNeverEntersAResidual) {
+TEST(select, non_finite_never_enters_a_residual) {
   const Shape& shape = kShapes[6];
   ASSERT_STREQ(shape.name, "not finite");
   const std::size_t n = 5003;
@@ -426,7 +426,7 @@ TEST(Select, NonFiniteNeverEntersAResidual) {
   EXPECT_TRUE(std::ranges::all_of(residual, [](float v) { return std::isfinite(v); }));
 }
 
-TEST(Select, NanIsAboveInfinityAndTies) {
+TEST(select, nan_is_above_infinity_and_ties) {
   Floats grad = {
       1.0F, kInf, -kNan, kMax, kNan, -kInf, std::bit_cast<float>(std::uint32_t{0x7fffffff})};
   const auto selector = make_selector({});
@@ -462,7 +462,7 @@ double norm2_in_groups(const Floats& x) {
   return groups + group;
 }
 
-TEST(Select, NormsAddUpInGroupsOfBlocksOnEveryTarget) {
+TEST(select, norms_add_up_in_groups_of_blocks_on_every_target) {
   const std::size_t n = 3 * 256 * 1024 + 5003;
   const Floats grad = test::normal(n, 1), start = test::normal(n, 2);
   Floats sum(n);
@@ -487,7 +487,7 @@ TEST(Select, NormsAddUpInGroupsOfBlocksOnEveryTarget) {
   }
 }
 
-TEST(Select, NormsOfExtremeGradients) {
+TEST(select, norms_of_extreme_gradients) {
   for (const float factor : {1e25F, 1e-18F, 1e-22F, 1e-30F, 1e-40F}) {
     SCOPED_TRACE("factor=" + std::to_string(factor));
     Floats grad = test::normal(3333, 1), residual = test::normal(3333, 2);
@@ -501,7 +501,7 @@ TEST(Select, NormsOfExtremeGradients) {
 
 // ---- laws
 
-TEST(SelectLaws, KeptAreAtLeastAsLargeAsDroppedAndTheErrorContracts) {
+TEST(select_laws, kept_are_at_least_as_large_as_dropped_and_the_error_contracts) {
   for (const Shape& shape : kShapes) {
     for (const std::size_t k : {std::size_t{1}, std::size_t{77}, std::size_t{5000}}) {
       const std::size_t n = 9001;
@@ -526,7 +526,7 @@ TEST(SelectLaws, KeptAreAtLeastAsLargeAsDroppedAndTheErrorContracts) {
   }
 }
 
-TEST(SelectLaws, PermutingDistinctMagnitudesPermutesTheSelection) {
+TEST(select_laws, permuting_distinct_magnitudes_permutes_the_selection) {
   const std::size_t n = 7001, k = 70;
   Floats x(n);
   for (std::size_t i = 0; i < n; ++i) x[i] = (i % 2 ? 1.0F : -1.0F) * static_cast<float>(i + 1);
@@ -546,7 +546,7 @@ TEST(SelectLaws, PermutingDistinctMagnitudesPermutesTheSelection) {
 
 // ---- resources
 
-TEST(Select, AWarmStepAllocatesNothing) {
+TEST(select, a_warm_step_allocates_nothing) {
   const std::size_t n = 50021, k = 300;
   std::array<Floats, 3> grads = {test::normal(n, 1), test::normal(n, 2), test::normal(n, 3)};
   for (float& v : grads[1]) v *= 1e6F;  // prunes
@@ -569,7 +569,7 @@ TEST(Select, AWarmStepAllocatesNothing) {
   EXPECT_EQ(test::allocations(), before);
 }
 
-TEST(Select, SixteenBitGradientsAreTheFloatsTheyStandForOnEveryTarget) {
+TEST(select, sixteen_bit_gradients_are_the_floats_they_stand_for_on_every_target) {
   for (const DType type : {DType::f16, DType::bf16}) {
     std::vector<std::uint16_t> half(65536);  // every pattern
     std::iota(half.begin(), half.end(), std::uint16_t{0});
@@ -607,7 +607,7 @@ TEST(Select, SixteenBitGradientsAreTheFloatsTheyStandForOnEveryTarget) {
   }
 }
 
-TEST(Select, DecayShrinksTheResidualBeforeTheAddition) {
+TEST(select, decay_shrinks_the_residual_before_the_addition) {
   const std::size_t n = 5003;
   const Floats grad = test::normal(n, 1), start = test::normal(n, 2);
   for (const std::int64_t target : targets()) {
@@ -625,7 +625,7 @@ TEST(Select, DecayShrinksTheResidualBeforeTheAddition) {
   }
 }
 
-TEST(Select, RefusesBadArgumentsBeforeAnythingChanges) {
+TEST(select, refuses_bad_arguments_before_anything_changes) {
   const auto selector = make_selector({});
   Floats grad = test::normal(10, 1), residual = test::normal(10, 2), shorter(9, 1.0F);
   const Floats before = residual;
@@ -676,7 +676,7 @@ TEST(Select, RefusesBadArgumentsBeforeAnythingChanges) {
   EXPECT_NO_THROW(selector->select(good, out));
 }
 
-TEST(Select, AlgorithmsHaveNames) {
+TEST(select, algorithms_have_names) {
   EXPECT_EQ(name_of(SelectAlgo::exact), "exact");
   EXPECT_EQ(make_selector({})->name(), "exact");
   const std::size_t last = static_cast<std::size_t>(SelectAlgo::blocktopk);
@@ -696,7 +696,7 @@ std::string saved(const Selector& s) {
   return out.str();
 }
 
-TEST(SelectState, SavedThresholdsCarryOver) {
+TEST(select_state, saved_thresholds_carry_over) {
   const std::size_t n = 20011;
   Floats grad = test::normal(n, 1), small = grad;
   for (float& v : small) v *= 1e-6F;
@@ -715,7 +715,7 @@ TEST(SelectState, SavedThresholdsCarryOver) {
   EXPECT_EQ(make_selector({})->select(task_of(small, {}, {20}, 2), out).passes, 1);
 }
 
-TEST(SelectState, BadBytesAreRefusedAndChangeNothing) {
+TEST(select_state, bad_bytes_are_refused_and_change_nothing) {
   SparseBuffer out;
   Floats grad = test::normal(5000, 1);
   const auto source = make_selector({}), selector = make_selector({});
@@ -755,7 +755,7 @@ void split_equals_oracle(const Floats& x, std::size_t k, std::vector<std::uint32
   EXPECT_TRUE(test::same(dropped.view(), rest.view()));
 }
 
-TEST(SplitTopK, EqualsTheOracle) {
+TEST(split_top_k, equals_the_oracle) {
   std::vector<std::uint32_t> scratch;
   for (const Shape& shape : kShapes) {
     for (const std::size_t n : std::vector<std::size_t>{0, 1, 2, 17, 1000, 10007}) {
@@ -767,7 +767,7 @@ TEST(SplitTopK, EqualsTheOracle) {
   }
 }
 
-TEST(SplitTopK, AWarmCallAllocatesNothing) {
+TEST(split_top_k, a_warm_call_allocates_nothing) {
   SparseBuffer s, kept, dropped;
   std::vector<std::uint32_t> scratch;
   const Floats x = test::normal(5000, 1);
@@ -782,7 +782,7 @@ TEST(SplitTopK, AWarmCallAllocatesNothing) {
 // ---- the longest gradient
 
 // Reading untouched private pages maps the one zero page again and again, so 16 GiB cost little.
-TEST(SelectHuge, IndicesUpToTheLast) {
+TEST(select_huge, indices_up_to_the_last) {
   const std::size_t n = std::numeric_limits<Index>::max();
   void* memory = mmap(nullptr, n * sizeof(float), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -79,13 +79,13 @@ SelectOptions options_of(SelectAlgo algo) {
 
 std::string name_of(const Rule& rule) { return std::string(name_of(rule.algo)); }
 
-class EveryRule : public testing::TestWithParam<std::size_t> {
+class every_rule : public testing::TestWithParam<std::size_t> {
  protected:
   const Rule& rule() const { return kRules[GetParam()]; }
   std::unique_ptr<Selector> make() const { return make_selector(options_of(rule().algo)); }
 };
 
-INSTANTIATE_TEST_SUITE_P(All, EveryRule, testing::Range(std::size_t{0}, kRules.size()),
+INSTANTIATE_TEST_SUITE_P(All, every_rule, testing::Range(std::size_t{0}, kRules.size()),
                          [](const testing::TestParamInfo<std::size_t>& at) {
                            std::string name = name_of(kRules[at.param]);
                            std::ranges::replace(name, '-', '_');
@@ -174,7 +174,7 @@ std::vector<const Shape*> shapes_that_add_up() {
   return list;
 }
 
-TEST_P(EveryRule, KeepsItsPromisesOnEveryShape) {
+TEST_P(every_rule, keeps_its_promises_on_every_shape) {
   const std::vector<std::pair<std::size_t, std::size_t>> sizes = {
       {0, 0},      {1, 0},        {1, 1},       {2, 1},        {3, 2},       {33, 1},
       {100, 7},    {300, 300},    {1000, 10},   {1025, 0},     {4099, 4098}, {20011, 1},
@@ -201,7 +201,7 @@ TEST_P(EveryRule, KeepsItsPromisesOnEveryShape) {
 }
 
 // Whatever a slot remembers is far off.
-TEST_P(EveryRule, KeepsItsPromisesWhenTheGradientJumps) {
+TEST_P(every_rule, keeps_its_promises_when_the_gradient_jumps) {
   const std::size_t n = 50021, k = 100;
   const auto selector = make();
   SparseBuffer out;
@@ -219,7 +219,7 @@ TEST_P(EveryRule, KeepsItsPromisesWhenTheGradientJumps) {
   }
 }
 
-TEST_P(EveryRule, AThresholdIsAFloor) {
+TEST_P(every_rule, a_threshold_is_a_floor) {
   const std::size_t n = 30011;
   const auto selector = make();
   SparseBuffer out;
@@ -233,7 +233,7 @@ TEST_P(EveryRule, AThresholdIsAFloor) {
   }
 }
 
-TEST_P(EveryRule, SelectsTheSameBitsOnEveryTarget) {
+TEST_P(every_rule, selects_the_same_bits_on_every_target) {
   struct Result {
     std::vector<SparseBuffer> out;
     std::vector<SelectReport> reports;
@@ -275,7 +275,7 @@ TEST_P(EveryRule, SelectsTheSameBitsOnEveryTarget) {
   }
 }
 
-TEST_P(EveryRule, SixteenBitGradientsAreTheFloatsTheyStandFor) {
+TEST_P(every_rule, sixteen_bit_gradients_are_the_floats_they_stand_for) {
   for (const DType type : {DType::f16, DType::bf16}) {
     for (const bool with_residual : {false, true}) {
       std::vector<std::uint16_t> half(40009);
@@ -309,7 +309,7 @@ TEST_P(EveryRule, SixteenBitGradientsAreTheFloatsTheyStandFor) {
 }
 
 // Zeros behind the pass change nothing else; without a residual there is nothing to clear for.
-TEST_P(EveryRule, ClearsTheGradientOnRequest) {
+TEST_P(every_rule, clears_the_gradient_on_request) {
   const std::size_t n = 5003, k = 50;
   const std::vector<Segment> layout{{"a", 0, 1027}, {"b", 1027, n - 1027}};
   for (const DType type : {DType::f32, DType::bf16}) {
@@ -351,7 +351,7 @@ TEST_P(EveryRule, ClearsTheGradientOnRequest) {
   }
 }
 
-TEST_P(EveryRule, AWarmStepAllocatesNothing) {
+TEST_P(every_rule, a_warm_step_allocates_nothing) {
   const std::size_t n = 50021, k = 300;
   std::array<Floats, 4> grads = {test::normal(n, 1), test::normal(n, 2), test::normal(n, 3),
                                  shape("heavy tail").make(n, 4)};
@@ -374,7 +374,7 @@ TEST_P(EveryRule, AWarmStepAllocatesNothing) {
   EXPECT_EQ(test::allocations(), before);
 }
 
-TEST_P(EveryRule, RefusesBadArgumentsBeforeAnythingChanges) {
+TEST_P(every_rule, refuses_bad_arguments_before_anything_changes) {
   const auto selector = make();
   Floats grad = test::normal(10, 1), residual = test::normal(10, 2);
   const Floats before = residual;
@@ -394,7 +394,7 @@ TEST_P(EveryRule, RefusesBadArgumentsBeforeAnythingChanges) {
 }
 
 // A saved and loaded selector goes on as the one that saved.
-TEST_P(EveryRule, StateCarriesOver) {
+TEST_P(every_rule, state_carries_over) {
   const std::size_t n = 20011;
   const auto selector = make(), other = make();
   SparseBuffer out, again;
@@ -419,7 +419,7 @@ TEST_P(EveryRule, StateCarriesOver) {
   }
 }
 
-TEST_P(EveryRule, DamagedStateIsRefusedAndChangesNothing) {
+TEST_P(every_rule, damaged_state_is_refused_and_changes_nothing) {
   const auto source = make(), selector = make();
   SparseBuffer out;
   Floats grad = test::normal(5000, 1);
@@ -542,7 +542,7 @@ void expect_all_but_one(const SparseView& got, const SparseView& want) {
   EXPECT_LE(differ.size(), 1U) << got.nnz() << " selected, expected " << want.nnz();
 }
 
-TEST(Oracles, PublishedThresholdRulesEqualTheirSlowVersions) {
+TEST(oracles, published_threshold_rules_equal_their_slow_versions) {
   SparseBuffer out;
   for (const char* name : {"normal", "laplace", "student t4", "student t2.5", "uniform",
                            "mostly zero", "heavy tail", "ascending"}) {
@@ -570,7 +570,7 @@ TEST(Oracles, PublishedThresholdRulesEqualTheirSlowVersions) {
 }
 
 // Share of k that the published forms select, d = 2e6: the measured table for three rounds.
-TEST(Oracles, PublishedGaussianExitCounts) {
+TEST(oracles, published_gaussian_exit_counts) {
   const std::size_t d = 2000000;
   const auto mixture = [](std::size_t n, std::uint64_t seed) {  // 0.9 N(0, 1) + 0.1 N(0, 25)
     Floats x = test::normal(n, seed);
@@ -610,7 +610,7 @@ TEST(Oracles, PublishedGaussianExitCounts) {
   }
 }
 
-TEST(Oracles, ThresholdTakesAllThatAreAtLeastAsLarge) {
+TEST(oracles, threshold_takes_all_that_are_at_least_as_large) {
   Floats x = test::integers(5003, 1, 6);
   SparseBuffer out;
   const auto selector = make_selector({.algo = threshold, .threshold = 3.0F});
@@ -635,7 +635,7 @@ TEST(Oracles, ThresholdTakesAllThatAreAtLeastAsLarge) {
   }
 }
 
-TEST(Oracles, BlockTopKIsTheTopOfEveryChunk) {
+TEST(oracles, block_top_k_is_the_top_of_every_chunk) {
   SparseBuffer out;
   for (const Shape& s : kShapes) {
     for (const std::size_t block : {std::size_t{1}, std::size_t{7}, std::size_t{64},
@@ -672,7 +672,7 @@ TEST(Oracles, BlockTopKIsTheTopOfEveryChunk) {
 }
 
 // The slow version counts anew for each of 30 thresholds.
-TEST(Oracles, MsTopKTakesAllAboveOneThresholdAndARunBelowIt) {
+TEST(oracles, ms_top_k_takes_all_above_one_threshold_and_a_run_below_it) {
   SparseBuffer out;
   for (const char* name :
        {"normal", "student t2.5", "heavy tail", "all equal", "same leading bits", "few values"}) {
@@ -718,7 +718,7 @@ std::pair<std::size_t, int> count_and_passes(Selector& selector, Floats& residua
   return {out.nnz(), got.passes};
 }
 
-TEST(Gaussian, OnePassInTheSteadyState) {
+TEST(gaussian, one_pass_in_the_steady_state) {
   const std::size_t n = 60013, steps = 60;
   for (const char* name : {"normal", "laplace", "student t4", "uniform"}) {
     std::vector<Floats> grads;
@@ -737,7 +737,7 @@ TEST(Gaussian, OnePassInTheSteadyState) {
 }
 
 // The same entries exactly, all equal or few: no pass is spent on finding that out again.
-TEST(Gaussian, FewNonZerosCostNoFurtherPass) {
+TEST(gaussian, few_non_zeros_cost_no_further_pass) {
   const auto selector = make_selector({.algo = gaussian});
   SparseBuffer out;
   for (std::uint64_t t = 0; t < 5; ++t) {
@@ -750,7 +750,7 @@ TEST(Gaussian, FewNonZerosCostNoFurtherPass) {
 }
 
 // When more pass than there is room for, how many are kept must not depend on that room.
-TEST(Gaussian, FarTooManyAreCutToK) {
+TEST(gaussian, far_too_many_are_cut_to_k) {
   const std::size_t n = 20011;
   for (const std::size_t k : {std::size_t{40}, std::size_t{400}}) {
     const auto selector = make_selector({.algo = gaussian});
@@ -766,7 +766,7 @@ TEST(Gaussian, FarTooManyAreCutToK) {
   }
 }
 
-TEST(Sidco, AdaptsItsStagesToTheTail) {
+TEST(sidco, adapts_its_stages_to_the_tail) {
   const std::size_t n = 50021, k = n / 1000;
   std::vector<Floats> grads;
   const auto share = [&](int stages) {  // the mean over late steps
@@ -795,7 +795,7 @@ TEST(Sidco, AdaptsItsStagesToTheTail) {
   }
 }
 
-TEST(Sidco, OneStageIsRightForTheLaplaceDistribution) {
+TEST(sidco, one_stage_is_right_for_the_laplace_distribution) {
   Floats u = shape("laplace").make(500000, 1);
   SparseBuffer out;
   make_selector({.algo = sidco, .stages = 1})->select(task_of(u, {}, {5000}), out);
@@ -804,7 +804,7 @@ TEST(Sidco, OneStageIsRightForTheLaplaceDistribution) {
 
 // ---- dgc
 
-TEST(Dgc, TheSampledThresholdNeedsOnePass) {
+TEST(dgc, the_sampled_threshold_needs_one_pass) {
   SparseBuffer out;
   for (const char* name : {"normal", "laplace", "student t2.5", "uniform", "all equal"}) {
     int single = 0;
@@ -818,7 +818,7 @@ TEST(Dgc, TheSampledThresholdNeedsOnePass) {
 }
 
 // One sample in 33 sees large entries only: its threshold must be lowered.
-TEST(Dgc, AMisledSampleCostsPassesAndSaysSo) {
+TEST(dgc, a_misled_sample_costs_passes_and_says_so) {
   const std::size_t n = 33 * 400, k = n / 3;
   Floats u = test::normal(n, 1);
   for (std::size_t i = 5; i < n; i += 33) u[i] = 100.0F;
@@ -847,7 +847,7 @@ std::vector<Index> drawn(std::uint64_t seed, StepId id, std::size_t n, std::size
   return {out.view().index.begin(), out.view().index.end()};
 }
 
-TEST(RandomK, DependsOnSeedStepAndSlotAlone) {
+TEST(random_k, depends_on_seed_step_and_slot_alone) {
   const std::size_t n = 10007, k = 100;
   const std::vector<Index> first = drawn(1, {5, 2}, n, k);
   EXPECT_EQ(first.size(), k);
@@ -860,7 +860,7 @@ TEST(RandomK, DependsOnSeedStepAndSlotAlone) {
 }
 
 // Every set of k of n comes up equally often: chi-square over all of them, and over the entries.
-TEST(RandomK, IsUniform) {
+TEST(random_k, is_uniform) {
   const std::uint64_t draws = 30000;
   std::map<std::vector<Index>, double> sets;
   for (std::uint64_t t = 0; t < draws; ++t) ++sets[drawn(7, {t, 1}, 7, 3)];
@@ -882,7 +882,7 @@ TEST(RandomK, IsUniform) {
   EXPECT_NEAR(chi2, 1000.0, 150.0);
 }
 
-TEST(RandomK, ZerosAreNotSent) {
+TEST(random_k, zeros_are_not_sent) {
   Floats x(1000, 0.0F);
   x[500] = 1.0F;
   SparseBuffer out;
@@ -902,7 +902,7 @@ const std::vector<Segment> kLayout = {{"w1", 0, 6000},    {"b1", 6000, 10}, {"no
                                       {"w2", 6010, 3000}, {"b2", 9010, 90}, {"w3", 9100, 1}};
 constexpr std::size_t kLayoutLength = 9101;
 
-TEST(PerParameter, ExactIsTheTopOfEveryParameter) {
+TEST(per_parameter, exact_is_the_top_of_every_parameter) {
   const auto selector = make_selector({.per_parameter = true});
   SparseBuffer out;
   for (const std::size_t k : {std::size_t{0}, std::size_t{1}, std::size_t{3}, std::size_t{91},
@@ -957,7 +957,7 @@ TEST(PerParameter, ExactIsTheTopOfEveryParameter) {
   }
 }
 
-TEST_P(EveryRule, InsideParametersItIsTheRuleOnEachAlone) {
+TEST_P(every_rule, inside_parameters_it_is_the_rule_on_each_alone) {
   SelectOptions options = options_of(rule().algo);
   const auto alone = make_selector(options);
   options.per_parameter = true;
@@ -995,7 +995,7 @@ TEST_P(EveryRule, InsideParametersItIsTheRuleOnEachAlone) {
   EXPECT_TRUE(test::same(out.view(), want.view()));
 }
 
-TEST(PerParameter, AWarmStepAllocatesNothing) {
+TEST(per_parameter, a_warm_step_allocates_nothing) {
   Floats residual(kLayoutLength, 0.0F), grad = test::normal(kLayoutLength, 1);
   for (const SelectAlgo algo : {exact, gaussian, randomk, sidco}) {
     const auto selector = make_selector({.algo = algo, .per_parameter = true});
@@ -1009,7 +1009,7 @@ TEST(PerParameter, AWarmStepAllocatesNothing) {
   }
 }
 
-TEST(PerParameter, RefusesALayoutThatDoesNotCoverTheBucket) {
+TEST(per_parameter, refuses_a_layout_that_does_not_cover_the_bucket) {
   const auto selector = make_selector({.per_parameter = true});
   Floats grad = test::normal(10, 1), residual(10, 0.0F);
   SparseBuffer out;
@@ -1028,7 +1028,7 @@ TEST(PerParameter, RefusesALayoutThatDoesNotCoverTheBucket) {
   EXPECT_THROW(selector->select(task_of(grad, residual, {3}, {0, 65536}), out), InvalidArgument);
 }
 
-TEST(Options, OutsideTheirRangeAreRefused) {
+TEST(options, outside_their_range_are_refused) {
   EXPECT_THROW(make_selector({.threshold = -1.0F}), InvalidArgument);
   EXPECT_THROW(make_selector({.threshold = kNan}), InvalidArgument);
   EXPECT_THROW(make_selector({.block = 0}), InvalidArgument);
@@ -1037,7 +1037,7 @@ TEST(Options, OutsideTheirRangeAreRefused) {
 
 // ---- the loops over n
 
-TEST(Statistics, EqualSumsInDoubleOnEveryTarget) {
+TEST(statistics, equal_sums_in_double_on_every_target) {
   const std::vector<std::int64_t> all_targets = targets();
   for (const Shape& s : kShapes) {
     for (const std::size_t n :

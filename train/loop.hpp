@@ -67,7 +67,6 @@ class Decisions {
   std::map<Slot, std::string> told_;
 };
 
-double median(std::vector<double>& values);  // reorders the values; 0 if there are none
 std::uint64_t peak_rss_bytes();
 
 }  // namespace skim::train

@@ -5,14 +5,9 @@
 #include <cstdint>
 #include <initializer_list>
 
-namespace skim::train {
+#include "src/random.hpp"
 
-// The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection that spreads every bit.
-constexpr std::uint64_t mix(std::uint64_t x) noexcept {
-  x = (x ^ (x >> 30U)) * 0xbf58476d1ce4e5b9U;
-  x = (x ^ (x >> 27U)) * 0x94d049bb133111ebU;
-  return x ^ (x >> 31U);
-}
+namespace skim::train {
 
 // SplitMix64 started from a key, for example {seed, purpose, epoch, example}. Distinct keys give
 // unrelated streams, so any example can be made without those before it.
@@ -41,7 +36,6 @@ class Random {
   }
 
  private:
-  static constexpr std::uint64_t kStride = 0x9e3779b97f4a7c15U;  // 2^64 / golden ratio
   std::uint64_t state_ = 0;
 };
 

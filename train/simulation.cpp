@@ -18,6 +18,7 @@
 #include "skim/analysis.hpp"
 #include "skim/error.hpp"
 #include "skim/reducer.hpp"
+#include "src/numbers.hpp"
 #include "train/buckets.hpp"
 #include "train/loop.hpp"
 

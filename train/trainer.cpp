@@ -14,6 +14,7 @@
 #include <sstream>
 
 #include "skim/error.hpp"
+#include "src/numbers.hpp"
 #include "train/buckets.hpp"
 #include "train/checkpoint.hpp"
 #include "train/loop.hpp"

@@ -169,14 +169,14 @@ bool equal(const Batch& a, const Batch& b) {
 
 // Random.
 
-TEST(DataRandom, IsPinned) {
+TEST(data_random, is_pinned) {
   // Changing these changes every experiment and every checkpoint's continuation.
   Random random{1, 2, 3};
   EXPECT_EQ(random.next(), 2399657773382937285U);
   EXPECT_EQ(random.next(), 8067101194408944102U);
 }
 
-TEST(DataRandom, HasTheDistributionsItClaims) {
+TEST(data_random, has_the_distributions_it_claims) {
   Random random{4};
   constexpr int kDraws = 100000;
   double sum = 0, squares = 0, bell_sum = 0, bell_squares = 0;
@@ -200,7 +200,7 @@ TEST(DataRandom, HasTheDistributionsItClaims) {
 
 // Sampler.
 
-TEST(Sampler, RanksPartitionAPermutation) {
+TEST(sampler, ranks_partition_a_permutation) {
   for (const std::int64_t ranks : {1, 2, 3, 5, 8}) {
     for (const std::int64_t batch : {1, 4, 7}) {
       const std::int64_t n = 103;
@@ -226,7 +226,7 @@ TEST(Sampler, RanksPartitionAPermutation) {
   }
 }
 
-TEST(Sampler, OrderIsAFunctionOfSeedAndEpochAlone) {
+TEST(sampler, order_is_a_function_of_seed_and_epoch_alone) {
   const auto order = [](Sampler& s, std::int64_t epoch) {
     const auto span = s.examples(epoch, 0, 0);
     return std::vector<std::int64_t>(span.begin(), span.end());
@@ -242,7 +242,7 @@ TEST(Sampler, OrderIsAFunctionOfSeedAndEpochAlone) {
   EXPECT_NE(order(other, 0), epoch0);
 }
 
-TEST(Sampler, EveryOrderIsAboutAsLikely) {
+TEST(sampler, every_order_is_about_as_likely) {
   Sampler sampler(4, 1, 4, 1);
   std::map<std::vector<std::int64_t>, int> counts;
   constexpr int kEpochs = 24000;
@@ -254,7 +254,7 @@ TEST(Sampler, EveryOrderIsAboutAsLikely) {
   for (const auto& [order, count] : counts) EXPECT_NEAR(count, 1000, 5 * std::sqrt(1000.0));
 }
 
-TEST(Sampler, RefusesMoreThanThereIs) {
+TEST(sampler, refuses_more_than_there_is) {
   expect_message(
       message_of([] { Sampler(100, 4, 26, 1); }),
       {"InvalidArgument", "ranks x batch", "100 training examples", "ranks 4", "batch 26"});
@@ -295,7 +295,7 @@ std::vector<std::int64_t> sorted(std::vector<std::int64_t> v) {
   return v;
 }
 
-TEST(Partition, EachRankHasItsOwnAndKeepsThem) {
+TEST(partition, each_rank_has_its_own_and_keeps_them) {
   for (const std::int64_t ranks : {1, 2, 5, 8}) {
     Sampler sampler = Sampler::partition(103, ranks, 3, 9);
     const std::int64_t own = 103 / ranks;
@@ -321,7 +321,7 @@ TEST(Partition, EachRankHasItsOwnAndKeepsThem) {
   }
 }
 
-TEST(Partition, OrderIsAFunctionOfSeedEpochAndRankAlone) {
+TEST(partition, order_is_a_function_of_seed_epoch_and_rank_alone) {
   Sampler one = Sampler::partition(103, 4, 5, 5), other = Sampler::partition(103, 4, 5, 5),
           seeded = Sampler::partition(103, 4, 5, 6);
   std::set<std::vector<std::int64_t>> orders;
@@ -348,19 +348,19 @@ void expect_every_deal_about_as_likely(const std::function<Sampler(std::uint64_t
   for (const auto& [deal, count] : counts) EXPECT_NEAR(count, 1000, 5 * std::sqrt(1000.0));
 }
 
-TEST(Partition, EveryDealIsAboutAsLikely) {
+TEST(partition, every_deal_is_about_as_likely) {
   expect_every_deal_about_as_likely(
       [](std::uint64_t seed) { return Sampler::partition(4, 4, 1, seed); });
 }
 
-TEST(Partition, RefusesMoreThanThereIs) {
+TEST(partition, refuses_more_than_there_is) {
   EXPECT_EQ(Sampler::partition(100, 4, 25, 1).steps_per_epoch(), 1);
   expect_message(
       message_of([] { Sampler::partition(100, 4, 26, 1); }),
       {"InvalidArgument", "ranks x batch", "100 training examples", "ranks 4", "batch 26"});
 }
 
-TEST(Shards, AreRunsOfTheExamplesSortedByLabelEachDealtOnce) {
+TEST(shards, are_runs_of_the_examples_sorted_by_label_each_dealt_once) {
   const auto all = labels();
   std::vector<std::pair<int, std::int64_t>> by_label;
   for (std::size_t i = 0; i < all.size(); ++i) by_label.emplace_back(all[i], i);
@@ -392,7 +392,7 @@ TEST(Shards, AreRunsOfTheExamplesSortedByLabelEachDealtOnce) {
   }
 }
 
-TEST(Shards, OrderIsAFunctionOfSeedEpochAndRankAlone) {
+TEST(shards, order_is_a_function_of_seed_epoch_and_rank_alone) {
   const auto all = labels();
   Sampler one = Sampler::shards(all, 4, 3, 5, 2), other = Sampler::shards(all, 4, 3, 5, 2),
           seeded = Sampler::shards(all, 4, 3, 6, 2);
@@ -416,7 +416,7 @@ TEST(Shards, OrderIsAFunctionOfSeedEpochAndRankAlone) {
   EXPECT_GT(moved, 0);
 }
 
-TEST(Shards, EveryDealIsAboutAsLikely) {
+TEST(shards, every_deal_is_about_as_likely) {
   const std::vector<std::uint8_t> all{0, 1, 2, 3};
   expect_every_deal_about_as_likely(
       [&](std::uint64_t seed) { return Sampler::shards(all, 4, 1, seed, 1); });
@@ -424,7 +424,7 @@ TEST(Shards, EveryDealIsAboutAsLikely) {
 
 // 60,000 examples of ten classes as large as MNIST's, 100 ranks with two shards of 300, batches of
 // 10.
-TEST(Shards, OfTheUsualSizeLeaveNothingOut) {
+TEST(shards, of_the_usual_size_leave_nothing_out) {
   constexpr std::array kSizes{5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949};
   std::vector<std::uint8_t> all;
   for (std::size_t c = 0; c < kSizes.size(); ++c) {
@@ -444,7 +444,7 @@ TEST(Shards, OfTheUsualSizeLeaveNothingOut) {
   EXPECT_EQ(seen.size(), 60000U);
 }
 
-TEST(Shards, RefusesMoreThanThereIs) {
+TEST(shards, refuses_more_than_there_is) {
   const auto all = labels();
   EXPECT_EQ(Sampler::shards(all, 10, 10, 1, 2).steps_per_epoch(), 1);
   expect_message(message_of([&] { Sampler::shards(all, 10, 11, 1, 2); }),
@@ -461,7 +461,7 @@ TEST(Shards, RefusesMoreThanThereIs) {
 
 // IDX.
 
-TEST(Idx, GivesTheBytesOfTheFileNormalised) {
+TEST(idx, gives_the_bytes_of_the_file_normalised) {
   const Folder folder;
   write_mnist(folder);
   const Dataset data = load_data(options("mnist", folder.path()));
@@ -488,7 +488,7 @@ TEST(Idx, GivesTheBytesOfTheFileNormalised) {
   EXPECT_EQ(data.test_batch(2, 2).input.size(0), 0);
 }
 
-TEST(Idx, FashionHasConstantsOfItsOwn) {
+TEST(idx, fashion_has_constants_of_its_own) {
   const Folder folder;
   write_mnist(folder);
   fs::rename(folder.path() / "mnist", folder.path() / "fashion-mnist");
@@ -497,7 +497,7 @@ TEST(Idx, FashionHasConstantsOfItsOwn) {
               1e-6);
 }
 
-TEST(Idx, GzipAndFilesInTheFolderItselfGiveTheSame) {
+TEST(idx, gzip_and_files_in_the_folder_itself_give_the_same) {
   const Folder plain, zipped, unnamed;
   write_mnist(plain);
   for (const fs::path file : {kTrainImages, kTrainLabels, kTestImages, kTestLabels}) {
@@ -512,7 +512,7 @@ TEST(Idx, GzipAndFilesInTheFolderItselfGiveTheSame) {
       equal(load_data(options("mnist", plain.path() / "mnist")).train_batch(first(5), 0), want));
 }
 
-TEST(Idx, RefusesDamageInOneLineThatNamesTheFile) {
+TEST(idx, refuses_damage_in_one_line_that_names_the_file) {
   struct Case {
     std::string name, file;
     Bytes bytes;
@@ -553,7 +553,7 @@ TEST(Idx, RefusesDamageInOneLineThatNamesTheFile) {
   }
 }
 
-TEST(Idx, RefusesDamagedGzip) {
+TEST(idx, refuses_damaged_gzip) {
   const Folder folder;
   write_mnist(folder);
   Bytes noise = big_endian(0x803) + big_endian(4000) + big_endian(5) + big_endian(5);
@@ -579,7 +579,7 @@ TEST(Idx, RefusesDamagedGzip) {
   expect_message(load_message(o), {"train-images", "bytes after the end", "gzip"});
 }
 
-TEST(Idx, TakesConcatenatedGzipOfAnySize) {
+TEST(idx, takes_concatenated_gzip_of_any_size) {
   // Around the sizes of the pieces in which files are read and unpacked.
   constexpr std::size_t kPiece = std::size_t{1} << 20U;
   for (const std::size_t size : {kPiece - 1, kPiece, kPiece + 1, 2 * kPiece}) {
@@ -603,7 +603,7 @@ TEST(Idx, TakesConcatenatedGzipOfAnySize) {
   }
 }
 
-TEST(Files, MissingOnesNameThePathsTriedAndTheWayOut) {
+TEST(files, missing_ones_name_the_paths_tried_and_the_way_out) {
   const Folder folder;
   expect_message(load_message(options("mnist", folder.path())),
                  {"mnist", "train-images-idx3-ubyte", "tried",
@@ -621,7 +621,7 @@ TEST(Files, MissingOnesNameThePathsTriedAndTheWayOut) {
                  {kTestLabels, "cannot read", "Is a directory"});
 }
 
-TEST(Files, UnknownNamesListTheValidOnes) {
+TEST(files, unknown_names_list_the_valid_ones) {
   const std::string message = load_message(options("minst", "."));
   expect_message(message, {"InvalidArgument", "'minst'"});
   for (const std::string_view name : data_names()) expect_message(message, {std::string(name)});
@@ -643,7 +643,7 @@ torch::Tensor file_pixels(const Bytes& records, std::int64_t n) {
   return out;
 }
 
-TEST(Cifar, TakesWhichBatchesAreThere) {
+TEST(cifar, takes_which_batches_are_there) {
   const Folder folder;
   folder.write_gzip("cifar10/data_batch_4.bin.gz", cifar_records(3, 4));
   folder.write("cifar10/data_batch_2.bin", cifar_records(2, 2));
@@ -662,7 +662,7 @@ TEST(Cifar, TakesWhichBatchesAreThere) {
                            file_pixels(cifar_records(2, 9), 2)));
 }
 
-TEST(Cifar, RefusesDamage) {
+TEST(cifar, refuses_damage) {
   const Folder folder;
   folder.write("cifar10/data_batch_1.bin", cifar_records(2, 0));
   folder.write("cifar10/test_batch.bin", cifar_records(2, 0).substr(0, 6145));
@@ -677,7 +677,7 @@ TEST(Cifar, RefusesDamage) {
                  {"test_batch.bin", "record 1 has 11"});
 }
 
-TEST(Cifar, AugmentationIsACropAndFlipByEpochAndExample) {
+TEST(cifar, augmentation_is_a_crop_and_flip_by_epoch_and_example) {
   const Folder folder;
   constexpr std::int64_t kImages = 12;
   const Bytes records = cifar_records(kImages, 1);
@@ -725,7 +725,7 @@ TEST(Cifar, AugmentationIsACropAndFlipByEpochAndExample) {
 
 // Text.
 
-TEST(Text, CutsWindowsWhoseTargetIsTheNextCharacter) {
+TEST(text, cuts_windows_whose_target_is_the_next_character) {
   const Folder folder;
   Bytes text;
   Random random{3};
@@ -764,7 +764,7 @@ TEST(Text, CutsWindowsWhoseTargetIsTheNextCharacter) {
   EXPECT_TRUE(equal(data.train_batch(first(3), 5), load_data(o).train_batch(first(3), 5)));
 }
 
-TEST(Text, RefusesTooLittle) {
+TEST(text, refuses_too_little) {
   const Folder folder;
   folder.write("input.txt", "");
   expect_message(load_message(options("text", folder.path())), {"input.txt", "is empty"});
@@ -790,13 +790,13 @@ DataOptions generated(std::int64_t train, std::int64_t test) {
   return o;
 }
 
-TEST(Generated, IsTheSameOnEveryMachine) {
+TEST(generated, is_the_same_on_every_machine) {
   const Batch batch = load_data(generated(200, 1)).train_batch(first(200), 0);
   EXPECT_EQ(hash(bytes_of(batch.input, kGeneratedMean, kGeneratedDeviation)), 2337031789375726986U);
   EXPECT_EQ(hash(batch.target), 18100167831750829281U);
 }
 
-TEST(Generated, ExamplesDependOnTheirSeedAndIndexOnly) {
+TEST(generated, examples_depend_on_their_seed_and_index_only) {
   const Dataset small = load_data(generated(50, 20));
   const Dataset large = load_data(generated(80, 50));
   EXPECT_TRUE(equal(small.train_batch(first(50), 0), large.train_batch(first(50), 3)));
@@ -809,7 +809,7 @@ TEST(Generated, ExamplesDependOnTheirSeedAndIndexOnly) {
   EXPECT_FALSE(torch::equal(small.test_batch(0, 20).input, load_data(o).test_batch(0, 20).input));
 }
 
-TEST(Generated, HasBalancedClassesAFewWrongLabelsAndUnitVariance) {
+TEST(generated, has_balanced_classes_a_few_wrong_labels_and_unit_variance) {
   const Dataset data = load_data(generated(20000, 4000));
   const torch::Tensor drawn = torch::arange(20000).remainder(10);
   const torch::Tensor labels = data.train_batch(first(20000), 0).target;
@@ -828,7 +828,7 @@ TEST(Generated, HasBalancedClassesAFewWrongLabelsAndUnitVariance) {
   EXPECT_NEAR(test.input.std().item<double>(), 1.0, 0.05);
 }
 
-TEST(Generated, RefusesImpossibleSizesAndRanges) {
+TEST(generated, refuses_impossible_sizes_and_ranges) {
   expect_message(load_message(generated(0, 10)), {"InvalidArgument", "train 0", "test 10"});
   const Dataset data = load_data(generated(10, 5));
   for (const std::int64_t example : {-1, 10}) {
@@ -844,7 +844,7 @@ TEST(Generated, RefusesImpossibleSizesAndRanges) {
 
 // The real files.
 
-class RealData : public testing::Test {
+class real_data : public testing::Test {
  protected:
   void SetUp() override {
     const char* const dir = std::getenv("SKIM_DATA");
@@ -855,7 +855,7 @@ class RealData : public testing::Test {
   fs::path dir_;
 };
 
-TEST_F(RealData, MnistAndFashionAreNormalised) {
+TEST_F(real_data, mnist_and_fashion_are_normalised) {
   for (const std::string name : {"mnist", "fashion-mnist"}) {
     if (!has(name)) GTEST_SKIP() << "SKIM_DATA has no " << name << "/";
     const Dataset data = load_data(options(name, dir_));
@@ -869,7 +869,7 @@ TEST_F(RealData, MnistAndFashionAreNormalised) {
   }
 }
 
-TEST_F(RealData, CifarIsNormalised) {
+TEST_F(real_data, cifar_is_normalised) {
   if (!has("cifar10")) GTEST_SKIP() << "SKIM_DATA has no cifar10/";
   const Dataset data = load_data(options("cifar10", dir_));
   EXPECT_EQ(data.info().train_size % 10000, 0);
@@ -881,7 +881,7 @@ TEST_F(RealData, CifarIsNormalised) {
   }
 }
 
-TEST_F(RealData, ShakespeareHas65Characters) {
+TEST_F(real_data, shakespeare_has65_characters) {
   if (!has("tinyshakespeare")) GTEST_SKIP() << "SKIM_DATA has no tinyshakespeare/";
   const Dataset data = load_data(options("text", dir_));
   EXPECT_EQ(data.info().vocabulary, 65);

@@ -23,7 +23,7 @@ std::string refusal(const nlohmann::json& j) {
   return "no InvalidArgument thrown";
 }
 
-TEST(Fields, NamesAreUnique) {
+TEST(fields, names_are_unique) {
   std::set<std::string> names;
   TrainOptions o;
   each_field(o, [&](const char* name, auto&, const FieldInfo& info) {
@@ -33,7 +33,7 @@ TEST(Fields, NamesAreUnique) {
   EXPECT_TRUE(names.contains("local_clip"));
 }
 
-TEST(Fields, OptionsSurviveJson) {
+TEST(fields, options_survive_json) {
   TrainOptions o;
   o.automatic = true;
   o.chooser.among = {ExchangeKind::gtopk_tree, ExchangeKind::dense};
@@ -67,7 +67,7 @@ TEST(Fields, OptionsSurviveJson) {
   EXPECT_TRUE(back.metrics.empty());
 }
 
-TEST(Fields, EveryRuleSurvivesItsText) {
+TEST(fields, every_rule_survives_its_text) {
   for (const char* text :
        {"0.001", "adaptive", "capture=0.4", "accordion=0.01/0.1", "descent-per-bit"}) {
     EXPECT_EQ(to_text(density_rule(text)), text);
@@ -77,7 +77,7 @@ TEST(Fields, EveryRuleSurvivesItsText) {
   }
 }
 
-TEST(Fields, Refusals) {
+TEST(fields, refusals) {
   EXPECT_EQ(refusal({{"batch", 0.5}}), "file: batch: expected a whole number, got 0.5");
   EXPECT_EQ(refusal({{"batch", -1}}), "file: batch: expected a number > 0, got -1");
   EXPECT_EQ(refusal({{"dense_below", -1}}), "file: dense_below: expected a number >= 0, got -1");

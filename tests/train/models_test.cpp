@@ -67,7 +67,7 @@ std::uint64_t hash(const Tensor& t, std::uint64_t h = 0xcbf29ce484222325U) {
   return h;
 }
 
-TEST(Models, HaveTheParameterCountsOfThePapers) {
+TEST(models, have_the_parameter_counts_of_the_papers) {
   struct Case {
     std::string name;
     std::int64_t channels, side, count;
@@ -87,7 +87,7 @@ TEST(Models, HaveTheParameterCountsOfThePapers) {
             (65 + 64) * 128 + 4 * (12 * 128 * 128 + 13 * 128) + 2 * 128 + 128 * 65);
 }
 
-TEST(Models, GiveOneLogitPerClassForGreyAndColourImages) {
+TEST(models, give_one_logit_per_class_for_grey_and_colour_images) {
   for (const std::string_view name : model_names()) {
     if (input_kind(name) != InputKind::image) continue;
     for (const auto& [channels, side] : {std::pair{1, 28}, std::pair{3, 32}}) {
@@ -100,7 +100,7 @@ TEST(Models, GiveOneLogitPerClassForGreyAndColourImages) {
   }
 }
 
-TEST(Models, TextModelsFollowTheirOptionsAndSeeNoFuture) {
+TEST(models, text_models_follow_their_options_and_see_no_future) {
   for (const std::string_view name : model_names()) {
     if (input_kind(name) != InputKind::text) continue;
     ModelOptions o = options(std::string(name));
@@ -124,7 +124,7 @@ TEST(Models, TextModelsFollowTheirOptionsAndSeeNoFuture) {
   }
 }
 
-TEST(Models, InitialParametersAreAFunctionOfTheSeed) {
+TEST(models, initial_parameters_are_a_function_of_the_seed) {
   for (const std::string_view name : model_names()) {
     if (name == "vgg16") continue;  // the same code path as resnet20, at fifty times the cost
     ModelOptions o = options(std::string(name));
@@ -142,13 +142,13 @@ TEST(Models, InitialParametersAreAFunctionOfTheSeed) {
   }
 }
 
-TEST(Models, InitialParametersAreTheSameOnEveryMachine) {
+TEST(models, initial_parameters_are_the_same_on_every_machine) {
   std::uint64_t h = 0xcbf29ce484222325U;
   for (const Tensor& p : make_model(options("lenet5"))->parameters()) h = hash(p, h);
   EXPECT_EQ(h, 3735064731784255460U) << "pinned: changing it changes every experiment";
 }
 
-TEST(Models, InitialParametersAreUniformWithTheWantedWidth) {
+TEST(models, initial_parameters_are_uniform_with_the_wanted_width) {
   const auto check = [](const Tensor& w, double bound, const std::string& what) {
     const Tensor wide = w.to(torch::kFloat64);
     const auto n = static_cast<double>(w.numel());
@@ -176,7 +176,7 @@ TEST(Models, InitialParametersAreUniformWithTheWantedWidth) {
   EXPECT_TRUE(torch::equal(gpt["block1.up.bias"], torch::zeros({512})));
 }
 
-TEST(Models, WeightDecayLeavesOutBiasesAndNormalisation) {
+TEST(models, weight_decay_leaves_out_biases_and_normalisation) {
   for (const std::string_view name : model_names()) {
     if (name == "vgg16") continue;
     const auto model = make_model(options(std::string(name)));
@@ -194,7 +194,7 @@ class Dropping : public Model {
   Tensor forward(const Tensor& input) override { return dropout(input, 0.25); }
 };
 
-TEST(Models, DropoutMasksAreAFunctionOfTheirSeed) {
+TEST(models, dropout_masks_are_a_function_of_their_seed) {
   Dropping model;
   const Tensor x = torch::ones({100000});
   torch::manual_seed(5);
@@ -216,7 +216,7 @@ TEST(Models, DropoutMasksAreAFunctionOfTheirSeed) {
   EXPECT_TRUE(torch::equal(model.forward(x), x));
 }
 
-TEST(Models, CnnDropsOutInTrainingOnly) {
+TEST(models, cnn_drops_out_in_training_only) {
   const auto model = make_model(options("cnn"));
   const Tensor x = torch::arange(784).view({1, 1, 28, 28}) / 784.0;
   EXPECT_FALSE(torch::equal(model->forward(x), model->forward(x)));
@@ -224,7 +224,7 @@ TEST(Models, CnnDropsOutInTrainingOnly) {
   EXPECT_TRUE(torch::equal(model->forward(x), model->forward(x)));
 }
 
-TEST(Models, RefuseWhatDoesNotFit) {
+TEST(models, refuse_what_does_not_fit) {
   const std::string unknown = message_of([] { make_model(ModelOptions{.name = "lenet"}); });
   for (const std::string_view name : model_names()) {
     EXPECT_NE(unknown.find(name), std::string::npos) << unknown;
@@ -257,7 +257,7 @@ TEST(Models, RefuseWhatDoesNotFit) {
             "model linear takes images, but data text is text");
 }
 
-TEST(Models, SmallestImagesWork) {
+TEST(models, smallest_images_work) {
   for (const auto& [name, side] : {std::pair{"lenet5", 12}, std::pair{"cnn", 6},
                                    std::pair{"cnn-bn", 4}, std::pair{"resnet20", 4}}) {
     const auto model = make_model(options(name, 1, side));
@@ -265,7 +265,7 @@ TEST(Models, SmallestImagesWork) {
   }
 }
 
-TEST(Models, CrossEntropyAndCountCoverEveryPrediction) {
+TEST(models, cross_entropy_and_count_cover_every_prediction) {
   const Tensor logits = torch::tensor({0.0F, 1.0F, 2.0F, 5.0F, 1.0F, 0.5F}).view({1, 2, 3});
   const Tensor target = torch::tensor({2, 1}).view({1, 2});
   double loss = 0.0;
@@ -331,9 +331,9 @@ double accuracy_after(const std::string& name, const Dataset& data, std::int64_t
   return accuracy(*model, data);
 }
 
-class Learning : public testing::TestWithParam<std::string_view> {};
+class learning : public testing::TestWithParam<std::string_view> {};
 
-TEST_P(Learning, FitsAFewImages) {
+TEST_P(learning, fits_a_few_images) {
   DataOptions d;
   d.generated_train = 8;
   d.generated_test = 1;
@@ -366,9 +366,9 @@ std::string test_name(const testing::TestParamInfo<std::string_view>& info) {
   return name;
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, Learning, testing::ValuesIn(image_models()), test_name);
+INSTANTIATE_TEST_SUITE_P(Models, learning, testing::ValuesIn(image_models()), test_name);
 
-TEST(Models, TextModelsLearnWhatComesNext) {
+TEST(models, text_models_learn_what_comes_next) {
   // Every other letter is an a, and what follows it depends on the letter before it: a model
   // without memory stays at a loss of 0.5 * ln 4. Windows of 17 start at every phase of the 8, so
   // that position tells nothing.
@@ -407,7 +407,7 @@ TEST(Models, TextModelsLearnWhatComesNext) {
   }
 }
 
-TEST(Models, GeneratedImagesTellGoodModelsFromPoorOnes) {
+TEST(models, generated_images_tell_good_models_from_poor_ones) {
   DataOptions d;
   d.generated_train = 6000;
   d.generated_test = 2000;
@@ -422,7 +422,7 @@ TEST(Models, GeneratedImagesTellGoodModelsFromPoorOnes) {
   EXPECT_LT(lenet5, 0.995);
 }
 
-TEST(Models, LearnMnistInTwoHundredSteps) {
+TEST(models, learn_mnist_in_two_hundred_steps) {
   const char* const dir = std::getenv("SKIM_DATA");
   if (dir == nullptr || !std::filesystem::exists(std::filesystem::path(dir) / "mnist")) {
     GTEST_SKIP() << "needs MNIST: set SKIM_DATA to a folder with mnist/ in it";

@@ -126,9 +126,9 @@ void expect_same(const Course& simulated, const Course& group) {
   EXPECT_EQ(s.max_received_bytes_per_step, g.max_received_bytes_per_step);
 }
 
-class SameAsAGroup : public testing::TestWithParam<const char*> {};
+class same_as_a_group : public testing::TestWithParam<const char*> {};
 
-TEST_P(SameAsAGroup, BitForBit) {
+TEST_P(same_as_a_group, bit_for_bit) {
   TrainOptions o = options(GetParam());
   o.bucket_mb = 0.1;  // two buckets, of which the first goes dense
   o.momentum = 0.9;
@@ -144,11 +144,12 @@ TEST_P(SameAsAGroup, BitForBit) {
     EXPECT_EQ(simulated.evaluations[i].test_accuracy, group.evaluations[i].test_accuracy);
   }
 }
-INSTANTIATE_TEST_SUITE_P(Exchanges, SameAsAGroup, testing::Values("gtopk", "allgather", "dense"));
+INSTANTIATE_TEST_SUITE_P(Exchanges, same_as_a_group,
+                         testing::Values("gtopk", "allgather", "dense"));
 
 // cnn: each rank drops entries of its own. cnn-bn: each normalises with statistics of its own
 // batches; evaluated are their means, which are added in another order here.
-TEST(Simulation, KeepsMasksAndStatisticsOfEveryRank) {
+TEST(simulation, keeps_masks_and_statistics_of_every_rank) {
   for (const char* model : {"cnn", "cnn-bn"}) {
     TrainOptions o = options("gtopk");
     o.model = model;
@@ -165,7 +166,7 @@ TEST(Simulation, KeepsMasksAndStatisticsOfEveryRank) {
   }
 }
 
-TEST(Simulation, SkipsAStepThatIsNotFiniteAsAGroupDoes) {
+TEST(simulation, skips_a_step_that_is_not_finite_as_a_group_does) {
   TrainOptions o = options("gtopk");
   o.learning_rate.base = 1e30;
   const Course simulated = by_simulation(o, {.ranks = 2}), group = by_group(o, 2);
@@ -176,7 +177,7 @@ TEST(Simulation, SkipsAStepThatIsNotFiniteAsAGroupDoes) {
 }
 
 // One rank adds up all that came, or every rank a part: together they see the same union.
-TEST(Simulation, CountsTheUnionOfWhatServersAddUp) {
+TEST(simulation, counts_the_union_of_what_servers_add_up) {
   TrainOptions o = options("param-server");
   o.down_density = 1.0;
   for (const ServerPlacement server : {ServerPlacement::rank0, ServerPlacement::sharded}) {
@@ -193,7 +194,7 @@ TEST(Simulation, CountsTheUnionOfWhatServersAddUp) {
   }
 }
 
-TEST(Simulation, SplitsExamplesAsAGroupDoes) {
+TEST(simulation, splits_examples_as_a_group_does) {
   TrainOptions o = options("allgather");
   o.epochs = 1.25;  // beyond an epoch, each rank's examples come in another order
   o.steps = 0;
@@ -258,7 +259,7 @@ std::vector<std::optional<double>> deltas(const TrainOptions& o, const Simulatio
   return all;
 }
 
-TEST(Delta, IsWhatALoopWrittenOutFinds) {
+TEST(delta, is_what_a_loop_written_out_finds) {
   TrainOptions o = options("allgather");
   o.bucket_mb = 0.0;
   for (const int ranks : {1, 3}) {
@@ -274,7 +275,7 @@ TEST(Delta, IsWhatALoopWrittenOutFinds) {
 }
 
 // Of one rank gtopk's sum is Top_k(x), which is nearer to x than the mean RandK(x).
-TEST(Delta, OfOneRankIsAtMostOne) {
+TEST(delta, of_one_rank_is_at_most_one) {
   TrainOptions o = options("gtopk");
   o.feedback.momentum_correction = 0.9F;
   o.exchange.codec.value = ValueCode::f16;
@@ -291,7 +292,7 @@ TEST(Delta, OfOneRankIsAtMostOne) {
   }
 }
 
-TEST(Delta, IsNotThereWhereNothingIsLeftOut) {
+TEST(delta, is_not_there_where_nothing_is_left_out) {
   TrainOptions o = options("gtopk");
   o.density_warmup = warm_up("1");
   o.epochs = 1.0;
@@ -323,7 +324,7 @@ std::vector<std::vector<float>> first_gradients(const TrainOptions& o, int ranks
 
 // In the first step nothing is held, and what ranks select from are their gradients: as in a loop
 // written out. Memories of updates have the rate in them, above and below the fraction.
-TEST(Constants, OfTheFirstStepAreThoseOfTheGradients) {
+TEST(constants, of_the_first_step_are_those_of_the_gradients) {
   TrainOptions o = options("param-server");
   o.bucket_mb = 0.0;
   o.steps = 2;
@@ -356,7 +357,7 @@ TEST(Constants, OfTheFirstStepAreThoseOfTheGradients) {
 
 // ---- time ---------------------------------------------------------------------------------------
 
-TEST(Time, OfADenseStepIsTheFormula) {
+TEST(time, of_a_dense_step_is_the_formula) {
   TrainOptions o = options("dense");
   o.bucket_mb = 0.0;
   o.steps = 3;
@@ -383,7 +384,7 @@ TEST(Time, OfADenseStepIsTheFormula) {
   EXPECT_GT(total, 0.75);
 }
 
-TEST(Time, OfTheProcessorCountsUnlessToldOtherwise) {
+TEST(time, of_the_processor_counts_unless_told_otherwise) {
   const TrainOptions o = options("gtopk");
   const auto exchange_ms = [&](bool processor_time) {
     std::vector<double> all;
@@ -402,7 +403,7 @@ TEST(Time, OfTheProcessorCountsUnlessToldOtherwise) {
 
 // ---- ends ---------------------------------------------------------------------------------------
 
-TEST(Simulation, EndsWhenAsked) {
+TEST(simulation, ends_when_asked) {
   std::atomic<bool> stop{false};
   const SimulationSummary s =
       simulate(options("gtopk"), data(), {.ranks = 2}, stop,
@@ -421,7 +422,7 @@ std::string refusal(const TrainOptions& o, const SimulationOptions& simulation) 
   return "no InvalidArgument thrown";
 }
 
-TEST(Simulation, Refusals) {
+TEST(simulation, refusals) {
   TrainOptions o = options("gtopk");
   EXPECT_EQ(refusal(o, {.ranks = 0}).find("simulate: ranks"), 0U);
   o.exchange.drop = DropPolicy::sender_keeps;
@@ -433,7 +434,7 @@ TEST(Simulation, Refusals) {
   EXPECT_EQ(refusal(options("hierarchical"), {.ranks = 2}).find("--exchange hierarchical"), 0U);
 }
 
-TEST(Simulation, SaysWhatMemoryItNeeds) {
+TEST(simulation, says_what_memory_it_needs) {
   EXPECT_NO_THROW(expect_memory(1e6, "a run", "take less"));
   try {
     expect_memory(1e18, "a run", "take less");
