@@ -1,4 +1,4 @@
-"""A training loop of Hugging Face's accelerate: Skim takes the model that prepare() returns.
+"""A training loop with Hugging Face's accelerate. Skim is attached to the model that prepare() returns.
 
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
 """
@@ -20,7 +20,7 @@ except ImportError:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--accumulate", type=int, default=2, help="batches of a step")
+    parser.add_argument("--accumulate", type=int, default=2, help="batches per step")
     options = parser.parse_args()
     if options.steps < 1 or options.accumulate < 1:
         parser.error("--steps and --accumulate must be at least 1")

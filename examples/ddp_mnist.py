@@ -1,7 +1,7 @@
-"""Digits on several processes, with PyTorch's DistributedDataParallel: the two lines that Skim needs are marked.
+"""Trains an MLP on MNIST with PyTorch's DistributedDataParallel. The two lines that Skim needs are marked 1 and 2.
 
 torchrun --nproc-per-node 2 examples/ddp_mnist.py
-SKIM_DATA names the folder that has mnist/ as published; without it images are made up.
+SKIM_DATA names the folder that holds mnist/ with the published files. Without it the images are random patterns.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import skim  # 1
 
 
 def digits(part):
-    """Images [n, 784] from 0 to 1, and labels [n], of "train" or "t10k"."""
+    """Images [n, 784], in [0, 1], and labels [n]. part: "train" or "t10k"."""
     if "SKIM_DATA" not in os.environ:
         drawn = torch.Generator().manual_seed(["train", "t10k"].index(part))
         labels = torch.randint(10, (10_000,), generator=drawn)
@@ -38,7 +38,7 @@ def main():
     steps = max(1, parser.parse_args().steps)
     images, labels = digits("train")
     dist.init_process_group("gloo")
-    torch.manual_seed(dist.get_rank())  # DDP takes rank 0's parameters; batches are each rank's own
+    torch.manual_seed(dist.get_rank())  # for batches that differ between ranks; DDP copies rank 0's parameters
     model = torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     model = torch.nn.parallel.DistributedDataParallel(model)
     skim.attach(model, density=0.01)  # 2

@@ -1,7 +1,7 @@
-"""A small GPT that learns to write, letter by letter, with AdamW; gradients go through Skim, or through DDP's own sum.
+"""Trains a small GPT on single characters with AdamW. Gradients go through Skim, or with --no-skim through DDP itself.
 
 torchrun --nproc-per-node 2 examples/gpt_text.py --density 0.01
-SKIM_DATA names the folder that has tinyshakespeare/input.txt; without it the text is made up.
+SKIM_DATA names the folder that holds tinyshakespeare/input.txt. Without it the text is random words.
 """
 
 import argparse
@@ -21,7 +21,7 @@ CONTEXT, WIDTH, HEADS, LAYERS = 64, 128, 4, 4
 
 
 def text():
-    """Letters as numbers [n], and how many different ones there are."""
+    """The text as character numbers [n], and the number of different characters."""
     if "SKIM_DATA" in os.environ:
         try:
             raw = pathlib.Path(os.environ["SKIM_DATA"], "tinyshakespeare", "input.txt").read_bytes()
@@ -57,7 +57,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, letters, bias=False)
 
-    def forward(self, x, y):  # both [batch, time]; the mean loss
+    def forward(self, x, y):  # both [batch, time]; returns the mean loss
         x = self.letter(x) + self.place.weight[: x.shape[1]]
         return functional.cross_entropy(self.head(self.last(self.blocks(x))).flatten(0, 1), y.flatten())
 
@@ -75,7 +75,7 @@ def mean_over_ranks(value):
 
 @torch.no_grad()
 def validation_loss(model, data):
-    """Over all of data, in pieces of CONTEXT letters; this rank takes its share of the pieces."""
+    """The mean loss over data, in pieces of CONTEXT characters. Each rank evaluates an equal number of pieces."""
     pieces = data[: (len(data) - 1) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     following = data[1 : pieces.numel() + 1].view(-1, CONTEXT)
     share = slice(dist.get_rank(), len(pieces) // dist.get_world_size() * dist.get_world_size(), dist.get_world_size())
@@ -88,10 +88,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--exchange", choices=["auto", *skim.exchanges], default="auto")
-    parser.add_argument("--no-skim", action="store_true", help="DDP's own all-reduce, of all entries")
+    parser.add_argument("--no-skim", action="store_true", help="use DDP's own dense all-reduce")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=16, help="of a rank")
-    parser.add_argument("--lr", type=float, default=1e-3, help="the highest; after a warm-up it falls as a cosine")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per rank and step")
+    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate; warm-up, then cosine")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.steps < 1 or options.batch < 1:
@@ -102,7 +102,7 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(options.seed)
     ddp = nn.parallel.DistributedDataParallel(GPT(letters))
-    torch.manual_seed(1000 * options.seed + 1 + dist.get_rank())  # batches are each rank's own
+    torch.manual_seed(1000 * options.seed + 1 + dist.get_rank())  # for batches that differ between ranks
     if not options.no_skim:
         try:
             skim.attach(ddp, density=options.density, exchange=options.exchange)

@@ -1,9 +1,9 @@
-"""Local steps: each rank trains by itself, and what its parameters have moved is exchanged now and then, sparsely.
+"""Local steps: each rank trains by itself. Every H steps the ranks exchange how far their parameters have moved.
 
-As in SparseLoCo (arXiv 2508.15706): H local AdamW steps, then the parameters' differences since the last exchange
-go through an aggregator, whose residuals are the error feedback; their mean is the gradient of an outer step of SGD.
-That has no momentum there; --outer-momentum gives it Nesterov's, as in DiLoCo (arXiv 2311.08105). SparseLoCo's selection
-in chunks is not here.
+A round has three parts, as in SparseLoCo (arXiv 2508.15706). Each rank takes H local AdamW steps. An aggregator then
+averages the changes of the parameters since the last round, compressed with error feedback. The mean is the gradient of
+an outer SGD step. SparseLoCo uses no outer momentum; --outer-momentum adds Nesterov momentum, as in DiLoCo
+(arXiv 2311.08105). SparseLoCo's selection in chunks is not part of this example.
 
 torchrun --nproc-per-node 2 examples/local_steps.py
 """
@@ -22,9 +22,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--local-steps", type=int, default=15, metavar="H")
-    parser.add_argument("--density", type=float, default=0.0156, help="share of the differences that is sent")
-    parser.add_argument("--values", choices=skim.value_codes, default="q2", help="how their values are sent")
-    parser.add_argument("--residual-decay", type=float, default=0.95, help="of what is not sent, a round")
+    parser.add_argument("--density", type=float, default=0.0156, help="fraction of the changes that is sent")
+    parser.add_argument("--values", choices=skim.value_codes, default="q2", help="value code of the changes")
+    parser.add_argument("--residual-decay", type=float, default=0.95, help="factor of the residual in every round")
     parser.add_argument("--outer-lr", type=float, default=1.0)
     parser.add_argument("--outer-momentum", type=float, default=0.0)
     options = parser.parse_args()
@@ -33,8 +33,8 @@ def main():
 
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    images, labels = (part[rank::size] for part in digits("train"))  # data of its own
-    torch.manual_seed(0)  # the same parameters
+    images, labels = (part[rank::size] for part in digits("train"))  # each rank has its own part of the data
+    torch.manual_seed(0)  # the same initial parameters on all ranks
     model = torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     torch.manual_seed(1 + rank)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)

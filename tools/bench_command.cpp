@@ -1,4 +1,5 @@
-// skim bench select: how long selection takes, beside the bare pass r += g, on the CPU or a device.
+// skim bench select: how long selection takes, compared with the bare pass r += g, on the CPU or a
+// device.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -42,9 +43,10 @@ using bench::median;
 constexpr int kUsageError = 2;
 constexpr std::string_view kNthElement = "std::nth_element", kTorchTopk = "torch.topk";
 
-// ---- baselines: what one does without Skim, as selectors
+// ---- baselines: common ways to select without Skim
 
-// residual += gradient; the k-th magnitude; the entries above it, and ties from the left.
+// Computes residual += gradient and the k-th magnitude. Selects the entries above it, and ties from
+// the left.
 class NthElement final : public Selector {
  public:
   std::string_view name() const noexcept override { return kNthElement; }
@@ -73,7 +75,7 @@ class NthElement final : public Selector {
   std::vector<float> magnitude_;
 };
 
-// Where the arrays are: on the CPU or, where libtorch has CUDA, on a device.
+// Runs where the arrays are: on the CPU or, if libtorch has CUDA, on a device.
 class TorchTopk final : public Selector {
  public:
   std::string_view name() const noexcept override { return kTorchTopk; }
@@ -100,7 +102,7 @@ class TorchTopk final : public Selector {
 
 // ---- one case
 
-constexpr double kAddBytes = 12.0;  // of an entry: two reads and a write
+constexpr double kAddBytes = 12.0;  // per entry: two reads and a write
 
 struct BenchCase {
   std::string algo, shape;
@@ -116,7 +118,7 @@ bool is_baseline(std::string_view algo) {
 }
 bool is_exact(std::string_view algo) { return algo == "exact" || is_baseline(algo); }
 
-// threshold: of the rule that is told one.
+// threshold: for the rule `threshold`; other rules ignore it.
 std::unique_ptr<Selector> selector_of(const std::string& algo, Device device, float threshold) {
   if (algo == kNthElement) return std::make_unique<NthElement>();
   if (algo == kTorchTopk) return std::make_unique<TorchTopk>();
@@ -127,7 +129,7 @@ std::unique_ptr<Selector> selector_of(const std::string& algo, Device device, fl
   return device == Device::cuda ? make_cuda_selector(options) : make_selector(options);
 }
 
-// Threads that do a job together; the caller is one of them.
+// Threads that run a job together. The caller is one of them.
 class Team {
  public:
   explicit Team(int size) : size_(size), gate_(size) {
@@ -149,7 +151,7 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  // ns until all have done job(thread).
+  // Runs job(thread) on all threads. Returns the time until all have ended, in ns.
   double run(const std::function<void(int)>& job) {
     job_ = &job;
     const auto start = std::chrono::steady_clock::now();
@@ -164,7 +166,7 @@ class Team {
   int size_;
   const std::function<void(int)>* job_ = nullptr;
   std::barrier<> gate_;
-  std::vector<std::jthread> others_;  // last: they end before what they use
+  std::vector<std::jthread> others_;  // last member: the threads end before the members they use
 };
 
 struct Result {
@@ -173,7 +175,7 @@ struct Result {
   std::string device, input;
 };
 
-// One bucket on the CPU, in as many parts as there are threads.
+// One bucket on the CPU, divided into one part for each thread.
 class CpuSteps final : public bench::Timed {
  public:
   CpuSteps(const BenchCase& c, const bench::Gradients& gradients) : case_(c), team_(c.threads) {
@@ -238,7 +240,7 @@ class CpuSteps final : public bench::Timed {
   }
 
  private:
-  // The k-th magnitude of a run of `exact` in the same steady state.
+  // The k-th magnitude that `exact` finds in the same steady state.
   static float known_threshold(const bench::Gradients& gradients, std::size_t first, std::size_t n,
                                std::size_t k) {
     bench::LocalStep exact(make_selector({}), gradients, first, n, k);
@@ -296,7 +298,7 @@ std::vector<std::string> shapes(std::size_t count) {
   return names;
 }
 
-// CPU targets that can be asked for, best first.
+// The CPU targets that this machine can run, best first.
 std::vector<std::pair<std::string, std::int64_t>> targets() {
   std::vector<std::pair<std::string, std::int64_t>> list;
   std::int64_t bits = kernels::compiled_targets() & hwy::SupportedTargets();
@@ -316,7 +318,7 @@ std::vector<T> or_else(const std::vector<T>& given, std::vector<T> otherwise) {
   return given.empty() ? std::move(otherwise) : given;
 }
 
-// Ordered so that cases of one input follow one another.
+// The cases are ordered so that those with the same input are adjacent.
 std::vector<BenchCase> cases_of(const BenchOptions& o) {
   std::vector<BenchCase> list;
   const auto add = [&](const std::vector<std::string>& algos, const std::vector<std::size_t>& ns,
@@ -327,7 +329,8 @@ std::vector<BenchCase> cases_of(const BenchOptions& o) {
         for (const double d : densities) {
           for (const int t : threads) {
             for (const std::string& algo : algos) {
-              if (is_baseline(algo) && shape == "nonfinite") continue;  // they add NaN up
+              // Baselines accumulate NaN.
+              if (is_baseline(algo) && shape == "nonfinite") continue;
               list.push_back({algo, shape, n, d, t, o.on_device() ? Device::cuda : Device::cpu});
             }
           }
@@ -365,8 +368,8 @@ std::vector<BenchCase> cases_of(const BenchOptions& o) {
   return list;
 }
 
-// Bytes that a step must move: the passes, the entries and, on the CPU, the journal of the commit.
-// Counted, not measured: what caches save or reload is not in it.
+// bytes_read and bytes_written are the bytes that a step must move: the passes, the entries and, on
+// the CPU, the journal of the commit. They are calculated and ignore the effects of caches.
 nlohmann::json to_json(const Result& r) {
   const bench::Times& t = r.times;
   const bool on_device = r.of.device == Device::cuda;
@@ -421,7 +424,7 @@ void print_row(std::FILE* out, const Result& r) {
 }
 
 bench::Times measure(const BenchCase& c, const bench::Gradients& gradients, double seconds) {
-  // A baseline carries nothing from step to step but the residual.
+  // A baseline carries only the residual from step to step.
   const std::uint64_t before =
       is_baseline(c.algo) ? bench::Gradients::kInTurn : bench::kStepsBefore;
   if (c.device == Device::cpu) {
@@ -433,16 +436,18 @@ bench::Times measure(const BenchCase& c, const bench::Gradients& gradients, doub
   return bench::measure(*steps, before, seconds);
 }
 
-// The device's name. Throws: InvalidArgument: none is there, or an option is not for devices.
+// Returns the device's name. Throws: InvalidArgument if there is no device, or if an option does
+// not apply to devices.
 std::string device_of(const BenchOptions& o) {
   if (!o.on_device()) return "cpu";
   const std::vector<std::string> known = algorithms(true);
   for (const std::string& algo : o.algos) {
     if (std::ranges::find(known, algo) == known.end()) {
-      throw InvalidArgument("--algo: on a device there are " + joined(known) + ", got " + algo);
+      throw InvalidArgument("--algo: with --device cuda, expected one of " + joined(known) +
+                            ", got " + algo);
     }
   }
-  if (!o.target.empty()) throw InvalidArgument("--target: of the CPU, not with --device cuda");
+  if (!o.target.empty()) throw InvalidArgument("--target is for the CPU; leave out --device cuda");
   for (const int t : o.threads) {
     if (t != 1) {
       throw InvalidArgument("--threads: expected 1 with --device cuda, got " + std::to_string(t));
@@ -477,7 +482,7 @@ int run(const BenchOptions& o) {
     }
   }
   std::FILE* const people = o.json == "-" ? stderr : stdout;
-  // One case alone has more time than one of hundreds.
+  // A few cases get more time each than hundreds do.
   const double seconds = o.seconds > 0.0 ? o.seconds : list.size() > 16 ? 0.25 : 2.0;
 
   nlohmann::json results = nlohmann::json::array();
@@ -485,7 +490,7 @@ int run(const BenchOptions& o) {
   print_header(people);
   for (const BenchCase& c : list) {
     if (!gradients || gradients->shape() != c.shape || gradients->n() != c.n) {
-      gradients.reset();  // first, so that two are never there
+      gradients.reset();  // frees the old ones before the new ones are made
       gradients = std::make_unique<bench::Gradients>(c.shape, c.n, recorded);
     }
     at::set_num_threads(c.threads);
@@ -530,22 +535,23 @@ void declare(CLI::App& app, BenchOptions& o) {
   list("--density", o.densities, "D", "k/n [exact: 0.1 .. 0.0001; others: 0.01,0.001]");
   list("--shape", o.shapes, "NAME", "gradients: " + described + " [others: normal,recorded]")
       ->check(CLI::IsMember(shapes(bench::kShapes.size())));
-  list("--threads", o.threads, "T", "selectors on T parts of the bucket, in T threads [1]")
+  list("--threads", o.threads, "T", "split the bucket into T parts, with a thread for each [1]")
       ->check(CLI::Range(1, 1024));
 
   line.group("How");
   line.plain("--device", o.device, "NAME",
-             fmt::format("cpu, or cuda: {}, and CUB and torch.topk there [cpu]",
+             fmt::format("cpu; or cuda, for {} and the baselines CUB and torch.topk [cpu]",
                          joined(algorithms(true))))
       ->check(CLI::IsMember({"cpu", "cuda"}));
   line.plain("--recorded", o.recorded, "FILE",
-             "a gradient of training, .npy, for the shape recorded; repeated to the length");
+             "for --shape recorded: .npy file with a gradient of training, repeated to N entries");
   line.plain("--target", o.target, "NAME",
              fmt::format("CPU target: {} [the best]", joined(target_names)))
       ->check(CLI::IsMember(target_names));
-  line.plain("--seconds", o.seconds, "X", "to repeat each case for [2; 0.25 of many]")
+  line.plain("--seconds", o.seconds, "X",
+             "how long to repeat each case [2; 0.25 for more than 16 cases]")
       ->check(positive());
-  line.flag("--quick", o.quick, "the full run, but for 4^11 entries at most");
+  line.flag("--quick", o.quick, "the full run, with at most 4^11 entries");
   line.plain("--json", o.json, "FILE", "JSON array, one object a case; -: standard output");
 }
 
@@ -558,14 +564,13 @@ int bench_command(int argc, char** argv) {
   if (what == "scaling") return bench_scaling_command(argc - 1, argv + 1);
   BenchOptions o;
   CLI::App app(
-      "Times selection with error feedback beside the bare pass r += g, in the steady state "
-      "of training.",
+      "Times selection with error feedback, and the bare pass r += g for comparison, in the steady "
+      "state of training.",
       "skim bench select");
   declare(app, o);
   app.footer(
-      "A gradient that needs no steps before it does not occur in training: every case\n"
-      "takes 20 steps with 4 gradients in turn, is checked against an oracle, and is\n"
-      "then timed step by step, in turn with the bare passes.\n\n"
+      "Every case first runs 20 steps with 4 gradients in turn, to reach the state of a\n"
+      "training run. Its result is checked. Then steps and bare passes are timed in turn.\n\n"
       "Example:\n"
       "  skim bench select --algo exact --n 25000000 --density 0.001 --shape normal");
   if (what != "select" && what != "--help" && what != "-h") {

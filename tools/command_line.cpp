@@ -15,7 +15,8 @@
 namespace skim::tool {
 namespace {
 
-// --help as a manual page has it: option, what it does with its valid names, default; 79 columns.
+// Formats --help like a manual page of 79 columns: the option, its description with the valid
+// names, and its default.
 class HelpFormatter final : public CLI::Formatter {
  public:
   std::string make_option(const CLI::Option* option, bool) const override {
@@ -74,7 +75,7 @@ CLI::Option* CommandLine::call(const char* name, const std::function<void(const 
 }
 
 CLI::Option* CommandLine::styled(CLI::Option* option, const char* type) {
-  // Of an option that stands twice the last counts, so that scripts can be given more arguments.
+  // If an option is given twice, the last one counts. So a script's options can be overridden.
   if (option->get_items_expected_max() == 1) {
     option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   }

@@ -1,4 +1,5 @@
-// skim inspect: what selection sees and loses, while training or on saved gradients.
+// skim inspect: measures the vectors that rules select from, and the error of the selection, during
+// training or on saved gradients.
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,7 +22,7 @@
 namespace skim::tool {
 namespace {
 
-constexpr double kHistogramWidth = 5.0;  // half of it, in standard deviations
+constexpr double kHistogramWidth = 5.0;  // standard deviations to each side
 
 struct InspectOptions {
   std::vector<std::string> files;
@@ -32,10 +33,10 @@ struct InspectOptions {
   bool save = false, save_frames = false;
 };
 
-// How often a measured ratio kept to a bound.
+// Counts how often a measured ratio was within a bound.
 struct Verdict {
   int held = 0, of = 0;
-  double closest = 0.0;  // largest ratio over bound
+  double closest = 0.0;  // the largest ratio / bound
 
   void add(double ratio, double bound) {
     ++of;
@@ -44,10 +45,10 @@ struct Verdict {
   }
 };
 
-// Measures vectors u and keeps what it found as JSON (docs/metrics.md).
+// Measures vectors u. docs/metrics.md describes the JSON that it returns.
 class Inspector {
  public:
-  // select: what a rule needs beside its name.
+  // select: the options of the rules. Its `algo` is ignored: every rule is measured.
   Inspector(const InspectOptions& options, const SelectOptions& select)
       : bins_(static_cast<std::size_t>(options.bins)) {
     for (const SelectAlgo algo : enumerators<SelectAlgo>()) {
@@ -60,8 +61,9 @@ class Inspector {
     }
   }
 
-  // name: of the parameter that u is, or "model". id.slot: 0 for the model, another number for each
-  // parameter; selectors keep their state under it. k: entries to keep, at most u.size().
+  // name: the name of the parameter, or "model". id.slot: 0 for the model, and another number for
+  // each parameter. Selectors keep their state under this slot. k: entries to keep, at most
+  // u.size().
   nlohmann::json measure(const std::string& name, std::span<const float> u, std::size_t k,
                          StepId id) {
     const double kappa = static_cast<double>(k) / static_cast<double>(u.size());
@@ -121,10 +123,11 @@ class Inspector {
   std::vector<std::unique_ptr<Selector>> selectors_;
   std::vector<float> copy_;
   SparseBuffer selected_;
-  Verdict model_, parameters_;  // of slot 0, and of the others
+  Verdict model_, parameters_;  // for slot 0; for the others
 };
 
-// What was selected from in one step, bucket by bucket; copied, because the commit changes it.
+// The vectors that one step selected from, bucket by bucket. They are copies, because the commit
+// changes the originals.
 struct Snapshot {
   struct Part {
     std::vector<float> u;
@@ -133,7 +136,7 @@ struct Snapshot {
     SparseBuffer selected;
   };
   std::vector<Part> buckets;
-  std::size_t k = 0;  // over the buckets
+  std::size_t k = 0;  // sum over the buckets
 
   bool finite() const {
     return std::ranges::all_of(buckets, [](const Part& b) {
@@ -142,7 +145,7 @@ struct Snapshot {
   }
 };
 
-// Selects as the rule inside does, and copies u at the steps that are due.
+// Wraps a rule. Selects like the rule, and copies u in the steps to be recorded.
 class InspectingSelector final : public Selector {
  public:
   InspectingSelector(std::unique_ptr<Selector> inside, std::int64_t every, Snapshot& snapshot)
@@ -158,7 +161,7 @@ class InspectingSelector final : public Selector {
     part.layout = std::vector(task.layout.begin(), task.layout.end());
     part.slot = task.id.slot;
     part.selected.assign(out.view());
-    if (!task.residual.empty()) {  // until the commit it holds residual + gradient
+    if (!task.residual.empty()) {  // before the commit, this is residual + gradient
       part.u.assign(task.residual.span().begin(), task.residual.span().end());
     } else {
       const float reciprocal = 1.0F / task.grad.scale;
@@ -178,7 +181,7 @@ class InspectingSelector final : public Selector {
   Snapshot& snapshot_;
 };
 
-// One file a bucket, in the code that the encoder chooses.
+// Writes one bucket's selection to a file. The encoder chooses the index code.
 void write_frame(const std::filesystem::path& folder, std::int64_t step, const Snapshot::Part& b) {
   std::vector<std::byte> frame;
   Codec().encode(b.selected.view(), nullptr, frame);
@@ -215,7 +218,7 @@ nlohmann::json record(const InspectOptions& o, Inspector& inspector, const Snaps
           {"parameters", std::move(parameters)}};
 }
 
-// First of all, so that a long run does not fail at its end.
+// Called before the run, so that a long run does not fail at its end.
 void make_folder(const std::filesystem::path& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
@@ -228,8 +231,8 @@ std::filesystem::path write_json(const std::filesystem::path& folder, const nloh
   return path;
 }
 
-// Runs the plot script in the project's Python environment. A picture that fails is no failure of
-// the run: the JSON is there, and the line says how to draw it.
+// Runs the plot script in the project's Python environment. If it fails, the run still succeeds:
+// the JSON is written, and the message shows the command that draws the pictures.
 void draw(const std::filesystem::path& json, const InspectOptions& o, std::FILE* people) {
   if (o.pictures == "none") return;
   const std::vector<std::string> command{SKIM_PYTHON,   SKIM_PLOTS, "inspect",
@@ -264,7 +267,8 @@ void print_verdict(std::FILE* people, const char* what, const Verdict& v) {
                what, v.held, v.of, v.closest);
 }
 
-// The end of both ways: the file, the pictures, the verdict.
+// The last part, with and without training: writes the file, prints the verdict, draws the
+// pictures.
 void finish(const InspectOptions& o, const Inspector& inspector, const nlohmann::json& all,
             std::FILE* people) {
   const std::filesystem::path path = write_json(o.out, all);
@@ -287,7 +291,7 @@ int inspect_files(const InspectOptions& o, const train::TrainOptions& t) {
   for (std::size_t i = 0; i < o.files.size(); ++i) {
     const std::vector<float> u = read_npy(o.files[i]);
     if (!std::ranges::all_of(u, [](float v) { return std::isfinite(v); })) {
-      throw train::DataError("'" + o.files[i] + "': holds NaN or infinity as float32");
+      throw train::DataError("'" + o.files[i] + "': contains NaN or infinity as float32");
     }
     all["records"].push_back(
         {{"step", i},
@@ -311,8 +315,8 @@ int inspect_command(int argc, char** argv) {
   TrainingCommand command;
   command.name = "inspect";
   command.description =
-      "Measures what top-k selection sees and loses: while a model trains, on rank 0, or on saved "
-      "gradients.";
+      "Measures the vectors that top-k selects from, and how much each rule leaves out: while a "
+      "model trains, on rank 0, or on saved gradients.";
   command.example =
       "Example: a record every 200 steps of LeNet-5 on 4 ranks, with pictures:\n"
       "  skim inspect --model lenet5 --ranks 4 --epochs 2 --every 200 --out lenet5";
@@ -320,19 +324,21 @@ int inspect_command(int argc, char** argv) {
     line.group("Inspection");
     line.plain(
         "--npy", o.files, "FILE...",
-        "look at these one-dimensional arrays instead of training; --density and --out apply");
-    line.option("--every", o.every, "N", "steps between records; the first step is one")
+        "inspect these one-dimensional arrays instead of training; --density and --out apply");
+    line.option("--every", o.every, "N", "steps between records; the first step is also recorded")
         ->check(positive());
     line.option("--out", o.out, "DIR", "folder for inspect.json and the pictures");
-    line.option("--bins", o.bins, "N", "of a histogram, over 5 standard deviations to each side")
+    line.option("--bins", o.bins, "N",
+                "bins of a histogram, which spans 5 standard deviations to each side")
         ->check(positive());
     line.choice("--pictures", o.pictures, "drawn with matplotlib",
                 std::array<std::string_view, 3>{"png", "svg", "none"});
     line.flag("--save", o.save,
-              "also write u of the model to DIR/u-STEP.npy; with --no-feedback, the gradient");
+              "also write the model's u, which is residual + gradient, to DIR/u-STEP.npy; with "
+              "--no-feedback, u is the gradient");
     line.flag("--save-frames", o.save_frames,
-              "also write what was selected from each bucket to DIR/selected-STEP-BUCKET.frame, "
-              "frames for skim bench wire --recorded");
+              "also write the entries selected from each bucket to DIR/selected-STEP-BUCKET.frame, "
+              "for skim bench wire --recorded");
   };
   command.before = [&](const std::vector<Row>& rows) -> std::optional<int> {
     if (rows.size() != 1) throw InvalidArgument("--compare: skim inspect looks at one run");
@@ -361,7 +367,7 @@ int inspect_command(int argc, char** argv) {
     };
     observer.on_step = [&, before = observer.on_step](const train::StepRecord& r) {
       before(r);
-      // Nothing to see where all buckets went dense, or the gradient was not finite.
+      // There is no record if all buckets went dense or the gradient was not finite.
       if (!snapshot.buckets.empty() && snapshot.finite()) {
         all["records"].push_back(record(o, *inspector, snapshot, r));
       }

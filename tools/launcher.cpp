@@ -1,9 +1,12 @@
-// mpirun as a child process, with its own process group, so that Ctrl-C reaches the launcher alone.
+// Runs mpirun as a child process. The child has its own process group, so that Ctrl-C reaches only
+// the launcher.
 //
-// Launcher and ranks meet in a folder, named by SKIM_RUN_DIR. A rank writes `rank-R.pid` when it
-// starts. When it has left MPI and all went well, that becomes `rank-R.done`; otherwise it removes
-// it and, if it failed, leaves `rank-R.cause` or `rank-R.effect` with one line: its exit status and
-// what happened. A `rank-R.pid` that is left when all is over is a rank that died without a word.
+// Launcher and ranks communicate through files in a folder, whose name is in SKIM_RUN_DIR:
+// - A rank writes `rank-R.pid` when it starts.
+// - When the rank has left MPI after a success, it renames this file to `rank-R.done`.
+// - A rank that ends with another status removes `rank-R.pid`. If it failed, it also writes
+//   `rank-R.cause` or `rank-R.effect`, with one line: its exit status and the message.
+// - If `rank-R.pid` still exists after the run, the rank died without a message.
 #include "tools/launcher.hpp"
 
 #include <fcntl.h>
@@ -38,7 +41,7 @@ namespace {
 
 constexpr const char* kRunDir = "SKIM_RUN_DIR";
 constexpr const char* kColumns = "SKIM_TERMINAL_COLUMNS";  // "out,err"
-constexpr std::chrono::seconds kGrace{20};                 // from a request to stop to SIGTERM
+constexpr std::chrono::seconds kGrace{20};                 // between a stop request and SIGTERM
 
 std::atomic<int> g_signals{0}, g_last_signal{0};
 void on_signal(int signal) {
@@ -52,7 +55,7 @@ int columns_of(int fd) {
   return ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
-// The folder in which launcher and ranks meet; removed at the end.
+// The folder for the files of launcher and ranks. It is removed at the end.
 class RunDir {
  public:
   RunDir() {
@@ -64,7 +67,7 @@ class RunDir {
     path_ = name;
   }
   ~RunDir() {
-    std::error_code ignored;  // a leftover in the temporary folder harms nobody
+    std::error_code ignored;  // a folder left in the temporary folder does no harm
     fs::remove_all(path_, ignored);
   }
   RunDir(const RunDir&) = delete;
@@ -83,8 +86,8 @@ class RunDir {
   fs::path path_;
 };
 
-// Everything an mpirun must be told to start ranks as root and beyond the number of cores, where
-// Open MPI 4 and 5 look for it. MPICH needs none of it.
+// Sets the variables with which Open MPI 4 and 5 start ranks as root, and more ranks than cores.
+// MPICH does not need them.
 void set_environment(const fs::path& run_dir) {
   const auto set = [](const char* name, const char* value) { setenv(name, value, 0); };
   set("OMPI_ALLOW_RUN_AS_ROOT", "1");
@@ -94,7 +97,7 @@ void set_environment(const fs::path& run_dir) {
   set("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe");
   // Containers often forbid the cross-memory attach that shared memory uses by default.
   set("OMPI_MCA_btl_vader_single_copy_mechanism", "none");
-  // When one rank dies, time for the others to say what they were doing.
+  // When one rank dies, the others get this time to report what they were doing.
   set("OMPI_MCA_odls_base_sigkill_timeout", "3");
   setenv(kRunDir, run_dir.c_str(), 1);
   const std::string columns =
@@ -102,13 +105,14 @@ void set_environment(const fs::path& run_dir) {
   setenv(kColumns, columns.c_str(), 1);
 }
 
-// mpirun's explanations of a failure come between lines of dashes; the launcher has a better one.
+// Holds back mpirun's explanations of a failure, which are between lines of dashes, because the
+// launcher prints a better one.
 class StderrFilter {
  public:
   void pass(const char* data, std::size_t size) {
     if (!in_block_ && line_.empty() && std::memchr(data, '\n', size) == nullptr && size > 0 &&
         data[0] != '-') {
-      (void)!::write(STDERR_FILENO, data, size);  // a live line, without an end yet
+      (void)!::write(STDERR_FILENO, data, size);  // a progress line, still without a newline
       return;
     }
     for (std::size_t i = 0; i < size; ++i) {
@@ -119,7 +123,7 @@ class StderrFilter {
   void end() {
     if (!line_.empty()) end_line();
   }
-  // What mpirun said, without dashes; its first line.
+  // The first line of mpirun's explanation.
   const std::string& explanation() const { return explanation_; }
 
  private:
@@ -147,11 +151,11 @@ std::string mpirun() {
   return "mpirun";
 }
 
-// In the child: never returns.
+// Runs in the child. Never returns.
 [[noreturn]] void exec_mpirun(int ranks, const std::vector<std::string>& arguments, int out,
                               int err, int report) {
-  setpgid(0, 0);                     // Ctrl-C is for the launcher alone
-  prctl(PR_SET_PDEATHSIG, SIGTERM);  // and without a launcher there is no run
+  setpgid(0, 0);                     // so that Ctrl-C reaches only the launcher
+  prctl(PR_SET_PDEATHSIG, SIGTERM);  // ends the run if the launcher dies
   dup2(out, STDOUT_FILENO);
   dup2(err, STDERR_FILENO);
   std::error_code ignored;
@@ -185,8 +189,8 @@ struct Failure {
   std::string message;
 };
 
-// One line for all ranks: a rank's own failure before what others saw of it, and a rank that died
-// without a word before that.
+// The one line that explains a failure. A rank's own failure comes first, then ranks that died
+// without a message, then failures that ranks saw of others.
 Failure explain(const RunDir& dir, int ranks, int code, const std::string& of_mpirun) {
   std::string dead;
   std::optional<Failure> cause, effect;
@@ -206,7 +210,7 @@ Failure explain(const RunDir& dir, int ranks, int code, const std::string& of_mp
   if (cause) return *cause;
   if (!dead.empty()) return {code, dead + " died" + (effect ? "; " + effect->message : "")};
   if (effect) return *effect;
-  return {code, of_mpirun.empty() ? "mpirun failed without a word" : of_mpirun};
+  return {code, of_mpirun.empty() ? "mpirun failed without an error message" : of_mpirun};
 }
 
 }  // namespace
@@ -215,12 +219,12 @@ bool is_launched() {
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"}) {
     if (std::getenv(name) != nullptr) return true;
   }
-  // Set by srun alone: without MPI between its tasks each would train a model of its own.
+  // Only srun sets this variable. Without MPI, each of its tasks would train a model of its own.
   const char* tasks = std::getenv("SLURM_STEP_NUM_TASKS");
   if (tasks != nullptr && std::string_view(tasks) != "1") {
     throw InvalidArgument("srun started " + std::string(tasks) +
-                          " tasks, but no MPI to join them: use srun --mpi=pmix (srun --mpi=list "
-                          "prints what there is)");
+                          " tasks without MPI between them: use srun --mpi=pmix (srun --mpi=list "
+                          "prints the choices)");
   }
   return false;
 }
@@ -241,7 +245,7 @@ int launch(int ranks, const std::vector<std::string>& arguments) {
     throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
   }
   struct sigaction action {};
-  action.sa_handler = on_signal;  // without SA_RESTART: poll returns
+  action.sa_handler = on_signal;  // no SA_RESTART, so that a signal ends poll()
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
   sigaction(SIGHUP, &action, nullptr);
@@ -311,7 +315,7 @@ int launch(int ranks, const std::vector<std::string>& arguments) {
   }
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   if (seen_signals > 0) return 128 + g_last_signal.load();
-  // Open MPI 4 fails at times where all ranks have ended well (open-mpi/ompi#7833).
+  // Open MPI 4 sometimes fails although all ranks have succeeded (open-mpi/ompi#7833).
   if (code == 0 || all_done(dir, ranks)) return 0;
   const Failure failure = explain(dir, ranks, code, filter.explanation());
   std::fprintf(stderr, "skim: %s\n", failure.message.c_str());
@@ -371,7 +375,7 @@ int run_as_rank(const std::string& command, const std::function<void(Communicato
   std::fflush(nullptr);
   if (comm) comm->abort(comm->rank());
   comm.reset();
-  _exit(code);  // MPI_Finalize would wait for ranks that are gone
+  _exit(code);  // MPI_Finalize would wait for ranks that have ended
 }
 
 }  // namespace skim::tool

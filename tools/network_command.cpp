@@ -1,4 +1,5 @@
-// skim bench network: the link between two ranks and a rank's own speeds, for the cost model.
+// skim bench network: measures the link between two ranks and the local speeds of a rank, for the
+// cost model.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -24,7 +25,8 @@ struct NetworkOptions {
   std::string json;
 };
 
-// Whether the two ranks of the ping-pong share memory, and so no link. Collective.
+// Whether the two ranks of the ping-pong are on one host, so that no network is measured.
+// Collective.
 bool on_one_host(Communicator& comm) {
   const int host = comm.host();
   MessageList hosts;
@@ -48,7 +50,7 @@ void report(const NetworkOptions& o, int ranks, bool one_host,
              1e9 * link.beta_s_per_byte, 8e-6 / link.beta_s_per_byte);
   fmt::print(out, "selection {:.3f} ns an entry, merge {:.2f} ns, dense sum {:.3f} ns\n",
              1e9 * local.select_s, 1e9 * local.merge_s, 1e9 * local.add_s);
-  if (one_host) fmt::print(out, "the two ranks share a host: this is no network\n");
+  if (one_host) fmt::print(out, "the two ranks share a host: no network was measured\n");
   json.write({{"alpha_s", link.alpha_s},
               {"beta_s_per_byte", link.beta_s_per_byte},
               {"select_s", local.select_s},
@@ -66,7 +68,7 @@ void run_rank(const NetworkOptions& o, Communicator& comm) {
   const bool one_host = on_one_host(comm);
   constexpr double kBudget = 1.0;  // seconds for each length
   const std::vector<LinkSample> samples = ping_pong(comm, o.largest, kBudget);
-  comm.barrier();  // the others' work has ended, and rank 0 has the machine
+  comm.barrier();  // the other ranks now wait, so rank 0 has the machine to itself
   if (first) report(o, comm.size(), one_host, samples, bench::measure_local(o.entries), json);
   comm.barrier();
 }
@@ -74,11 +76,11 @@ void run_rank(const NetworkOptions& o, Communicator& comm) {
 void declare(CLI::App& app, NetworkOptions& o) {
   CommandLine line(app);
   line.group("What is measured");
-  line.option("--ranks", o.ranks, "P", "on this machine, where mpirun has not started any")
+  line.option("--ranks", o.ranks, "P", "ranks to start on this machine; not used under mpirun")
       ->check(CLI::Range(2, 64));
   line.option("--largest", o.largest, "BYTES", "longest message")
       ->check(CLI::Range(std::size_t{1} << 10, std::size_t{1} << 30));
-  line.option("--entries", o.entries, "N", "of the gradient that local speeds are measured on")
+  line.option("--entries", o.entries, "N", "length of the gradient for measuring local speeds")
       ->check(CLI::Range(std::size_t{10'000}, std::size_t{1} << 28));
   line.plain("--json", o.json, "FILE",
              "the fit as a JSON object, for skim plan --fit; -: standard output");
@@ -90,11 +92,12 @@ int bench_network_command(int argc, char** argv) {
   NetworkOptions o;
   CLI::App app(
       "Measures the link between rank 0 and the last rank by a ping-pong, and how fast a rank "
-      "selects, merges and adds; fits the cost model.",
+      "selects, merges and adds. Fits the cost model to the results.",
       "skim bench network");
   declare(app, o);
   app.footer(
-      "alpha is what short messages take, beta the slope over messages of 256 KiB and more.\n\n"
+      "alpha is the time of short messages. beta is the slope over messages of 256 KiB and "
+      "more.\n\n"
       "Example:\n"
       "  mpirun -np 2 --host a,b skim bench network --json fit.json\n"
       "  skim plan --params 25.6e6 --ranks 32 --compute 0.2s --fit fit.json");

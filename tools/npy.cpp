@@ -1,4 +1,5 @@
-// A .npy file: magic, version, length of the header, a Python dict as text, the entries.
+// A .npy file consists of a magic number, the version, the length of the header, the header (a
+// Python dict as text), and the entries.
 #include "tools/npy.hpp"
 
 #include <c10/util/Half.h>

@@ -21,13 +21,13 @@
 namespace skim::tool {
 namespace {
 
-// A density whose step is at most this factor longer than the shortest one is as good in time.
+// A step that is at most this factor longer than the shortest step counts as equally fast.
 constexpr double kAsFast = 1.05;
-// S = density x steps, how often a rank sends the average entry in a run. Published runs reached
-// dense accuracy from kParity on, and fell behind below kBehind.
+// S = density x steps is how often a rank sends the average entry in a run. Published runs with S
+// >= kParity reached dense accuracy. Runs with S < kBehind fell behind.
 constexpr double kParity = 50.0;
 constexpr double kBehind = 30.0;
-// Against rounding of products such as 0.07 x 1000.
+// Tolerance for the rounding of products such as 0.07 x 1000.
 constexpr double kRounding = 1e-9;
 
 struct PlanOptions {
@@ -41,11 +41,11 @@ struct PlanOptions {
   double overlap = 0.0;
   std::string frames = "coded";
   ValueCode value_code = ValueCode::f32;
-  // ns an entry.
+  // In ns per entry.
   double select_ns = 0.35, merge_ns = 10.0, add_ns = 0.35;
 };
 
-// A number given on the command line wins over the fit's.
+// Numbers on the command line override those of the fit.
 Fit machine_of(const PlanOptions& o, const CLI::App& app) {
   const auto given = [&](const char* name) { return app.count(name) > 0; };
   if (o.fit.empty() && !given("--link")) {
@@ -71,8 +71,8 @@ struct Prediction {
   std::string_view name() const { return name_of(kind); }
 };
 
-// Dense first, then every exchange at every density. Those that need hosts of several ranks only if
-// there are such hosts.
+// The dense sum first, then every exchange at every density. Exchanges that need hosts with several
+// ranks are left out if there are no such hosts.
 std::vector<Prediction> predictions(const PlanOptions& o, const Fit& m, double compute_s,
                                     const std::vector<double>& densities) {
   CodecOptions codec;
@@ -130,7 +130,7 @@ const Prediction& advised(const std::vector<Prediction>& all) {
   return *best;
 }
 
-// The smallest density with S >= kParity, rounded up to two digits; none: the run is too short.
+// The smallest density with S >= kParity, rounded up to two digits. None if the run is too short.
 std::optional<double> parity_density(std::int64_t steps) {
   const double exact = kParity / static_cast<double>(steps);
   const double digit = std::pow(10.0, std::floor(std::log10(exact)) - 1.0);
@@ -175,7 +175,7 @@ void print_advice(std::FILE* out, const Prediction& advice, const Prediction& sh
   }
 }
 
-// What is known about the accuracy of a run that sends as much as the advised one.
+// Prints what is known about the accuracy of runs with the advised density.
 void print_quality(std::FILE* out, const PlanOptions& o, const Fit& m, double compute_s,
                    double density) {
   if (o.steps == 0) {
@@ -264,35 +264,38 @@ void declare(CLI::App& app, PlanOptions& o) {
   line.group("What is trained");
   line.option("--params", o.params, "N", "parameters of the model")->check(positive());
   line.option("--ranks", o.ranks, "P", "ranks")->check(CLI::Range(1, 1 << 20));
-  line.plain("--compute", o.compute, "TIME", "of a step without any exchange, as 200ms or 0.2s")
+  line.plain("--compute", o.compute, "TIME", "time of a step without exchange, as 200ms or 0.2s")
       ->required();
   line.option("--density", o.densities, "D,D,...", "k/n")->delimiter(',');
-  line.plain("--steps", o.steps, "N", "of the planned run: says what is known about its accuracy")
+  line.plain("--steps", o.steps, "N", "steps of the planned run, to judge its accuracy")
       ->check(positive());
 
   line.group("The link of a rank, full duplex");
-  line.plain("--link", o.link, "RATE",
-             "as 100mbit or 1gbit: of payload; TCP over Ethernet leaves 95 % of the line's rate");
-  line.plain("--latency", o.latency, "TIME", "of a message, as 50us or 0.4ms [0]");
+  line.plain(
+      "--link", o.link, "RATE",
+      "rate of payload, as 100mbit or 1gbit; TCP over Ethernet leaves 95 % of the line's rate");
+  line.plain("--latency", o.latency, "TIME", "latency of a message, as 50us or 0.4ms [0]");
   line.plain("--hosts", o.hosts, "H",
-             "hosts that the ranks are spread over evenly: shows hierarchical, too")
+             "number of hosts, with the ranks spread evenly over them; adds hierarchical")
       ->check(positive());
-  line.plain("--inside-link", o.inside_link, "RATE", "with --hosts: between ranks of one host");
-  line.option("--inside-latency", o.inside_latency, "TIME", "and its latency");
+  line.plain("--inside-link", o.inside_link, "RATE",
+             "with --hosts: rate between ranks of one host");
+  line.option("--inside-latency", o.inside_latency, "TIME",
+              "with --hosts: latency between ranks of one host");
   line.plain("--fit", o.fit, "FILE",
-             "link and local speeds as skim bench network --json wrote them");
+             "file with link and local speeds, from skim bench network --json");
 
-  line.group("Local work, and what is assumed");
-  line.option("--select-ns", o.select_ns, "X", "selection, of an entry of the model")
+  line.group("Local work and assumptions");
+  line.option("--select-ns", o.select_ns, "X", "ns to select, per entry of the model")
       ->check(not_negative());
-  line.option("--merge-ns", o.merge_ns, "X", "encoding, decoding and summing, of an entry sent")
+  line.option("--merge-ns", o.merge_ns, "X", "ns to encode, decode and sum, per entry sent")
       ->check(not_negative());
-  line.option("--add-ns", o.add_ns, "X", "a dense sum, of an entry")->check(not_negative());
-  line.option("--overlap", o.overlap, "X", "part of the computing that may hide time of the link")
+  line.option("--add-ns", o.add_ns, "X", "ns of a dense sum, per entry")->check(not_negative());
+  line.option("--overlap", o.overlap, "X", "fraction of --compute that can hide time of the link")
       ->check(CLI::Range(0.0, 1.0));
   line.choice("--frames", o.frames, "indices at their entropy, or 4 bytes each",
               std::array<std::string_view, 2>{"coded", "raw"});
-  line.choice("--value-code", o.value_code, "of values in frames");
+  line.choice("--value-code", o.value_code, "code of the values in frames");
   line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
 }
 
@@ -307,8 +310,8 @@ int plan_command(int argc, char** argv) {
       "skim plan");
   declare(app, o);
   app.footer(
-      "Ranks are taken to be alike, their links to have one switch between them, and their\n"
-      "selections to have no index in common. Formulas: docs/algorithms.md, \"Cost\".\n\n"
+      "The model assumes that all ranks are alike, that one switch connects them, and that\n"
+      "their selections have no index in common. Formulas: docs/algorithms.md, \"Cost\".\n\n"
       "Example:\n"
       "  skim plan --params 25.6e6 --ranks 32 --link 1gbit --latency 0.4ms --compute 0.2s");
   return parse_and_run(app, argc, argv, [&] { return run(o, app); });

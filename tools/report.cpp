@@ -1,4 +1,4 @@
-// Numbers for people and for scripts.
+// Prints and writes the numbers of a run.
 #include "tools/report.hpp"
 
 #include <fmt/format.h>
@@ -18,7 +18,7 @@ constexpr std::chrono::milliseconds kLiveEvery{100}, kPlainEvery{10000};
 
 std::string percent(double fraction) { return fmt::format("{:.2f} %", 100.0 * fraction); }
 
-// Numbers that are no numbers are null in JSON: NaN would not be JSON at all.
+// JSON cannot represent NaN and infinity, so they become null.
 nlohmann::json finite(double x) { return std::isfinite(x) ? nlohmann::json(x) : nlohmann::json(); }
 
 }  // namespace
@@ -68,7 +68,7 @@ void MetricsFile::forget_after(const std::string& run, std::int64_t step) {
   std::string kept, line;
   while (std::getline(in, line)) {
     const nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
-    if (j.is_discarded()) continue;  // cut short when the run was stopped
+    if (j.is_discarded()) continue;  // an incomplete line, from when the run was stopped
     if (j.value("run", "") == run && j.value("step", std::int64_t{0}) > step) continue;
     kept += line + "\n";
   }
@@ -146,7 +146,7 @@ void Progress::step(const train::StepRecord& r) {
   if (now - shown_ < (columns_ > 0 ? kLiveEvery : kPlainEvery) && r.step < r.total_steps) return;
   shown_ = now;
   if (columns_ > 0) {
-    // Cut to the terminal: a line that wraps cannot be overwritten.
+    // Cut to the width of the terminal, because a line that wraps cannot be overwritten.
     fmt::print(out_, "\r\x1b[K{:.{}}", line(r), columns_ - 1);
   } else {
     fmt::print(out_, "{}\n", line(r));
@@ -183,7 +183,7 @@ train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const s
 
 namespace {
 
-// What the run went by, where options leave it open.
+// The options with the run's choices filled in, where the options leave them open.
 train::TrainOptions effective(train::TrainOptions o, const train::Summary& s) {
   o.memory = train::memory_of(o);
   if (train::is_adaptive(o)) o.adaptive_form = train::form_of(o);

@@ -1,5 +1,6 @@
-// skim bench scaling: how training scales over a real link with every exchange, beside the cost
-// model. Measures what arXiv 1901.04359 has in its table of throughputs.
+// skim bench scaling: measures how training scales over a real link with every exchange, and
+// compares it with the cost model. The measurement follows the table of throughputs in arXiv
+// 1901.04359.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -38,7 +39,8 @@ namespace skim::tool {
 namespace {
 
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();  // null in JSON
-// Selection is timed on four arrays of so many entries at most; of more it takes as much longer.
+// Selection is timed on four arrays of at most this many entries. For larger models, the time is
+// scaled up in proportion.
 constexpr std::size_t kMostTimed = std::size_t{1} << 26;
 
 struct ScalingOptions {
@@ -59,7 +61,7 @@ struct ScalingOptions {
   std::string json;
 };
 
-// The options, read and checked.
+// The options after parsing and checking.
 struct Setting {
   std::vector<bench::Workload> workloads;
   CodecOptions codec;
@@ -98,32 +100,33 @@ Setting read(const ScalingOptions& o) {
   return s;
 }
 
-// What ranks on the cores of one machine wait for each other when all work at once.
+// The factor by which ranks are slower when they all work at once on the cores of one machine.
 double sharing(const ScalingOptions& o, int ranks) {
   return o.shared_cores > 0 ? std::max(1.0, static_cast<double>(ranks) / o.shared_cores) : 1.0;
 }
 
-// Of a rank on the link that is measured, which is time_scale times as slow as the one that is
-// meant. Selection is not, so for a choice between exchanges it must become as much slower.
+// The local speeds of a rank, for choosing between exchanges on the measured link. This link is
+// time_scale times slower than the real one, but selection is not. So the time of selection is
+// multiplied by time_scale.
 LocalSpeeds speeds(const ScalingOptions& o, const Fit& fit, int ranks) {
   return {.select_s = fit.local.select_s * o.time_scale,
           .merge_s = fit.local.merge_s * sharing(o, ranks),
           .add_s = fit.local.add_s * sharing(o, ranks)};
 }
 
-// One way to sum gradients, and its rounds.
+// One way to sum gradients, and the results of its rounds.
 struct Contender {
   std::string name;  // "dense-ring", "dense-vendor", "gtopk"
   std::unique_ptr<Summation> summation;
   DenseSum sum = DenseSum::ring;
   bool dense = false;
-  std::vector<double> seconds = {};  // of this rank, and once gathered of the slowest
-  double sent_bytes = 0.0;           // in the last round; once gathered of the busiest rank
+  std::vector<double> seconds = {};  // on this rank; after take_slowest, on the slowest rank
+  double sent_bytes = 0.0;           // in the last round; after take_slowest, by the busiest rank
   std::size_t result_entries = 0;
-  bench::ProcessorTicks ticks = {};  // of the machine while it ran
+  bench::ProcessorTicks ticks = {};  // of the whole machine, during the rounds
 };
 
-// A model's measurement, on one rank.
+// The measurement of one model, on one rank.
 struct Trial {
   bench::Workload workload;
   int ranks = 1;
@@ -168,7 +171,8 @@ SparseBuffer select(const ScalingOptions& o, const Setting& s, std::size_t n, st
   return mine;
 }
 
-// Of rank 0 while the others wait; equal on all.
+// Rank 0 measures the time of selection while the others wait. Returns rank 0's result on all
+// ranks.
 double time_selection(std::size_t timed, std::size_t n, Communicator& comm) {
   double seconds = 0.0;
   if (comm.rank() == 0) {
@@ -181,7 +185,8 @@ double time_selection(std::size_t timed, std::size_t n, Communicator& comm) {
   return seconds;
 }
 
-// The rounds' figures of the slowest rank, and the bytes of the busiest.
+// Replaces the times of the rounds by those of the slowest rank, and the bytes by those of the
+// busiest. Collective.
 void take_slowest(std::vector<Contender>& all, Communicator& comm) {
   std::vector<double> figures;
   for (const Contender& c : all) {
@@ -206,7 +211,8 @@ void take_slowest(std::vector<Contender>& all, Communicator& comm) {
   }
 }
 
-// Every contender once, in an order that turns from round to round, each after a step's computing.
+// Runs every contender once, each after a wait in place of the step's computing. The order rotates
+// from round to round.
 void run_round(const ScalingOptions& o, Trial& t, std::uint64_t round, const SparseView& mine,
                std::span<float> dense, Communicator& comm) {
   const StepId id{round, 0};
@@ -224,7 +230,7 @@ void run_round(const ScalingOptions& o, Trial& t, std::uint64_t round, const Spa
     c.result_entries = sum.entries;
     const double seconds = 1e-9 * static_cast<double>(sum.ns);
     line += fmt::format("{}{} {}", line.empty() ? "" : ", ", c.name, duration_text(seconds));
-    if (round == 0) continue;  // connections, room, and what an exchange learns first
+    if (round == 0) continue;  // not timed: it connects, allocates, and sets up the exchanges
     c.seconds.push_back(seconds);
     c.sent_bytes = static_cast<double>(comm.traffic().sent_bytes - sent);
     const bench::ProcessorTicks now = bench::processor_ticks();
@@ -251,7 +257,7 @@ Trial measure(const ScalingOptions& o, const Setting& s, const bench::Workload& 
   const GroupStats stats;
   std::vector<std::byte> frame;
   t.frame_bytes = Codec(s.codec).encode(mine, &stats, frame);
-  comm.barrier();  // the others' work has ended, and rank 0 has the machine
+  comm.barrier();  // the other ranks now wait, so rank 0 has the machine to itself
   t.select_s = time_selection(t.select_n, w.params, comm);
 
   t.contenders = contenders(o, s, comm.size());
@@ -265,19 +271,20 @@ Trial measure(const ScalingOptions& o, const Setting& s, const bench::Workload& 
   return t;
 }
 
-// ---- what is made of it, on rank 0 --------------------------------------------------------------
+// ---- evaluation, on rank 0 ----------------------------------------------------------------------
 
-// Rounds of `auto` over those of the best single exchange.
+// Compares `auto` with the best single exchange, round by round.
 struct Paired {
   std::string best;
   double median = 0.0;
   bench::MedianInterval interval;
 };
 
-// Seconds are those of the network that is meant: measured ones over time_scale, but for selection.
+// All seconds are for the real network: the measured time divided by time_scale. The time of
+// selection is not divided.
 struct Row {
-  std::string name, counts_as;   // in comparisons; empty: the slower one of two dense sums
-  ExchangeKind chosen = {};      // the one that ran last; of one exchange, itself
+  std::string name, counts_as;   // counts_as: name in comparisons; empty: the slower dense sum
+  ExchangeKind chosen = {};      // the exchange that ran last
   std::string reason = {};       // of auto
   std::vector<double> rounds_s;  // of the exchange
   double select_s = 0.0, exchange_s = 0.0;
@@ -299,7 +306,7 @@ Row row_for(const Contender& c, const ScalingOptions& o, const Setting& s, const
   r.exchange_s = bench::median(r.rounds_s);
   r.sent_bytes = c.sent_bytes;
   r.result_entries = c.result_entries;
-  constexpr double kFewestTicks = 50.0;  // of 10 ms, mostly: fewer do not tell
+  constexpr double kFewestTicks = 50.0;  // usually of 10 ms; fewer are not reliable
   if (c.ticks.all >= kFewestTicks) r.busy = 1.0 - c.ticks.idle / c.ticks.all;
   r.chosen = c.summation->kind();
   r.reason = c.summation->reason();
@@ -323,7 +330,7 @@ const Row* find(const std::vector<Row>& rows, std::string_view counts_as) {
   return found == rows.end() ? nullptr : &*found;
 }
 
-// By what a step takes beyond its computing, round for round.
+// Compares the time that a step takes beyond its computing, round by round.
 std::optional<Paired> pair_with_best(const Row& automatic, const std::vector<Row>& rows) {
   const Row* best = nullptr;
   for (const Row& r : rows) {
@@ -417,7 +424,7 @@ void print(std::FILE* out, const std::vector<Row>& rows, const Trial& t, const S
              t.workload.name, t.workload.params, t.k, t.frame_bytes, t.ranks,
              duration_text(t.workload.compute_s), duration_text(t.select_s));
   if (o.time_scale != 1.0) {
-    fmt::print(out, "; measured on a link {:g} times slower, divided by that", o.time_scale);
+    fmt::print(out, "; measured on a link {0:g} times slower, and divided by {0:g}", o.time_scale);
   }
   fmt::print(out, "\n{:<12} {:>12} {:>25} {:>12} {:>7} {:>11} {:>8} {:>8} {:>6} {:>12}\n",
              "exchange", "exchange ms", "min .. max", "predicted", "ratio", "efficiency", "/dense",
@@ -464,43 +471,47 @@ void declare(CLI::App& app, ScalingOptions& o) {
   CommandLine line(app);
   line.group("What is trained");
   line.plain("--model", o.models, "NAME,...",
-             fmt::format("of: {} [all, without --params]", fmt::join(models(), ", ")))
+             fmt::format("models: {} [all, without --params]", fmt::join(models(), ", ")))
       ->delimiter(',')
       ->check(CLI::IsMember(models()));
   line.plain("--params", o.params, "N", "a model of your own: its parameters")
       ->check(CLI::Range(std::size_t{1}, std::size_t{1} << 31));
-  line.plain("--compute", o.compute, "TIME", "and a step of it without any exchange, as 200ms");
+  line.plain("--compute", o.compute, "TIME",
+             "with --params: time of a step without exchange, as 200ms");
   line.option("--density", o.density, "D", "k/n");
 
   line.group("How it is exchanged");
   line.option("--exchange", o.exchanges, "NAME,...",
-              fmt::format("of: {}", fmt::join(summation_names(), ", ")))
+              fmt::format("exchanges: {}", fmt::join(summation_names(), ", ")))
       ->delimiter(',')
       ->check(CLI::IsMember(summation_names()));
   line.flag("--no-vendor-sum", o.no_vendor_sum,
-            "dense: the ring alone, not the faster of it and MPI's all-reduce");
+            "for dense, use only the ring, even if MPI's all-reduce is faster");
   line.choice("--index-code", o.index_code, "the smallest for each frame, or 4 bytes an index",
               std::array<std::string_view, 2>{"coded", "raw32"});
 
   line.group("How it is measured");
-  line.option("--rounds", o.rounds, "N", "of every exchange once, after one that is not timed")
+  line.option("--rounds", o.rounds, "N",
+              "rounds with every exchange once, after one that is not timed")
       ->check(CLI::Range(1, 100'000));
   line.option("--time-scale", o.time_scale, "X",
-              "the link is X times slower than the one that is meant: computing is, too, and what "
-              "is measured is divided by X")
+              "the measured link is X times slower than the real one: computing is slowed down as "
+              "much, and measured times are divided by X")
       ->check(positive());
   line.plain("--longest-wait", o.longest_wait, "TIME",
-             "that stands for computing before an exchange; its whole time counts [no limit]");
+             "limit of the wait in place of computing; results count the whole --compute [no "
+             "limit]");
   line.plain("--gradient-folder", o.gradient_folder, "DIR",
-             "for a file with the ranks' gradients, 4 bytes a parameter [the system's]")
+             "folder for a file with the ranks' gradients, 4 bytes a parameter [the system's]")
       ->check(CLI::ExistingDirectory);
-  line.flag("--keep-gradient", o.keep_gradient, "for the next run");
+  line.flag("--keep-gradient", o.keep_gradient, "keep this file for the next run");
 
   line.group("What is predicted");
   line.plain("--fit", o.fit, "FILE",
-             "from the link and the local speeds that skim bench network --json wrote");
-  line.option("--shared-cores", o.shared_cores, "C",
-              "all ranks share C cores, so that P merge as long as P/C would alone; 0: they do not")
+             "file with link and local speeds, from skim bench network --json");
+  line.option(
+          "--shared-cores", o.shared_cores, "C",
+          "all ranks share C cores, so merging on P ranks takes P/C times as long; 0: no sharing")
       ->check(CLI::Range(0, 1 << 20));
   line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
 }
@@ -510,13 +521,13 @@ void declare(CLI::App& app, ScalingOptions& o) {
 int bench_scaling_command(int argc, char** argv) {
   ScalingOptions o;
   CLI::App app(
-      "Measures the exchanges of training steps on the network between MPI's ranks, in turn, with "
-      "waits in place of computing, and compares them with the cost model.",
+      "Measures the exchanges of training steps, in turn, on the network between MPI's ranks, and "
+      "compares them with the cost model. Waits take the place of computing.",
       "skim bench scaling");
   declare(app, o);
   app.footer(
-      "An exchange takes from a barrier until its slowest rank has the sum. Selection is timed\n"
-      "alone and added. Efficiency: computing over computing, selection and exchange.\n\n"
+      "The time of an exchange is from a barrier until the slowest rank has the sum. Selection\n"
+      "is timed separately. Efficiency = computing / (computing + selection + exchange).\n\n"
       "Example:\n"
       "  scripts/cluster/cluster up 4 1gbit\n"
       "  scripts/cluster/cluster run build/release/skim bench network --json fit.json\n"

@@ -1,5 +1,5 @@
-// skim simulate: the real selection and exchanges on many ranks of one process, on a link that is
-// not there; alone, or with --train in training.
+// skim simulate: runs the real selection and exchanges of many ranks in one process, over a
+// simulated link. It runs the exchanges alone or, with --train, in training.
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -40,9 +40,9 @@
 namespace skim::tool {
 namespace {
 
-constexpr std::uint64_t kWarm = 2;  // room is made, and oktopk finds regions and cut
+constexpr std::uint64_t kWarm = 2;  // untimed steps: memory is allocated, oktopk finds its regions
 
-// The link of a rank, and where the result goes.
+// The link of a rank, and the file for the result.
 struct LinkOptions {
   std::string link, latency = "0us", json;
   bool link_only = false;
@@ -56,10 +56,10 @@ struct LinkOptions {
 
 void declare(CommandLine& line, LinkOptions& o) {
   line.group("The link of a rank, full duplex");
-  line.plain("--link", o.link, "RATE", "of payload, as 100mbit or 1gbit")->required();
-  line.option("--latency", o.latency, "TIME", "of a message, as 50us or 0.4ms");
+  line.plain("--link", o.link, "RATE", "rate of payload, as 100mbit or 1gbit")->required();
+  line.option("--latency", o.latency, "TIME", "latency of a message, as 50us or 0.4ms");
   line.flag("--link-only", o.link_only,
-            "work of processors takes no time: the same result every time");
+            "count no processor time, only the link's: every run gives the same result");
   line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
 }
 
@@ -74,14 +74,14 @@ struct SimulateOptions {
   std::uint64_t steps = 5;
 };
 
-// Those that run unless others are asked for: auto is one of them anyway.
+// The exchanges that run by default. `auto` is left out, because it only chooses one of the others.
 std::vector<std::string> default_exchanges() {
   std::vector<std::string> names = summation_names();
   std::erase(names, kAuto);
   return names;
 }
 
-// What every rank selected from a gradient of its own, and the processor time that it took.
+// The selection of every rank from its own gradient, and the processor time of a selection.
 struct Selections {
   std::vector<SparseBuffer> of_rank;
   double seconds = 0.0;  // the median
@@ -93,8 +93,9 @@ double processor_s() {
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// One after another, so that memory is needed for one gradient and one residual. A gradient is
-// sqrt(common) times what all have, plus what this rank has: normal, and as long on every rank.
+// Selects for one rank after another, so that it needs memory for only one gradient and one
+// residual. Each gradient is normal: sqrt(common) times a vector that all ranks share, plus a
+// vector of its own. The weights are such that all gradients have the same expected norm.
 Selections select(const SimulateOptions& o, int ranks, std::size_t k) {
   constexpr std::size_t kShift = 61;
   const std::size_t n = o.params;
@@ -125,15 +126,15 @@ Selections select(const SimulateOptions& o, int ranks, std::size_t k) {
 }
 
 struct Outcome {
-  double exchange_s = 0.0;  // the median step, of the rank that is done last
-  Traffic most;             // in one step, by the busiest rank
+  double exchange_s = 0.0;  // the median over steps, on the rank that ends last
+  Traffic most;             // of the busiest rank in one step
   std::string decision;     // of auto
 };
 
-// One rank's steps. Its traffic and the time in ns after every step.
+// The steps of one rank: the time in ns after every step, and its traffic.
 struct Course {
   std::vector<std::int64_t> end_ns;
-  Traffic before, after;  // the last step
+  Traffic before, after;  // before and after the last step
   std::string decision;
 };
 
@@ -160,7 +161,7 @@ Course steps(const SimulateOptions& o, const std::string& name, const SparseView
 Outcome simulate(const SimulateOptions& o, const std::string& name, const Selections& selections,
                  std::size_t k, const VirtualTime& time, double select_s) {
   const std::size_t ranks = selections.of_rank.size();
-  // Waits are of real time, and all ranks share the cores of this machine.
+  // The timeout is long because it is in real time, and all ranks share the cores of this machine.
   auto group = make_simulated_group(static_cast<int>(ranks), time, {std::chrono::hours(1)});
   std::vector<Course> courses(ranks);
   std::vector<std::exception_ptr> failed(ranks);
@@ -250,7 +251,7 @@ int run(const SimulateOptions& o) {
   return 0;
 }
 
-// Declared so that --help of either form shows it: simulate_command has looked for it already.
+// Declares the flags only for --help. simulate_command has already looked for them.
 void declare_form(CommandLine& line, bool& training, bool& toy) {
   line.group("Form");
   line.flag("--train", training,
@@ -269,13 +270,14 @@ void declare(CLI::App& app, SimulateOptions& o, bool& training, bool& toy) {
       ->delimiter(',')
       ->check(CLI::Range(1, 4096));
   line.plain("--exchange", o.exchanges, "NAME,...",
-             fmt::format("of: {} [all but auto]", fmt::join(summation_names(), ", ")))
+             fmt::format("exchanges: {} [all but auto]", fmt::join(summation_names(), ", ")))
       ->delimiter(',')
       ->check(CLI::IsMember(summation_names()));
   line.option("--density", o.density, "D", "k/n");
-  line.option("--common", o.common, "X", "part of the gradients' energy that all ranks share")
+  line.option("--common", o.common, "X", "fraction of |gradient|^2 that all ranks share")
       ->check(CLI::Range(0.0, 1.0));
-  line.option("--steps", o.steps, "N", "that are timed, after two that are not")->check(positive());
+  line.option("--steps", o.steps, "N", "timed steps, after two that are not timed")
+      ->check(positive());
   declare(line, o.link);
 }
 
@@ -295,11 +297,11 @@ void on_stop(int signal) {
   g_stop.store(true);
 }
 
-// What the options say, but for what only the simulation can see.
+// Checks the options, except for conditions that only the simulation can check.
 void check(TrainingOptions& o) {
   check_training_options(o.train);
   if (!o.train.checkpoint.empty()) {
-    throw InvalidArgument("--checkpoint: a simulation writes and reads none");
+    throw InvalidArgument("--checkpoint: a simulation has no checkpoints; leave it out");
   }
   if (!o.link.json.empty() && o.link.json == o.train.metrics.string()) {
     throw InvalidArgument("--json and --metrics are one file: '" + o.link.json + "'");
@@ -307,12 +309,12 @@ void check(TrainingOptions& o) {
   o.simulation.time = o.link.time();
   if (!o.compute.empty()) o.simulation.compute_s = parse_seconds("--compute", o.compute);
   check_budget({Row{.name = train::exchange_name(o.train), .options = o.train, .summary = {}}});
-  if (o.train.target_time.seconds > 0.0) {  // the simulation knows what it predicts
+  if (o.train.target_time.seconds > 0.0) {  // predictions use the simulated link and speeds
     o.train.compute.seconds = o.simulation.compute_s.value_or(0.0);
     o.train.chooser.link = o.simulation.time.link;
     if (!o.simulation.time.processor_time) o.train.chooser.local = {};
   }
-  // Throw for values that nothing can be made from, before data is read.
+  // These throw for impossible values, before data is read.
   make_selector(train::reducer_options(o.train).select);
   train::density_schedule(o.train);
 }
@@ -365,7 +367,7 @@ int run(TrainingOptions& o) {
   const std::string note = note_on_budget(o.train, o.simulation.ranks);
   if (!note.empty()) progress.say(note);
 
-  // A second one ends the process at once.
+  // A second signal ends the process at once.
   struct sigaction action {};
   action.sa_handler = on_stop;
   action.sa_flags = static_cast<int>(SA_RESTART | SA_RESETHAND);
@@ -404,14 +406,15 @@ void declare(CLI::App& app, TrainingOptions& o, bool& training, bool& toy) {
   line.group("Ranks");
   line.option("--ranks", o.simulation.ranks, "P", "ranks, each a thread that exchanges")
       ->check(CLI::Range(1, 4096));
-  line.plain("--compute", o.compute, "TIME",
-             "of forward and backward of a step, as 20ms [measured: the median over the ranks]");
+  line.plain(
+      "--compute", o.compute, "TIME",
+      "time of forward and backward in a step, as 20ms [the measured median over the ranks]");
   line.plain("--measure-delta", o.simulation.measure_delta, "N",
-             "every N steps, |x - sum|^2 over the mean of |x - RandK(x)|^2, x what all ranks "
-             "selected from")
+             "every N steps, measure |x - sum|^2 / the mean of |x - RandK(x)|^2; x is the sum of "
+             "the vectors that the ranks selected from")
       ->check(positive());
   line.plain("--measure-constants", o.simulation.measure_constants, "N",
-             "param-server: every N steps, the constants of top-k one way and both ways")
+             "param-server: every N steps, measure the constants of top-k on one and on both links")
       ->check(positive());
   declare(line, o.link);
   add_training_options(line, o.train);
@@ -426,7 +429,7 @@ int simulate_exchanges(int argc, char** argv) {
       "skim simulate");
   declare(app, o, training, toy);
   app.footer(
-      "Nothing is trained: gradients are normal, and selections the same in every step.\n\n"
+      "Nothing is trained. Gradients are normal, and every step exchanges the same selections.\n\n"
       "Example:\n"
       "  skim simulate --params 1000000 --ranks 16,128 --link 1gbit --latency 0.4ms");
   return parse_and_run(app, argc, argv, [&] {
@@ -443,9 +446,9 @@ int simulate_training(int argc, char** argv) {
   bool training = false, toy = false;
   if (const char* dir = std::getenv("SKIM_DATA")) o.train.data.dir = dir;
   CLI::App app(
-      "Trains as many ranks would, in this process, with one copy of the parameters and the real "
-      "selection and exchange. Time is simulated: computing, and on a virtual clock the processor "
-      "time of each rank's exchange plus what an alpha-beta link would take.",
+      "Trains like a group of ranks, but in this process, with one copy of the parameters and the "
+      "real selection and exchange. The time of a step is simulated: computing, plus the processor "
+      "time of each rank's exchange, plus the time that an alpha-beta link would take.",
       "skim simulate");
   declare(app, o, training, toy);
   app.footer(

@@ -1,4 +1,4 @@
-// skim simulate --toy: top-k on both links where every number can be followed by hand.
+// skim simulate --toy: top-k on both links, on a problem that is small enough to check by hand.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -73,10 +73,11 @@ int simulate_toy(int argc, char** argv) {
       "skim simulate");
   CommandLine line(app);
   line.group("Form");
-  line.flag("--toy", toy, "this one");
+  line.flag("--toy", toy, "run the toy problem");
   line.group("What is run");
   line.option("--seeds", o.seeds, "N", "starting points")->check(positive());
-  line.option("--steps", o.steps, "N", "of each; at least 100")->check(CLI::Range(100, 1 << 30));
+  line.option("--steps", o.steps, "N", "steps from each starting point; at least 100")
+      ->check(CLI::Range(100, 1 << 30));
   line.choice("--server", o.server, "who sums");
   line.plain("--json", o.json, "FILE", "JSON array, one object a method; -: standard output");
   return parse_and_run(app, argc, argv, [&] { return run(o); });

@@ -1,4 +1,4 @@
-// skim train: options, ranks, runs, table.
+// skim train: parses the options, starts the ranks, runs the training, prints the table.
 #include "tools/train_command.hpp"
 
 #include <ATen/Parallel.h>
@@ -46,8 +46,8 @@ std::int64_t steady_ns() {
   return now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
 }
 
-// Asks the loop to end after this step. A rank that waits for one that is gone must not wait for
-// ever: mpirun sends SIGTERM when a rank has died, the launcher SIGUSR1 for the user's Ctrl-C.
+// Asks the loop to end after this step. When a rank has died, mpirun sends SIGTERM; the others must
+// not wait for it for ever. For the user's Ctrl-C, the launcher sends SIGUSR1.
 void on_stop(int signal) {
   g_signal.store(signal == SIGUSR1 ? SIGINT : signal);
   g_stop.store(true);
@@ -73,7 +73,7 @@ class Declare {
   void operator()(const char* field, T& member, const FieldInfo& info) const {
     std::string name = std::string("--") + field;
     std::ranges::replace(name, '_', '-');
-    if (!line_.has(name)) add(name, member, info);  // a command's own option goes first
+    if (!line_.has(name)) add(name, member, info);  // a command's own option has precedence
   }
 
  private:
@@ -151,7 +151,7 @@ class Declare {
     };
     line_.call(name.c_str(), set, "TIME", info.what);
   }
-  // --fit has them, and a summary.
+  // These fields have no option of their own. They come from --fit or from a summary.
   void add(const std::string&, std::optional<Link>&, const FieldInfo&) const {}
   void add(const std::string&, LocalSpeeds&, const FieldInfo&) const {}
 
@@ -174,8 +174,8 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
     t.chooser.local = fit.local;
   };
   line.call("--fit", read, "FILE",
-            "auto: link and local speeds as skim bench network --json wrote them; without, the "
-            "link is measured");
+            "auto: file with link and local speeds, from skim bench network --json; without it, "
+            "the link is measured");
   line.group("Run");
   each_run_field(t, declare_field);
 }
@@ -223,13 +223,12 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
   CommandLine line(app);
   app.get_config_ptr()->description(
       "read options from a TOML file (long names without the leading dashes), or repeat the runs "
-      "of "
-      "a file that --summary wrote");
+      "of a file that --summary wrote");
   if (command.declare) command.declare(line);
   line.group("Runs");
   line.option("--ranks", a.ranks, "P",
-              "ranks to start on this machine; under mpirun or srun their number, which then need "
-              "not be given")
+              "ranks to start on this machine; not needed under mpirun or srun, where it must be "
+              "the number of ranks that they started")
       ->check(positive());
   line.plain("--compare", a.compare, "RUN,RUN,...",
              "run these one after another from the same seed and print a table; a RUN is "
@@ -250,7 +249,7 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
       command.example);
 }
 
-// The runs: the one that the options describe, or those to compare.
+// The runs to do: those of --compare, or the one that the options describe.
 std::vector<Row> plan(const Arguments& a) {
   std::vector<Row> rows;
   if (a.compare.empty()) rows = a.repeated;
@@ -274,14 +273,14 @@ std::vector<Row> plan(const Arguments& a) {
       row.options.density = train::density_rule(text, "--compare " + entry);
     }
     for (const Row& r : rows) {
-      if (r.name == entry) throw InvalidArgument("--compare: '" + entry + "' stands twice");
+      if (r.name == entry) throw InvalidArgument("--compare: '" + entry + "' is given twice");
     }
     if (!row.options.checkpoint.empty()) row.options.checkpoint /= entry;
     rows.push_back(std::move(row));
   }
   check_budget(rows);
   for (const Row& r : rows) {
-    // Throw for names that do not exist and values that nothing can be made from.
+    // These throw for unknown names and impossible values.
     make_selector(train::reducer_options(r.options).select);
     train::density_schedule(r.options);
   }
@@ -435,7 +434,7 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
     if (code != 0 && g_signal.load() != 0) code = 128 + g_signal.load();
     if (code == 0) comm.reset();
     if (status) status->finished(code);
-    if (comm && with_mpi) comm->barrier();  // nobody is cut off by mpirun
+    if (comm && with_mpi) comm->barrier();  // so that mpirun does not end ranks that still work
     return code;
   }
   const std::string line = failure.substr(0, failure.find('\n'));
@@ -447,7 +446,7 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
   if (comm) comm->abort(comm->rank());
   if (with_mpi) {
     comm.reset();
-    _exit(code);  // MPI_Finalize would wait for ranks that are gone
+    _exit(code);  // MPI_Finalize would wait for ranks that have ended
   }
   return code;
 }
@@ -456,10 +455,10 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
 
 namespace {
 
-// What --config FILE means where FILE is a summary: its runs, and the arguments without it.
+// The runs of --config FILE if FILE is a summary, and the arguments without this option.
 struct Repetition {
   std::string file;
-  std::vector<nlohmann::json> runs;  // empty: no summary; CLI11 reads TOML
+  std::vector<nlohmann::json> runs;  // empty if FILE is no summary; CLI11 then reads it as TOML
   std::vector<char*> arguments;
 };
 
@@ -476,7 +475,7 @@ Repetition repetition_of(int argc, char** argv) {
     const std::string file(apart ? argv[i + 1] : argv[i] + kConfigIs.size());
     std::ifstream in(file);
     const nlohmann::json all = nlohmann::json::parse(in, nullptr, false);
-    if (all.is_discarded()) {  // not JSON, or not there
+    if (all.is_discarded()) {  // the file is not JSON, or does not exist
       r.arguments.push_back(argv[i]);
       if (apart) r.arguments.push_back(argv[++i]);
       continue;
@@ -500,7 +499,7 @@ Repetition repetition_of(int argc, char** argv) {
   return r;
 }
 
-// Options that the command line does not name are those of this run.
+// Sets the options to those of this run. The command line is parsed afterwards and overrides them.
 void take_over(const Repetition& r, std::size_t run, Arguments& a) {
   const std::string who = "--config " + r.file;
   train::read_options(r.runs[run], a.train, who);
@@ -530,7 +529,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
   std::vector<char*> arguments = repetition.arguments;
   return parse_and_run(app, static_cast<int>(arguments.size()), arguments.data(), [&] {
     for (std::size_t i = 0; i < repetition.runs.size(); ++i) {
-      // The command line goes before the file, for each of the runs.
+      // For each run, the command line overrides the file.
       Arguments one = defaults;
       take_over(repetition, i, one);
       CLI::App again;

@@ -15,7 +15,7 @@ struct Unit {
   double factor;
 };
 
-// The number in front of a unit, times its factor; NaN: it is not one.
+// The number before the unit, times the unit's factor. NaN if `text` is not a number with a unit.
 template <std::size_t N>
 double parse(const std::string& text, const std::array<Unit, N>& units) {
   char* end = nullptr;

@@ -1,4 +1,4 @@
-// skim bench wire: how many bytes frames take, and how long to write and read them.
+// skim bench wire: measures the size of frames, and the time to write and read them.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -48,7 +48,8 @@ struct WireResult {
   double ratio() const { return static_cast<double>(index_bytes) / entropy_bytes; }
 };
 
-// Without any of the options: uniform sets of the usual length, small ones, and all recorded ones.
+// Without options, the cases are uniform sets of the usual length, small sets, and all recorded
+// sets.
 std::vector<WireCase> cases_of(const WireOptions& o) {
   std::vector<WireCase> list;
   const bool axes_given = !(o.lengths.empty() && o.densities.empty());
@@ -80,7 +81,8 @@ std::vector<WireCase> cases_of(const WireOptions& o) {
   return list;
 }
 
-// Medians over warm calls, encode and decode in turn. Throws: Error, if what comes back differs.
+// Measures medians over warm calls that encode and decode in turn. Throws: Error if the decoded
+// entries differ.
 WireResult measure(const WireCase& c, const CodecOptions& options, double seconds) {
   const Codec codec(options);
   SparseBuffer s, back;
@@ -101,8 +103,8 @@ WireResult measure(const WireCase& c, const CodecOptions& options, double second
   const auto bits = [](const SparseView& x) { return std::as_bytes(x.value); };
   if (!got || !std::ranges::equal(back.view().index, view.index) ||
       !std::ranges::equal(bits(back.view()), bits(view))) {
-    throw Error(fmt::format("{} n={} k={} {}: what was decoded is not what was encoded", c.source,
-                            view.dim, view.nnz(), name_of(plan.code)));
+    throw Error(fmt::format("{} n={} k={} {}: the decoded entries differ from the encoded ones",
+                            c.source, view.dim, view.nnz(), name_of(plan.code)));
   }
   using Clock = std::chrono::steady_clock;
   const auto ns = [](Clock::duration d) {
@@ -117,7 +119,7 @@ WireResult measure(const WireCase& c, const CodecOptions& options, double second
     const auto t1 = Clock::now();
     const DecodeResult again = codec.decode(frame, view.dim, back, nullptr);
     const auto t2 = Clock::now();
-    if (!again) throw Error("a frame was decoded once and not again");
+    if (!again) throw Error("a frame could be decoded once, but not a second time");
     encode.push_back(ns(t1 - t0));
     decode.push_back(ns(t2 - t1));
   }
@@ -181,11 +183,12 @@ int run(const WireOptions& o) {
       if (other != chosen) report(other);
     }
   }
-  fmt::print(people,
-             "*: what the encoder chooses: the smallest, but huffman beyond 4096 entries only "
-             "where it saves a bit\nan entry. index: bytes of the index section; entropy: log2 of "
-             "the number of k-subsets of n, in bytes;\nratio: index over entropy. Values: {}.\n",
-             name_of(o.value));
+  fmt::print(
+      people,
+      "*: the encoder's choice, which is the smallest code; beyond 4096 entries, huffman must "
+      "save a bit\nper entry. index: bytes of the index section. entropy: log2 of the number "
+      "of k-subsets of n, in bytes.\nratio: index / entropy. Values: {}.\n",
+      name_of(o.value));
   json.write(results);
   return 0;
 }
@@ -195,8 +198,8 @@ int run(const WireOptions& o) {
 int bench_wire_command(int argc, char** argv) {
   WireOptions o;
   CLI::App app(
-      "Measures frames: their bytes beside the entropy of their index sets, and the time to encode "
-      "and decode them.",
+      "Measures the size of frames, compared with the entropy of their index sets, and the time to "
+      "encode and decode them.",
       "skim bench wire");
   CommandLine line(app);
   line.group("What is measured (without any of them: uniform sets and the recorded ones)");
@@ -208,10 +211,11 @@ int bench_wire_command(int argc, char** argv) {
   line.plain("--recorded", o.recorded, "FILE...",
              "frames of training, as skim inspect --save-frames writes them [" SKIM_INDEX_SETS "]");
   line.choice("--value-code", o.value, "how values are written");
-  line.flag("--all-codes", o.all_codes, "not only the index code that the encoder chooses");
+  line.flag("--all-codes", o.all_codes,
+            "all index codes, not only the one that the encoder chooses");
 
   line.group("How");
-  line.option("--seconds", o.seconds, "X", "to repeat each case for")->check(positive());
+  line.option("--seconds", o.seconds, "X", "how long to repeat each case")->check(positive());
   line.plain("--json", o.json, "FILE", "JSON array, one object a case; -: standard output");
   app.footer(
       "Example:\n"

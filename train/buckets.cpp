@@ -1,4 +1,5 @@
-// Buckets over autograd's post hooks of gradient accumulation.
+// Buckets, which are filled by autograd. A post hook on the accumulation of each gradient reports
+// that it is ready.
 #include "train/buckets.hpp"
 
 #include <torch/csrc/autograd/function.h>
@@ -28,12 +29,12 @@ void FlatGradients::attach() {
 
 namespace {
 
-// All but the buffers.
+// Assigns the parameters to buckets. Sets everything except the buffers and views.
 FlatGradients shared_out(Model& model, std::size_t bucket_bytes) {
   const auto named = model.named_parameters();
   FlatGradients flat;
   std::size_t filled = 0;
-  // Backward reaches the last layers first.
+  // Goes from the last parameter to the first, because backward reaches the last layers first.
   for (auto it = named.end(); it != named.begin();) {
     --it;
     const torch::Tensor& parameter = it->value();
@@ -115,7 +116,8 @@ void GradientBuckets::gradient_is_there(std::size_t bucket) {
 }
 
 void GradientBuckets::start_ready() {
-  // In order, also where a later bucket is complete first: all ranks must start alike.
+  // Buckets start in order, even if a later bucket is complete first, because all ranks must start
+  // them in the same order.
   while (next_ < buffers_.size() && missing_[next_] == 0) {
     const torch::Tensor& b = buffers_[next_];
     GradView gradient = std::span(b.data_ptr<float>(), static_cast<std::size_t>(b.numel()));
@@ -129,7 +131,7 @@ void GradientBuckets::finish(std::vector<StepReport>& reports) {
   std::ranges::fill(missing_, 0U);
   start_ready();
   reports.clear();
-  // Each is taken off before it is waited for: whatever throws, drain() knows what is left.
+  // A ticket is removed before the wait. So if the wait throws, drain() waits only for the others.
   while (reports.size() < buffers_.size()) {
     const BucketTicket ticket = tickets_.front();
     tickets_.erase(tickets_.begin());
@@ -141,7 +143,7 @@ void GradientBuckets::drain() noexcept {
   for (const BucketTicket t : tickets_) {
     try {
       reducer_.wait(t);
-    } catch (const std::exception&) {  // the first failure is already on its way to the caller
+    } catch (const std::exception&) {  // the caller already gets the first failure
     }
   }
   tickets_.clear();

@@ -1,4 +1,5 @@
-// Atomic checkpoints: written aside, agreed on, renamed.
+// Atomic checkpoints. They are written to a temporary folder, which is renamed once all ranks have
+// succeeded.
 #include "train/checkpoint.hpp"
 
 #include <fcntl.h>
@@ -24,13 +25,13 @@ void sync_to_disk(const fs::path& path) {
   if (fd < 0) throw Error("cannot open " + path.string() + ": " + reason(errno));
   const int failed = ::fsync(fd) != 0 ? errno : 0;
   ::close(fd);
-  // Some file systems cannot sync a folder: that is no failure to write.
+  // EINVAL is not a failure: some file systems cannot sync a folder.
   if (failed != 0 && failed != EINVAL) {
     throw Error("cannot write " + path.string() + ": " + reason(failed));
   }
 }
 
-// Every rank learns whether all succeeded; throws on all ranks if not.
+// Throws on all ranks if any rank has a failure. Collective.
 void agree(const std::string& failure, Communicator& comm) {
   MessageList all;
   comm.allgather(std::as_bytes(std::span(failure)), all);
@@ -70,7 +71,7 @@ nlohmann::json read_json(const fs::path& path) {
   try {
     return nlohmann::json::parse(in);
   } catch (const nlohmann::json::exception&) {
-    throw StateError(path.string() + ": it is no JSON: the file is damaged");
+    throw StateError(path.string() + ": the file is damaged: it is not valid JSON");
   }
 }
 
@@ -99,7 +100,7 @@ fs::path write_checkpoint(const fs::path& dir, std::int64_t step, Communicator& 
       failure_of([&] { agree(failure.empty() ? failure : "checkpoint: " + failure, comm); });
   if (!written.empty()) {
     if (comm.rank() == 0) {
-      std::error_code ignored;  // the failure to write is what counts
+      std::error_code ignored;  // only the failure to write is reported
       fs::remove_all(aside, ignored);
     }
     throw Error(written);
@@ -109,7 +110,7 @@ fs::path write_checkpoint(const fs::path& dir, std::int64_t step, Communicator& 
   if (comm.rank() == 0) {
     failure = failure_of([&] {
       sync_to_disk(aside);
-      fs::remove_all(dir / name);  // of a run that was resumed from an earlier step
+      fs::remove_all(dir / name);  // exists if the run was resumed from an earlier step
       fs::rename(aside, dir / name);
       write_file(dir / ".latest", [&](std::ostream& out) { out << name << '\n'; });
       fs::rename(dir / ".latest", dir / "latest");
@@ -132,7 +133,7 @@ fs::path latest_checkpoint(const fs::path& dir) {
   }
   if (!fs::is_directory(dir / name)) {
     throw StateError("'" + (dir / "latest").string() + "' names '" + name +
-                     "', which is not there");
+                     "', which does not exist");
   }
   return dir / name;
 }

@@ -1,4 +1,4 @@
-// Loading IDX, CIFAR and text files, the generated images, and cutting all of them into batches.
+// Loads IDX, CIFAR and text files, generates images, and cuts all of them into batches.
 #include "train/data.hpp"
 
 #include <ATen/ops/empty.h>
@@ -24,7 +24,7 @@ namespace {
 namespace fs = std::filesystem;
 using Byte = std::uint8_t;
 
-// First part of a Random key: one number for each use of randomness.
+// The first part of a Random key, different for each use of random numbers.
 enum Purpose : std::uint64_t { kOrder = 1, kAugment, kOffset, kGlyph, kImage, kDeal };
 
 std::uint64_t u(std::int64_t value) { return static_cast<std::uint64_t>(value); }
@@ -59,8 +59,8 @@ bool is_gzip(std::span<const Byte> bytes) {
   return bytes.size() >= 2 && bytes[0] == 0x1f && bytes[1] == 0x8b;
 }
 
-// By inflate, not gzread: that one lets a file pass whose checksum is cut off, or that goes on
-// after its end.
+// Uses inflate instead of gzread, because gzread accepts a file with a truncated checksum, or with
+// extra bytes after its end.
 std::vector<Byte> gunzip(const fs::path& file, std::span<const Byte> in) {
   z_stream z{};
   if (inflateInit2(&z, 15 + 16) != Z_OK) damaged(file, "zlib cannot start");
@@ -94,19 +94,19 @@ std::vector<Byte> gunzip(const fs::path& file, std::span<const Byte> in) {
   }
 }
 
-// A file, plain or gzipped, whatever its name.
+// Reads a plain or gzipped file. The name does not matter.
 std::vector<Byte> read(const fs::path& file) {
   std::vector<Byte> bytes = read_raw(file);
   return is_gzip(bytes) ? gunzip(file, bytes) : bytes;
 }
 
-// A data set is looked for in a folder of its own and in the data folder itself.
+// Searches the files of a data set in its own folder and in the data folder itself.
 class Files {
  public:
   Files(const DataOptions& options, std::vector<std::string> folders)
       : name_(options.name), dir_(options.dir), folders_(std::move(folders)) {}
 
-  // Empty if none is there.
+  // Returns an empty path if there is no such file.
   fs::path find(const std::string& file) const {
     for (const fs::path& path : candidates(file)) {
       std::error_code ignored;
@@ -152,7 +152,8 @@ void expect_label(const fs::path& file, Byte label, std::size_t record, std::int
                     " has " + std::to_string(label) + ")");
 }
 
-// IDX: 4 bytes magic 00 00 type dimensions, a big-endian 32-bit length per dimension, the bytes.
+// An IDX file starts with 4 magic bytes: 0, 0, the type, and the number of dimensions. A big-endian
+// 32-bit length for each dimension follows, then the data.
 struct Idx {
   std::array<std::int64_t, 3> lengths{};  // unused ones are 1
   std::vector<Byte> bytes;
@@ -186,7 +187,7 @@ Idx read_idx(const fs::path& file, std::uint32_t dimensions) {
   std::uint64_t size = 1;
   for (std::size_t i = 0; i < dimensions; ++i) {
     const std::uint32_t length = word(i + 1);
-    // Sides beyond this are damage, and would overflow the product.
+    // Larger sides mean that the file is damaged. They would overflow the product.
     const std::uint32_t most = i == 0 ? std::numeric_limits<std::uint32_t>::max() : 4096;
     if (length == 0 || length > most) {
       damaged(file, "length of dimension " + std::to_string(i) + " must be in [1, " +
@@ -226,7 +227,7 @@ Images read_idx_pair(const Files& files, const std::string& prefix, std::int64_t
   return {images.lengths[1], images.lengths[2], std::move(images.bytes), std::move(labels.bytes)};
 }
 
-// CIFAR-10, binary version: records of a label and 3 planes (red, green, blue) of 32x32 bytes.
+// CIFAR-10, binary version. Each record has a label and 3 planes (red, green, blue) of 32x32 bytes.
 void append_cifar(const fs::path& file, std::int64_t classes, std::vector<Byte>& pixels,
                   std::vector<Byte>& labels) {
   constexpr std::size_t kImage = 3 * 32 * 32, kRecord = 1 + kImage;
@@ -244,10 +245,11 @@ void append_cifar(const fs::path& file, std::int64_t classes, std::vector<Byte>&
   }
 }
 
-// Generated images: 28x28, one shape of two strokes per class. Each example bends, rotates, scales
-// and moves its class's shape, draws it with a pen of its own, hides a part and adds noise; a few
-// labels are wrong, so that no model is perfect. The moves are what a linear model cannot follow.
-// All arithmetic is exact to IEEE (no libm but sqrt), so a seed gives the same bytes everywhere.
+// Generated images have 28x28 pixels. Each class has one shape of two strokes. Each example bends,
+// rotates, scales and moves its class's shape, draws it with a random pen and adds noise. Some
+// examples hide a part. The movements are too much for a linear model. A few labels are wrong, so
+// that no model is perfect. All arithmetic is exact to IEEE (of libm, only sqrt is used), so a seed
+// gives the same bytes on every machine.
 constexpr std::int64_t kSide = 28, kClasses = 10;
 constexpr std::size_t kControls = 4, kStrokes = 2;
 
@@ -266,8 +268,8 @@ Point on_curve(const std::array<Point, kControls>& c, float t) {
 float squared(float v) { return v * v; }
 float distance2(Point a, Point b) { return squared(a.x - b.x) + squared(a.y - b.y); }
 
-// How unlike two shapes are: mean over points of one of the squared distance to the other, both
-// ways.
+// How different two shapes are: for each point of one shape, the squared distance to the nearest
+// point of the other, summed over all points of both shapes.
 float difference(const Glyph& a, const Glyph& b) {
   constexpr int kPoints = 12;
   const auto one_way = [](const Glyph& from, const Glyph& to) {
@@ -290,8 +292,8 @@ float difference(const Glyph& a, const Glyph& b) {
   return one_way(a, b) + one_way(b, a);
 }
 
-// Of a few random shapes, the one most unlike the classes before, so that every seed is about as
-// hard.
+// For each class, chooses the one of a few random shapes that differs most from the classes before.
+// So the data sets of all seeds are about equally hard.
 std::vector<Glyph> make_glyphs(std::uint64_t seed) {
   constexpr std::uint64_t kTries = 12;
   std::vector<Glyph> glyphs;
@@ -321,7 +323,7 @@ std::vector<Glyph> make_glyphs(std::uint64_t seed) {
 
 void draw(Glyph glyph, Random& random, Byte* pixels) {
   constexpr float kMiddle = (kSide - 1) / 2.0F;
-  // Elastic: every control point moves by itself.
+  // Elastic: every control point moves independently.
   for (auto& stroke : glyph) {
     for (Point& p : stroke) {
       p.x += 0.12F * random.bell();
@@ -344,7 +346,7 @@ void draw(Glyph glyph, Random& random, Byte* pixels) {
       const Point p = on_curve(stroke, static_cast<float>(i) / (kDots - 1));
       const float x = kMiddle + move_x + scale_x * (cosine * p.x - sine * p.y);
       const float y = kMiddle + move_y + scale_y * (sine * p.x + cosine * p.y);
-      const float reach = radius + 1.0F;  // full ink within radius, fading over one pixel
+      const float reach = radius + 1.0F;  // full ink within radius, then fades over one pixel
       const auto first = [&](float v) {
         return static_cast<int>(std::clamp(v - reach, 0.0F, static_cast<float>(kSide)));
       };
@@ -361,7 +363,7 @@ void draw(Glyph glyph, Random& random, Byte* pixels) {
       }
     }
   }
-  // Occlusion: a dark square over one image in three.
+  // Occlusion: one image in three has a dark square.
   if (random.below(3) == 0) {
     const std::uint64_t side = 5 + random.below(4);
     const std::uint64_t top = random.below(u(kSide) - side), left = random.below(u(kSide) - side);
@@ -375,7 +377,7 @@ void draw(Glyph glyph, Random& random, Byte* pixels) {
   }
 }
 
-// Examples [0, n) of a split; classes come round and round. Label noise: 3 % get another class.
+// Examples [0, n) of a split, which go through the classes in turn. 3 % get a wrong label.
 Images generate(const std::vector<Glyph>& glyphs, std::uint64_t seed, std::uint64_t split,
                 std::int64_t n) {
   Images out{kSide, kSide, std::vector<Byte>(u(n * kSide * kSide)), std::vector<Byte>(u(n))};
@@ -438,8 +440,8 @@ Dataset load_data(const DataOptions& options) {
     info.kind = InputKind::text;
     info.vocabulary = static_cast<std::int64_t>(data.alphabet_.size());
     info.sequence_length = length;
-    // A window needs one character more than its length. The training text gives up another
-    // length - 1, so that every epoch, whatever its offset, has the same number of windows.
+    // A window needs one character more than its length. The training text leaves out another
+    // length - 1 characters, so that every epoch has the same number of windows for every offset.
     info.train_size = (static_cast<std::int64_t>(train) - length) / length;
     info.test_size = (static_cast<std::int64_t>(data.test_.values.size()) - 1) / length;
     if (info.train_size < 1 || info.test_size < 1) {
@@ -473,7 +475,7 @@ Dataset load_data(const DataOptions& options) {
     append_cifar(files.expect("test_batch.bin"), info.classes, test.pixels, test.labels);
     info.channels = 3;
     train.height = train.width = test.height = test.width = 32;
-    // Of the training set, as everyone uses them.
+    // The usual values for CIFAR-10, from its training set.
     data.mean_ = {0.4914F, 0.4822F, 0.4465F};
     data.deviation_ = {0.2470F, 0.2435F, 0.2616F};
   } else {
@@ -509,13 +511,13 @@ void expect_in(std::span<const std::int64_t> examples, std::int64_t size) {
   }
 }
 
-// The bytes of one channel as the models take them.
+// Converts the bytes of one channel to the input of the models.
 struct Normalise {
   float mean, deviation;
   float operator()(Byte b) const { return (static_cast<float>(b) / 255.0F - mean) / deviation; }
 };
 
-// Pads a plane with zeros by 4 on each side, takes the window at (top, left), flips it.
+// Pads a plane with 4 zeros on each side, takes the window at (top, left), and flips it if asked.
 void crop(const Byte* plane, std::int64_t height, std::int64_t width, std::int64_t top,
           std::int64_t left, bool flip, const Normalise& normalise, float* out) {
   for (std::int64_t row = 0; row < height; ++row) {
@@ -613,7 +615,7 @@ void shuffle(std::span<std::int64_t> values, Random random) {
 Sampler::Sampler(std::int64_t examples, std::int64_t ranks, std::int64_t batch, std::uint64_t seed)
     : ranks_(ranks), batch_(batch), seed_(seed) {
   expect_positive(examples, ranks, batch);
-  // By division: the product may overflow.
+  // Divides twice, because the product may overflow.
   steps_ = examples / ranks / batch;
   if (steps_ < 1) {
     throw InvalidArgument("data: ranks x batch must be at most the " + str(examples) +
@@ -641,7 +643,7 @@ Sampler Sampler::shards(std::span<const std::uint8_t> labels, std::int64_t ranks
   if (per_rank < 1) {
     throw InvalidArgument("data: shards of a rank must be at least 1 (got " + str(per_rank) + ")");
   }
-  const std::int64_t length = examples / ranks / per_rank;  // of a shard
+  const std::int64_t length = examples / ranks / per_rank;  // examples in a shard
   if (per_rank * length < batch) {
     throw InvalidArgument("data: a rank's shards must have at least a batch of the " +
                           str(examples) + " training examples (ranks " + str(ranks) +

@@ -35,7 +35,7 @@ void each_model_field(Options& o, F&& f) {
   f("model", o.model, FieldInfo{.what = "model", .names = strings_of<model_names>});
   f("data", o.data.name, FieldInfo{.what = "data set", .names = strings_of<data_names>});
   f("data_dir", o.data.dir,
-    FieldInfo{.what = "folder with NAME/ of the data set in it, or the text file [$SKIM_DATA]",
+    FieldInfo{.what = "folder that contains the data set's folder, or the text file [$SKIM_DATA]",
               .scope = FieldScope::rank});
   f("batch", o.batch, FieldInfo{"examples per rank and step", kPositive});
   f("epochs", o.epochs,
@@ -45,11 +45,13 @@ void each_model_field(Options& o, F&& f) {
     FieldInfo{
         .what = "steps, instead of epochs", .range = kPositive, .scope = FieldScope::session});
   f("split", o.split,
-    FieldInfo{"iid: every rank draws from all examples; partition: from its own, dealt at random "
-              "once; shards: from its own, which are cut from the examples sorted by label"});
-  f("shards_per_rank", o.shards_per_rank, FieldInfo{"shards: how many a rank gets", kPositive});
+    FieldInfo{"iid: every rank draws from all examples; partition: each rank has its own examples, "
+              "assigned at random once; shards: each rank has its own, cut from the examples "
+              "sorted by label"});
+  f("shards_per_rank", o.shards_per_rank,
+    FieldInfo{"shards: number of shards for each rank", kPositive});
   f("seed", o.seed,
-    FieldInfo{"of parameters, order of examples, augmentation, dropout, and random selection and "
+    FieldInfo{"seed of parameters, order of examples, augmentation, dropout, random selection and "
               "rounding"});
   f("augment", o.data.augment, FieldInfo{"cifar10: random crops and flips"});
   f("sequence_length", o.data.sequence_length,
@@ -65,13 +67,15 @@ void each_model_field(Options& o, F&& f) {
 
 template <OptionsOf<TrainOptions> Options, class F>
 void each_optimizer_field(Options& o, F&& f) {
-  f("optimizer", o.optimizer, FieldInfo{"works on the mean gradient"});
+  f("optimizer", o.optimizer, FieldInfo{"optimizer, applied to the mean gradient"});
   f("lr", o.learning_rate.base, FieldInfo{"learning rate", kPositive});
-  f("lr_schedule", o.learning_rate.kind, FieldInfo{"after the warm-up"});
-  f("lr_warmup", o.learning_rate.warmup_epochs, FieldInfo{"epochs of linear rise", kNotNegative});
-  f("lr_drops", o.learning_rate.drop_epochs, FieldInfo{"steps: epochs at which it drops"});
+  f("lr_schedule", o.learning_rate.kind, FieldInfo{"learning rate after the warm-up"});
+  f("lr_warmup", o.learning_rate.warmup_epochs,
+    FieldInfo{"epochs in which the learning rate rises linearly", kNotNegative});
+  f("lr_drops", o.learning_rate.drop_epochs,
+    FieldInfo{"steps: epochs at which the learning rate drops"});
   f("lr_gamma", o.learning_rate.gamma, FieldInfo{"steps: factor of a drop", kPositive});
-  f("momentum", o.momentum, FieldInfo{"of sgd, after aggregation", kBelowOne});
+  f("momentum", o.momentum, FieldInfo{"momentum of sgd, applied to the mean gradient", kBelowOne});
   f("nesterov", o.nesterov, FieldInfo{"Nesterov momentum"});
   f("weight_decay", o.weight_decay, FieldInfo{"weight decay", kNotNegative});
   f("bias_decay", o.bias_decay, FieldInfo{"weight decay also on biases and normalisation layers"});
@@ -98,42 +102,45 @@ void each_exchange_field(Options& o, F&& f) {
   each_field(o.chooser, of_library);
   each_field(o.select, of_library);
   f("select_seeds", o.select_seeds,
-    FieldInfo{"what a rule draws on the ranks, for randomk the indices"});
+    FieldInfo{"random selection: same seed on all ranks, so that randomk chooses the same indices "
+              "on all, or own seeds"});
   f("density", o.density,
     FieldInfo{
-        "kept fraction k/n, in (0, 1]; 1 is dense; or what chooses it at every step: adaptive "
-        "(the least error for a budget: docs/adaptive.md); capture=SHARE (of |u|^2); "
-        "accordion=LOW/HIGH; descent-per-bit"});
+        "kept fraction k/n, in (0, 1]; 1 is dense. Or a rule that chooses the density of each "
+        "step: adaptive (the least error for a budget: docs/adaptive.md); capture=SHARE (keeps "
+        "this fraction of |u|^2); accordion=LOW/HIGH; descent-per-bit"});
   f("density_warmup", o.density_warmup,
-    FieldInfo{"densities before that: none; dgc, gaussiank, gtopk (the lists of their papers); "
-              "geometric:EPOCHS; or a list, one an epoch: 0.25,0.06"});
+    FieldInfo{"densities of the first epochs: none; dgc, gaussiank, gtopk (the lists in their "
+              "papers); geometric:EPOCHS; or a list with one density per epoch: 0.25,0.06"});
   f("density_min", o.density_min,
-    FieldInfo{"the least that a rule but accordion gives", kDensityRange});
-  f("density_max", o.density_max, FieldInfo{"and the most", kDensityRange});
+    FieldInfo{"smallest density that a rule may choose (except accordion)", kDensityRange});
+  f("density_max", o.density_max,
+    FieldInfo{"largest density that a rule may choose (except accordion)", kDensityRange});
   f("down_density", o.down_density,
-    FieldInfo{"kept fraction of the result: of what a server sends back (1: all that came in), or "
-              "global-topk and oktopk leave [as up]",
+    FieldInfo{"density of the result, for param-server (1: every entry that it received), "
+              "global-topk and oktopk [as --density]",
               kDensityRange});
   f("budget", o.budget,
-    FieldInfo{"adaptive: what the busiest rank sends in the whole run, as 50MB or 2GB"});
+    FieldInfo{"adaptive: the most that any rank sends over the whole run, as 50MB or 2GB"});
   f("target_time", o.target_time,
-    FieldInfo{"adaptive: instead, how long the run is predicted to take, as 10min; with --fit and "
-              "--compute"});
+    FieldInfo{"adaptive: instead of --budget, limit of the run's predicted time, as 10min; needs "
+              "--fit and --compute"});
   f("compute", o.compute,
-    FieldInfo{"target-time: what forward and backward of a step take, as 20ms"});
+    FieldInfo{"target-time: time of forward and backward in a step, as 20ms"});
   f("adaptive_form", o.adaptive_form,
-    FieldInfo{"adaptive: what is assumed of the entries that are left out; auto: feedback with "
+    FieldInfo{"adaptive: assumption about the entries that are left out; auto: feedback with "
               "error feedback, else measured"});
   f("contraction", o.contraction,
-    FieldInfo{"adaptive: factor of the error in a step; below 1 late steps weigh more",
+    FieldInfo{"adaptive: factor by which a step reduces the error; below 1, late steps weigh more",
               kDensityRange});
   each_field(o.feedback, of_library);
   f("memory", o.memory,
-    FieldInfo{"residuals of gradients, or of updates: gradients times the learning rate; auto: "
-              "updates with --density adaptive, where the run allows it, else gradients"});
+    FieldInfo{
+        "what residuals accumulate: gradients, or updates (gradients times the learning "
+        "rate); auto: updates with --density adaptive, if the run allows it, else gradients"});
   each_reducer_field(o, of_library);
   f("bucket_mb", o.bucket_mb,
-    FieldInfo{"size of a bucket in 10^6 bytes; 0: one for the whole model", kNotNegative});
+    FieldInfo{"size of a bucket in 10^6 bytes; 0: one bucket for the whole model", kNotNegative});
 }
 
 template <OptionsOf<TrainOptions> Options, class F>
@@ -148,12 +155,14 @@ void each_run_field(Options& o, F&& f) {
               .range = kNotNegative,
               .scope = S::session});
   f("eval_examples", o.eval_examples,
-    FieldInfo{.what = "test examples to take [all]", .range = kPositive, .scope = S::session});
+    FieldInfo{.what = "test examples to evaluate [all]", .range = kPositive, .scope = S::session});
   f("metrics", o.metrics,
-    FieldInfo{
-        .what = "JSON lines, one a step; -: standard output", .scope = S::rank, .is_place = true});
+    FieldInfo{.what = "file of JSON lines, one per step; -: standard output",
+              .scope = S::rank,
+              .is_place = true});
   f("checkpoint", o.checkpoint,
-    FieldInfo{.what = "checkpoints: at the end, when stopped, and as --checkpoint-steps says",
+    FieldInfo{.what = "folder for checkpoints: at the end, when stopped, and every "
+                      "--checkpoint-steps steps",
               .scope = S::session,
               .is_place = true});
   f("checkpoint_steps", o.checkpoint_steps,

@@ -1,4 +1,4 @@
-// Optimizer, evaluation and bookkeeping of a step.
+// The optimizer, the evaluation, and the bookkeeping of a step.
 #include "train/loop.hpp"
 
 #include <sys/resource.h>

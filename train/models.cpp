@@ -1,5 +1,5 @@
-// The trainer's models. Parameter counts are those of the papers they are taken from; a test pins
-// them.
+// The trainer's models. They have as many parameters as in the papers that they come from, which a
+// test checks.
 #include "train/models.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -47,12 +47,12 @@ std::int64_t or_default(std::int64_t value, std::int64_t standard) {
 // Initial parameters.
 
 enum class Init : std::uint8_t {
-  classic,  // weights and biases uniform in +-1/sqrt(inputs), torch's own rule; embeddings in +-1
+  classic,  // weights and biases uniform in +-1/sqrt(inputs), as in torch; embeddings in +-1
   he,       // convolutions uniform with variance 2/inputs (He et al. 2015), biases 0
-  gpt,      // variance 0.02^2, output projections of the residual branches less; biases 0
+  gpt,      // variance 0.02^2, but less for the outputs of residual branches; biases 0
 };
 
-// Half the width of the uniform distribution that a weight of two or more dimensions starts from.
+// A weight with two or more dimensions starts with entries uniform in +- this bound.
 double weight_bound(Init init, std::string_view name, const Tensor& w, const ModelOptions& o) {
   const auto inputs = static_cast<double>(w.numel() / w.size(0));
   switch (init) {
@@ -69,7 +69,8 @@ double weight_bound(Init init, std::string_view name, const Tensor& w, const Mod
   return 0.0;
 }
 
-// A stream per parameter, and no torch distribution: those differ in the last bit between CPUs.
+// Each parameter has its own stream of random numbers. It does not use torch's distributions,
+// because they differ in the last bit between CPUs.
 void initialise(Model& model, Init init, const ModelOptions& o) {
   const torch::NoGradGuard no_grad;
   std::uint64_t stream = 0;
@@ -204,8 +205,8 @@ class ResidualBlock : public nn::Module {
   }
   Tensor forward(const Tensor& input) {
     const Tensor x = torch::relu(norm1_->forward(conv1_->forward(input)));
-    // Shortcut of option A (He et al. 2016, 4.2): every second pixel, new channels zero; no
-    // parameters.
+    // The shortcut is option A of He et al. 2016, 4.2: it takes every second pixel, sets the new
+    // channels to zero, and has no parameters.
     Tensor shortcut = input;
     if (stride_ > 1) {
       shortcut = torch::constant_pad_nd(
@@ -221,7 +222,8 @@ class ResidualBlock : public nn::Module {
   nn::BatchNorm2d norm1_{nullptr}, norm2_{nullptr};
 };
 
-// For CIFAR: three stages of three blocks. Any size of image: it ends in a mean over pixels.
+// The version for CIFAR, with three stages of three blocks. It takes images of any size, because it
+// ends with a mean over the pixels.
 class ResNet20 : public Model {
  public:
   explicit ResNet20(const ModelOptions& o) {
@@ -251,8 +253,8 @@ class ResNet20 : public Model {
   nn::Linear fc_{nullptr};
 };
 
-// For CIFAR: batch norm, one fully connected layer. Its five poolings need 32x32; smaller images
-// are padded with zeros (the mean colour) to that.
+// The version for CIFAR, with batch norm and one fully connected layer. Its five poolings need
+// 32x32 pixels, so smaller images are padded with zeros (the mean colour) to this size.
 class Vgg16 : public Model {
  public:
   explicit Vgg16(const ModelOptions& o) {
@@ -288,7 +290,7 @@ class Vgg16 : public Model {
  private:
   static constexpr std::int64_t kLeast = 32;
   static constexpr std::int64_t kPool = 0;
-  // Configuration D of Simonyan and Zisserman 2014: output channels of each convolution.
+  // Configuration D of Simonyan and Zisserman 2014: the output channels of each convolution.
   static constexpr std::array<std::int64_t, 18> kPlan = {64,  64,    kPool, 128,   128, kPool,
                                                          256, 256,   256,   kPool, 512, 512,
                                                          512, kPool, 512,   512,   512, kPool};
@@ -300,7 +302,7 @@ class Vgg16 : public Model {
 
 // Text models.
 
-// Characters. Each window starts from a zero state: windows come shuffled.
+// Predicts characters. Each window starts from a zero state, because windows are shuffled.
 class Lstm : public Model {
  public:
   explicit Lstm(const ModelOptions& o) {
@@ -389,7 +391,7 @@ class Gpt : public Model {
   nn::Linear fc_{nullptr};
 };
 
-// The list.
+// The list of models.
 
 template <class M>
 std::shared_ptr<Model> make(const ModelOptions& o) {

@@ -1,4 +1,4 @@
-// Options as parts of the reducer, as schedules, as text.
+// Converts options to reducer options, to schedules, and to and from text.
 #include "train/options.hpp"
 
 #include <algorithm>
@@ -32,23 +32,25 @@ constexpr std::string_view kGeometric = "geometric:";
 bool is_share(const std::optional<double>& x) { return x && *x > 0.0 && *x < 1.0; }
 bool is_density(const std::optional<double>& x) { return x && *x > 0.0 && *x <= 1.0; }
 
-// The shortest text that gives x again.
+// The shortest text that parses to x.
 std::string text_of(double x) {
   char buffer[32];
   return {buffer, std::to_chars(buffer, buffer + sizeof buffer, x).ptr};
 }
 
-// What does not go together with density_rule.
+// Throws: InvalidArgument if other options do not fit the density rule.
 void expect_possible(const TrainOptions& o, const ReducerOptions& r) {
   const std::string rule = "--density " + to_text(o.density);
   if (o.density_warmup.kind != WarmUp::Kind::none) {
-    throw InvalidArgument(rule + " has no warm-up: --density-warmup goes with a number");
+    throw InvalidArgument(rule + " has no warm-up: --density-warmup needs a number as --density");
   }
   if (o.density_min > o.density_max) {
     throw InvalidArgument("--density-min is above --density-max");
   }
   if (o.density.kind == DensityRule::Kind::descent_per_bit && r.chooser) {
-    throw InvalidArgument(rule + ": --exchange auto has no cost to compare densities by");
+    throw InvalidArgument(rule +
+                          " cannot compare the cost of densities with --exchange auto; name "
+                          "one exchange");
   }
   if (!is_adaptive(o)) return;
   if (!(o.budget.bytes > 0.0) && !(o.target_time.seconds > 0.0)) {
@@ -61,12 +63,12 @@ void expect_possible(const TrainOptions& o, const ReducerOptions& r) {
       r.chooser && std::ranges::count(candidates(*r.chooser), ExchangeKind::dense) > 0;
   if (o.budget.bytes > 0.0 && may_go_dense) {
     throw InvalidArgument(
-        "--budget: --exchange auto may go dense, whatever the density; leave dense out of "
+        "--budget: --exchange auto may choose the dense sum at any density; leave dense out of "
         "--among");
   }
   if (o.target_time.seconds > 0.0 && (!o.chooser.link || !(o.compute.seconds > 0.0))) {
     throw InvalidArgument(
-        "--target-time goes by predictions: it needs the link (--fit FILE) and --compute TIME");
+        "--target-time uses predictions, so it needs the link (--fit FILE) and --compute TIME");
   }
 }
 
@@ -191,18 +193,18 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   if (o.automatic) r.chooser = o.chooser;
   if (o.down_density > 0.0 && !o.automatic && !row_of(o.exchange.kind).cuts_result) {
     throw InvalidArgument("--down-density: " + exchange_name(o) +
-                          " returns all that was sent; it needs an exchange that selects from the "
-                          "sum, such as param-server");
+                          " returns every entry that was sent; use an exchange that selects from "
+                          "the sum, such as param-server");
   }
   if (holds_updates(o)) {
     if (o.optimizer != OptimizerKind::sgd) {
       throw InvalidArgument(
-          "--memory updates needs --optimizer sgd: the update of another is not the gradient times "
-          "the learning rate");
+          "--memory updates needs --optimizer sgd: with other optimizers, the update is not the "
+          "gradient times the learning rate");
     }
     if (o.feedback.local_clip > 0.0F) {
       throw InvalidArgument(
-          "--memory updates and --local-clip exclude each other: the limit is one of gradients");
+          "--memory updates and --local-clip exclude each other: the limit is for gradients");
     }
   }
   if (!o.feedback.enabled && o.feedback.momentum_correction > 0.0F) {
@@ -214,12 +216,12 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   r.feedback = o.feedback;
   if (is_dense(o)) {
     r.feedback.residual_decay = 1.0F;
-    // Where all of it is masked in every step, the velocity is the gradient; but for Nesterov's
-    // step ahead.
+    // Factor masking clears the whole velocity in every dense step. Except with Nesterov, the
+    // velocity is then the gradient, so the correction is not needed.
     if (!o.feedback.nesterov_correction && o.feedback.factor_masking) {
       r.feedback.momentum_correction = 0.0F;
     }
-    // A dense sum leaves nothing behind: without feedback it needs no second copy of the gradient.
+    // A dense sum leaves no residual, so feedback would only cost a second copy of the gradient.
     r.feedback.enabled = o.feedback.enabled && r.feedback.momentum_correction > 0.0F;
   }
   r.dense_sum = o.dense_sum;
@@ -306,7 +308,7 @@ DensityRule density_rule(std::string_view text, const std::string& who) {
 }
 
 namespace {
-// Of the warm-ups that are one word, in the order of WarmUp::Kind.
+// The names of the warm-ups without parameters, in the order of WarmUp::Kind.
 constexpr std::array<std::string_view, 4> kWarmUps{"none", "dgc", "gaussiank", "gtopk"};
 }  // namespace
 
@@ -321,9 +323,10 @@ std::string to_text(const WarmUp& w) {
 WarmUp warm_up(std::string_view text, const std::string& who) {
   const auto part = [&](std::string_view number_text) {
     if (const std::optional<double> value = number(number_text)) return *value;
-    throw InvalidArgument(who + ": '" + std::string(number_text) + "' in '" + std::string(text) +
-                          "' is no number; expected none, dgc, gaussiank, gtopk, geometric:EPOCHS "
-                          "or a list of densities such as 0.25,0.0625");
+    throw InvalidArgument(
+        who + ": '" + std::string(number_text) + "' in '" + std::string(text) +
+        "' is not a number; expected none, dgc, gaussiank, gtopk, geometric:EPOCHS "
+        "or a list of densities such as 0.25,0.0625");
   };
   WarmUp w;
   if (const auto* const found = std::ranges::find(kWarmUps, text); found != kWarmUps.end()) {
@@ -348,7 +351,7 @@ double largest_density(const TrainOptions& o) {
   if (is_dense(o)) return 1.0;
   if (o.density.kind == DensityRule::Kind::accordion) return o.density.high;
   if (!o.density.is_constant()) return o.density_max;
-  // Warm-ups fall.
+  // Densities fall during a warm-up, so the first one is the largest.
   return std::max(o.density.value, density_schedule(o)->density({}).up);
 }
 

@@ -1,4 +1,4 @@
-// One overload of json_of and one of take for each type that an option has.
+// For each type of an option, an overload of json_of and one of take.
 #include "train/options_json.hpp"
 
 #include <charconv>
@@ -20,13 +20,14 @@ using nlohmann::json;
 template <class T>
 concept Enum = std::is_enum_v<T>;
 template <class T>
-concept Number = std::is_arithmetic_v<T>;  // and bool
+concept Number = std::is_arithmetic_v<T>;  // includes bool
 
 template <Number T>
 json json_of(const T& x) {
   return x;
 }
-// The shortest text of this float, which as a double is longer.
+// Goes through the shortest text of the float. Converted directly to double, it would print with
+// more digits.
 json json_of(const float& x) {
   char text[32];
   *std::to_chars(text, text + sizeof text - 1, x).ptr = '\0';
@@ -66,7 +67,7 @@ json json_of(const LocalSpeeds& s) {
   return {{"select_s", s.select_s}, {"merge_s", s.merge_s}, {"add_s", s.add_s}};
 }
 
-// Throw: InvalidArgument that begins with `who`, or json::exception.
+// All throw: InvalidArgument whose message begins with `who`, or json::exception.
 template <Number T>
 void take(const json& j, T& x, const FieldInfo& info, const std::string& who) {
   if (std::is_integral_v<T> && !std::same_as<T, bool> && !j.is_number_integer()) {
@@ -76,7 +77,7 @@ void take(const json& j, T& x, const FieldInfo& info, const std::string& who) {
     throw InvalidArgument(who + ": expected a number >= 0, got " + j.dump());
   }
   const T given = j.get<T>();
-  const bool is_default = given == T{};  // which may mean "not given"
+  const bool is_default = given == T{};  // may mean "not given", so the range is not checked
   if (!std::same_as<T, bool> && !is_default && !info.range.holds(j.get<double>())) {
     throw InvalidArgument(who + ": expected a number " + info.range.text() + ", got " + j.dump());
   }
@@ -166,7 +167,7 @@ void read_options(const json& j, TrainOptions& o, const std::string& who) {
 json identity(const TrainOptions& o) {
   json all = options_json(o, FieldScope::run);
   all["version"] = SKIM_VERSION;
-  if (o.target_time.seconds > 0.0) {  // densities then follow from predictions
+  if (o.target_time.seconds > 0.0) {  // densities depend on predictions
     all["link"] = json_of(o.chooser.link);
     all["local_speeds"] = json_of(o.chooser.local);
   }

@@ -1,5 +1,5 @@
-// One step: the ranks' gradients one after another in the one model; then all ranks exchange, each
-// in a thread of its own; then one optimizer step.
+// A step computes the gradients of all ranks one after another in the one model. Then all ranks
+// exchange, each in its own thread. Then there is one optimizer step.
 #include "train/simulation.hpp"
 
 #include <sched.h>
@@ -25,7 +25,8 @@
 namespace skim::train {
 namespace {
 
-// One thread a rank, for the whole run: a rank's clock counts the processor time of its thread.
+// One thread per rank, which lives for the whole run, because a rank's clock counts the processor
+// time of its thread.
 class RankThreads {
  public:
   explicit RankThreads(int ranks) : errors_(static_cast<std::size_t>(ranks)) {
@@ -34,8 +35,8 @@ class RankThreads {
     }
   }
 
-  // job(r) for every rank r; returns when all have ended. Throws what a rank threw: the cause,
-  // rather than what others saw of it.
+  // Runs job(r) for every rank r, and returns when all have ended. If several ranks threw, throws
+  // the cause in preference to a CommError, which ranks throw after the failure of another one.
   void run(const std::function<void(std::size_t)>& job) {
     std::unique_lock lock(mutex_);
     job_ = &job;
@@ -57,8 +58,8 @@ class RankThreads {
 
  private:
   void serve(const std::stop_token& stop, std::size_t r) {
-    // A rank that is woken need not run at once: what woke it has more to send. Where the system
-    // refuses, threads take turns more often.
+    // A woken rank should not run at once, because the rank that woke it has more to send. If the
+    // system refuses SCHED_BATCH, there are only more context switches.
     const sched_param no_priority{};
     sched_setscheduler(0, SCHED_BATCH, &no_priority);
     std::unique_lock lock(mutex_);
@@ -83,7 +84,7 @@ class RankThreads {
   std::uint64_t round_ = 0;
   std::size_t running_ = 0;
   std::vector<std::exception_ptr> errors_;  // [rank]
-  std::vector<std::jthread> threads_;       // last: they end before what they use
+  std::vector<std::jthread> threads_;  // last member: the threads end before the members they use
 };
 
 std::span<float> entries(const torch::Tensor& t) {
@@ -98,9 +99,9 @@ void copy(const std::vector<torch::Tensor>& from, std::vector<torch::Tensor>& to
 struct Rank {
   std::unique_ptr<Communicator> comm;
   std::unique_ptr<Reducer> reducer;
-  FlatGradients gradients;             // in, its own; out, the mean
-  std::vector<torch::Tensor> buffers;  // the model's, as this rank left them
-  // Of the last step.
+  FlatGradients gradients;             // before the exchange its own, afterwards the mean
+  std::vector<torch::Tensor> buffers;  // the model's buffers after this rank's last forward
+  // From the last step.
   std::vector<StepReport> reports;
   std::int64_t begin_ns = 0, end_ns = 0;
   bool applied = false;
@@ -130,7 +131,8 @@ class Simulator {
     expect_room(first);
     const auto bucket_bytes = static_cast<std::size_t>(options.bucket_mb * 1e6);
     const std::vector<std::size_t> lengths = bucket_lengths(*model_, bucket_bytes);
-    // Waits are of real time, and all ranks share the cores of this machine.
+    // The timeout is long because it is in real time, and all ranks share the cores of this
+    // machine.
     auto group = make_simulated_group(simulation.ranks, simulation.time, {std::chrono::hours(1)});
     for (auto& comm : group) {
       Rank& rank = ranks_.emplace_back();
@@ -167,11 +169,12 @@ class Simulator {
  private:
   void expect_possible(const ReducerOptions& o) const {
     if (!o.chooser && row_of(o.exchange.kind).needs_hosts) {
-      throw InvalidArgument("--exchange hierarchical: in a simulation all ranks are of one host");
+      throw InvalidArgument("--exchange hierarchical: in a simulation all ranks are on one host");
     }
     if (training_ranks(options_, 2) != 2) {
       throw InvalidArgument(
-          "--server dedicated: in a simulation every rank trains; rank0 gives the same sums");
+          "--server dedicated: in a simulation every rank trains; use --server rank0, which gives "
+          "the same sums");
     }
     if (o.dense_sum == DenseSum::vendor) {
       throw InvalidArgument("--dense-sum vendor: a simulation has no MPI");
@@ -181,16 +184,17 @@ class Simulator {
          o.feedback.momentum_correction > 0.0F || o.feedback.local_clip > 0.0F ||
          o.feedback.residual_decay < 1.0F)) {
       throw InvalidArgument(
-          "--measure-constants needs --exchange param-server and --bucket-mb 0, and no local "
-          "option but --memory: they are of the whole model, and of gradients as they are");
+          "--measure-constants needs --exchange param-server and --bucket-mb 0, without "
+          "--momentum-correction, --local-clip and --residual-decay");
     }
     if (simulation_.measure_delta == 0) return;
     const bool loses = o.exchange.drop == DropPolicy::sender_keeps;
     const bool holds = row_of(o.exchange.kind).holds_mass;
     if (!o.feedback.enabled || loses || holds || gradient_scale(options_, 0.5) != 1.0F) {
       throw InvalidArgument(
-          "--measure-delta needs residuals, of gradients, that have all that the exchange leaves "
-          "out: not dense, --no-feedback, --drop sender-keeps, param-server or --memory updates");
+          "--measure-delta needs residuals of gradients with every entry that the exchange leaves "
+          "out: not with dense, --no-feedback, --drop sender-keeps, param-server or --memory "
+          "updates");
     }
   }
 
@@ -208,7 +212,8 @@ class Simulator {
                   "take fewer ranks, a smaller model or a lower density");
   }
 
-  // False: stopped, and nothing has changed but what ranks keep of batch norm.
+  // Returns false if the run was stopped before the exchange. Then only the ranks' batch-norm
+  // buffers have changed.
   bool step() {
     const auto t0 = Clock::now();
     const double rate = length_.rate(options_.learning_rate, done_);
@@ -282,7 +287,7 @@ class Simulator {
     return true;
   }
 
-  // A rank's gradient, and the milliseconds of forward and backward.
+  // Computes a rank's gradient. Returns the time of forward and backward in ms.
   double compute(Rank& rank) {
     const int r = rank.comm->rank();
     const std::int64_t epoch = done_ / sampler_.steps_per_epoch();
@@ -336,11 +341,11 @@ class Simulator {
     }
     if (others.empty()) return;
     throw Error("step " + std::to_string(done_ + 1) +
-                ": the mean gradient is not that of rank 0 on rank " + others);
+                ": the mean gradient differs from that of rank 0 on rank " + others);
   }
 
-  // Residual and gradient of every rank, the mean gradient, and what the server holds as a mean, in
-  // the units of residuals.
+  // Copies residual + gradient of every rank, the mean gradient, and the server's held mass divided
+  // by the ranks. All are in the units of residuals.
   void keep_what_is_selected_from(float scale) {
     const std::span<float> first = entries(ranks_[0].gradients.buffers[0]);
     selected_from_.resize(ranks_.size());
@@ -374,8 +379,8 @@ class Simulator {
                                            skim::entries(down, mean_gradient_.size()));
   }
 
-  // By the law of conservation (docs/architecture.md): what the exchange left out of x is in the
-  // residuals.
+  // Uses the law of conservation (docs/architecture.md): the part of x that the exchange left out
+  // is in the residuals.
   std::optional<double> delta() {
     double left_out2 = 0.0, random2 = 0.0;
     std::vector<double> residual;
@@ -398,7 +403,8 @@ class Simulator {
     return random2 > 0.0 ? std::optional(left_out2 / random2) : std::nullopt;
   }
 
-  // Part by part, as the ranks of a group take them: sums are then added in the same order.
+  // Evaluates the parts of the test set that the ranks of a group would take, so that sums are
+  // added in the same order.
   void evaluate() {
     const torch::NoGradGuard no_grad;
     for (std::size_t i = 0; i < model_buffers_.size(); ++i) {
@@ -418,7 +424,7 @@ class Simulator {
       sums.predictions += part.predictions;
       loss_sum += ranks_[r].loss_sum;
     }
-    if (stop_.load()) {  // figures of a part of the test set are none
+    if (stop_.load()) {  // only a part of the test set was evaluated, so there is no result
       stopped_ = true;
       return;
     }
@@ -478,16 +484,16 @@ class Simulator {
   std::int64_t done_ = 0;  // steps
   bool stopped_ = false;
   std::uint64_t skipped_ = 0;
-  std::int64_t loss_count_ = 0;  // of each rank, since the last evaluation
+  std::int64_t loss_count_ = 0;  // losses in each rank's loss_sum
   double total_s_ = 0.0;
   std::uint64_t union_entries_ = 0;  // in all steps
   Evaluation evaluation_;
   Decisions decisions_;
   std::array<std::vector<double>, 6> times_;
-  // Before an exchange whose constants are measured.
+  // Copies from before an exchange whose constants are measured.
   std::vector<std::vector<float>> selected_from_;  // [rank]
   std::vector<float> mean_gradient_, held_;
-  std::optional<RankThreads> threads_;  // last: they end before what they use
+  std::optional<RankThreads> threads_;  // last member: the threads end before the others
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
-// The loop. One step: begin (gradients to zero), forward, backward (buckets start their exchange as
-// they fill), finish (wait for them), end_step (apply or skip), optimizer.
+// The training loop. A step has these parts: begin_step (sets gradients to zero), forward, backward
+// (each bucket starts its exchange when it is full), finish (waits for the buckets), end_step
+// (applies or skips the step), optimizer.
 #include "train/trainer.hpp"
 
 #include <torch/serialize.h>
@@ -28,7 +29,7 @@ namespace {
 
 constexpr std::uint32_t kStopSignal = 1;
 
-// Each rank's numbers, by rank. Collective.
+// Returns the numbers of every rank, by rank. Collective.
 std::vector<std::vector<double>> gather(std::span<const double> mine, Communicator& comm) {
   if (comm.size() == 1) return {{mine.begin(), mine.end()}};
   MessageList all;
@@ -44,9 +45,9 @@ std::vector<std::vector<double>> gather(std::span<const double> mine, Communicat
   return numbers;
 }
 
-// While it lives, the model's buffers hold their means over the ranks; afterwards this rank's own
-// again. They are no gradients: averaged at evaluation and in checkpoints, never compressed.
-// The last `ranks` count.
+// While this object lives, the model's floating-point buffers are the means over the last `ranks`
+// ranks. Afterwards they are this rank's own again. Buffers are averaged for evaluation and
+// checkpoints. They are not gradients, so they are never compressed.
 class AveragedBuffers {
  public:
   AveragedBuffers(Model& model, Communicator& comm, int ranks) : buffers_(float_buffers(model)) {
@@ -74,7 +75,8 @@ class AveragedBuffers {
   std::vector<torch::Tensor> buffers_, own_;
 };
 
-// Writes a torch archive. Through memory: torch ends the process when a stream fails under it.
+// Writes a torch archive. It goes through memory, because torch ends the process if its stream
+// fails.
 template <class T>
 void write_archive(const fs::path& path, const T& what) {
   std::ostringstream archive;
@@ -114,7 +116,7 @@ class Run {
 
   Summary operator()() {
     if (options_.resume) resume();
-    evaluate_if_due();  // a run that was stopped right after a step left it to this one
+    evaluate_if_due();  // if the earlier run was stopped after a step, before its evaluation
     while (done_ < length_.total && !stopped_) {
       step();
       evaluate_if_due();
@@ -130,7 +132,8 @@ class Run {
     const auto t0 = Clock::now();
     const std::int64_t epoch = done_ / sampler_.steps_per_epoch();
     const std::int64_t in_epoch = done_ % sampler_.steps_per_epoch();
-    // A dedicated server has no batch. It looks at the first other rank's, for its loss.
+    // A dedicated server has no batch of its own. To report a loss, it uses the batch of the first
+    // training rank.
     const bool serves = rank_ < 0;
     const int rank = std::max(0, rank_);
     const Batch batch = data_.train_batch(sampler_.examples(epoch, in_epoch, rank), epoch);
@@ -197,8 +200,8 @@ class Run {
     if (due && !stopped_ && evaluation_.step != done_) evaluate();
   }
 
-  // Each rank takes a part of the test set. Also the place where ranks prove that their models are
-  // still the same, bit by bit.
+  // Each rank evaluates a part of the test set. The ranks also compare hashes of their models,
+  // which must be equal bit by bit.
   void evaluate() {
     const AveragedBuffers averaged(*model_, comm_, ranks_);
     const torch::NoGradGuard no_grad;
@@ -220,10 +223,11 @@ class Run {
       for (std::size_t i = 0; i < total.size(); ++i) total[i] += all[r][i];
       if (std::bit_cast<std::size_t>(all[r][6]) != std::bit_cast<std::size_t>(all[0][6])) {
         throw Error("step " + std::to_string(done_) + ": the model of rank " + std::to_string(r) +
-                    " is no longer that of rank 0: different hardware or libraries on the ranks?");
+                    " differs from that of rank 0; check that all ranks have the same hardware and "
+                    "libraries");
       }
     }
-    if (total[5] > 0.0) {  // interrupted: figures of a part of the test set are none
+    if (total[5] > 0.0) {  // only a part of the test set was evaluated, so there is no result
       stopped_ = true;
       return;
     }
@@ -322,7 +326,8 @@ class Run {
     }
     for (std::ifstream& f : files) streams.push_back(&f);
     reducer_.load(streams);
-    // With another number of ranks a step has another size: go on behind the examples seen.
+    // With another number of ranks, a step has another number of examples. The run continues after
+    // the examples already seen.
     done_ = meta.at("examples").get<std::int64_t>() / (ranks_ * options_.batch);
     first_ = old_ranks == comm_.size() ? 0 : done_;
     const auto evaluated = meta.at("evaluated_step").get<std::int64_t>();
@@ -378,17 +383,17 @@ class Run {
   Communicator& comm_;
   const std::atomic<bool>& stop_;
   const Observer& observer_;
-  const int ranks_;  // with gradients: the last ones
-  const int rank_;   // this one among them; -1: a dedicated server
+  const int ranks_;  // the ranks with gradients, which are the last ones of the group
+  const int rank_;   // this rank's place among them; -1: a dedicated server
   std::shared_ptr<Model> model_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   Sampler sampler_;
   RunLength length_;
   Reducer reducer_;
-  GradientBuckets buckets_;  // after reducer_: it waits for what it started there
+  GradientBuckets buckets_;  // after reducer_, because its destructor waits for buckets there
 
   std::int64_t done_ = 0;   // steps
-  std::int64_t first_ = 0;  // the step from which bytes are counted
+  std::int64_t first_ = 0;  // bytes are counted after this step
   bool stopped_ = false;
   std::uint64_t skipped_ = 0;
   double loss_sum_ = 0.0;  // since the last evaluation
@@ -398,7 +403,7 @@ class Run {
   std::string checkpoint_;
   std::vector<StepReport> reports_;
   Decisions decisions_;
-  std::array<std::vector<double>, 7> times_;  // of the steps of this process
+  std::array<std::vector<double>, 7> times_;  // of the steps that this process did
 };
 
 }  // namespace

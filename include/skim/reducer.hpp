@@ -156,7 +156,6 @@ StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<st
                         double down = 0.0);
 // The seconds that cost.hpp predicts, plus compute_s, with no overlap. With a chooser it is the
 // least among the chooser's candidates.
-// its candidates.
 StepCost predicted_seconds(const ReducerOptions& options, int ranks,
                            std::vector<std::size_t> lengths, double compute_s, const Link& link,
                            const LocalSpeeds& local, double down = 0.0);

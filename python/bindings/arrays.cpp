@@ -7,7 +7,7 @@ namespace {
 template <class T>
 void read(const std::string& who, const T* from, std::size_t n, std::span<Index> to) {
   for (std::size_t e = 0; e < to.size(); ++e) {
-    // A negative one becomes a large one.
+    // A negative index becomes a large one, and is refused.
     SKIM_EXPECTS(static_cast<std::uint64_t>(from[e]) < n,
                  who + ": index " + std::to_string(from[e]) + " (entry " + std::to_string(e) +
                      ") is not in [0, " + std::to_string(n) + ")");

@@ -1,4 +1,4 @@
-// Which exchange each bucket takes: the chooser behind exchange="auto".
+// The chooser behind exchange="auto": it chooses the exchange of each bucket.
 #include "skim/chooser.hpp"
 
 #include <nanobind/stl/optional.h>
@@ -33,7 +33,10 @@ void set_exchange(ReducerOptions& options, const ExchangeChoice& choice,
 }
 
 void bind_chooser(nb::module_& m) {
-  nb::class_<ChooserOptions>(m, "ChooserOptions", "What a chooser may choose, and at what cost.")
+  nb::class_<ChooserOptions>(m, "ChooserOptions",
+                             "The exchanges that a chooser may choose, and the time that it may "
+                             "spend on trials. Equal on all ranks; of link and local, rank 0's "
+                             "are used on all ranks.")
       .def(
           "__init__",
           [](ChooserOptions* self, const std::vector<std::string>& among,
@@ -49,17 +52,20 @@ void bind_chooser(nb::module_& m) {
           },
           nb::kw_only(), "among"_a = std::vector<std::string>{}, "link"_a = nb::none(),
           "local"_a = ChooserOptions{}.local, "trial_share"_a = ChooserOptions{}.trial_share,
-          "  among  names of exchanges that hold no mass; empty: every one of skim.exchanges that "
+          "  among        names of exchanges; none may have holds_mass. Empty: all with "
           "is_candidate\n"
-          "  link   None: rank 0 measures its link to the last rank before the first bucket\n"
-          "  trial_share  the part of the run's time that trying exchanges may cost, in [0, 1]; 0: "
-          "the cost model alone decides")
+          "  link         None: rank 0 measures its link to the last rank before the first "
+          "bucket\n"
+          "  local        speeds of local work in the cost model\n"
+          "  trial_share  fraction of the run's time that trials may take, in [0, 1]; 0: the "
+          "cost\n"
+          "               model alone decides")
       .def_ro("local", &ChooserOptions::local);
 
   nb::class_<BoundChooser>(
       m, "Chooser",
-      "Chooses the exchange of each bucket by the cost model, and corrects the model by what the "
-      "group measured. Reducer(exchange='auto') has one. Not for two threads at a time.")
+      "Chooses the exchange of each bucket by the cost model, which it corrects by the times that "
+      "the group measures. Reducer(exchange='auto') has one. Use it from one thread at a time.")
       .def(
           "__init__",
           [](BoundChooser* self, Communicator& comm, const ChooserOptions& options,
@@ -67,7 +73,9 @@ void bind_chooser(nb::module_& m) {
             new (self) BoundChooser{comm, make_chooser(exchange, options)};
           },
           "comm"_a, "options"_a = ChooserOptions{}, nb::kw_only(), "exchange"_a = ExchangeOptions{},
-          nb::keep_alive<1, 2>(), "exchange: the options of every candidate, but for the kind.")
+          nb::keep_alive<1, 2>(),
+          "exchange: the options of every candidate, except the kind.\n"
+          "Raises InvalidArgument: an option is out of its range, or a candidate holds mass.")
       .def_prop_ro(
           "candidates",
           [](const BoundChooser& self) {
@@ -77,7 +85,8 @@ void bind_chooser(nb::module_& m) {
             }
             return nb::tuple(names);
           },
-          nb::sig("def candidates(self) -> tuple[str, ...]"), "Names of skim.exchanges.")
+          nb::sig("def candidates(self) -> tuple[str, ...]"),
+          "The names of the exchanges that it chooses among, equal on all ranks.")
       .def(
           "choose",
           [](BoundChooser& self, std::size_t n, std::size_t k, std::size_t k_down,
@@ -90,15 +99,18 @@ void bind_chooser(nb::module_& m) {
             return name_at(self, chosen);
           },
           "n"_a, nb::kw_only(), "k"_a, "k_down"_a = 0, "step"_a = 0, "slot"_a = 0,
-          "The name of the exchange for this bucket, equal on all ranks; 'dense': sum it whole "
-          "(Communicator.allreduce_sum). Collective.")
+          "Returns the name of the exchange for this bucket of n entries, equal on all ranks. "
+          "'dense': sum the bucket whole (Communicator.allreduce_sum). k, k_down: as in "
+          "Exchange.run. Collective.")
       .def(
           "told",
           [](const BoundChooser& self, Slot slot) {
             const Chooser::Times told = self.chooser->told(slot);
             return std::pair(told.bucket_s, told.pair_s);
           },
-          "slot"_a = 0, "What this rank's frame tells the others: GroupStats' bucket_s and pair_s.")
+          "slot"_a = 0,
+          "Returns (bucket_s, pair_s) for the GroupStats that this rank sends with the slot's "
+          "bucket.")
       .def(
           "took",
           [](BoundChooser& self, double seconds, const std::pair<float, float>& heard,
@@ -107,16 +119,18 @@ void bind_chooser(nb::module_& m) {
                                {heard.first, heard.second});
           },
           "seconds"_a, "heard"_a = std::pair(0.0F, 0.0F), nb::kw_only(), "step"_a = 0, "slot"_a = 0,
-          "After the bucket: what selection, exchange and apply took together on this rank, and "
-          "the sums over the ranks of what their frames told.")
+          "Call it after each bucket.\n"
+          "  seconds  time that selection, exchange and apply took together on this rank\n"
+          "  heard    the sums over the ranks of bucket_s and pair_s, which are equal on all ranks")
       .def(
           "reason",
           [](const BoundChooser& self, Slot slot) {
             return std::string(self.chooser->reason(slot));
           },
           "slot"_a,
-          "What the slot goes by, and why: one line whose first word is the exchange's name. Empty "
-          "before its first bucket, and where there is nothing to choose.");
+          "The slot's exchange and the reason for it, in one line that begins with the "
+          "exchange's name. Empty before the slot's first bucket, and if there is nothing to "
+          "choose.");
 }
 
 }  // namespace skim::python

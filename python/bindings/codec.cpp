@@ -31,7 +31,7 @@ Sparse decode(const Codec& self, const State& frame, std::size_t n) {
 Array<float> quantize(const Codec& self, const Floats& values, std::uint64_t step, Slot slot,
                       int stream) {
   SparseBuffer s;
-  s.resize(values.size());  // their places are what counts, not their indices
+  s.resize(values.size());  // rounding depends on an entry's place, not on its index
   std::ranges::copy(span_of(values), s.values().begin());
   self.quantize(s, {step, slot}, stream);
   return to_array(s.view().value);
@@ -40,21 +40,23 @@ Array<float> quantize(const Codec& self, const Floats& values, std::uint64_t ste
 }  // namespace
 
 void bind_codec(nb::module_& m) {
-  nb::class_<Codec>(m, "Codec", "A sparse gradient as bytes (docs/wire-format.md).")
+  nb::class_<Codec>(m, "Codec",
+                    "Converts sparse gradients to bytes and back (docs/wire-format.md).")
       .def(nb::init<CodecOptions>(), "options"_a = CodecOptions{})
       .def("encode", &encode, "indices"_a, "values"_a, "n"_a,
-           "The frame of values [k] at indices [k] of n entries. Lossless if the values are as "
-           "quantize leaves them. Raises InvalidArgument: indices that do not ascend, or are not "
-           "below n.")
+           "Returns the frame of values [k] at indices [k] of n entries. Lossless if quantize "
+           "returned the values. Raises InvalidArgument: indices are not strictly ascending, or "
+           "not below n, or the lengths differ.")
       .def("decode", &decode, "frame"_a, "n"_a,
-           "Indices [k] and values [k] of a frame, which may be hostile. Raises DecodeError: it is "
-           "no frame of n entries.")
+           "Returns the indices [k] and values [k] of a frame. The bytes may be hostile. Raises "
+           "DecodeError if they are not exactly one frame with dense length n.")
       .def("quantize", &quantize, "values"_a, nb::kw_only(), "step"_a = 0, "slot"_a = 0,
            "stream"_a = 0,
-           "values [k], rounded to what the wire keeps: the only lossy step. Stochastic rounding "
-           "draws by step, slot, stream (the rank) and an entry's place.")
+           "Returns values [k], rounded to wire precision. This is the only lossy step. "
+           "Stochastic rounding draws from the seed, step, slot, stream and an entry's place. "
+           "stream: the rank.")
       .def("max_encoded_bytes", &Codec::max_encoded_bytes, "k"_a, "n"_a,
-           "The most bytes of a frame of at most k of n entries.");
+           "An upper bound of the frame's bytes, for at most k of n entries.");
 }
 
 }  // namespace skim::python

@@ -31,7 +31,7 @@ Bytes bytes_of(const nb::bytes& b) { return std::as_bytes(std::span(b.c_str(), b
 nb::bytes to_python(Bytes b) { return nb::bytes(b.data(), b.size()); }
 
 Link measure_link(Communicator& comm, std::size_t largest, double budget_s) {
-  // A fit needs two lengths, and must not fail on rank 0 alone.
+  // fit_link needs two lengths. Checked on all ranks, because only rank 0 would fail.
   SKIM_EXPECTS(largest >= 4, "measure_link: largest must be at least 4 bytes (largest=" +
                                  std::to_string(largest) + ")");
   const std::vector<LinkSample> samples = ping_pong(comm, largest, budget_s);
@@ -50,7 +50,9 @@ Link measure_link(Communicator& comm, std::size_t largest, double budget_s) {
 }  // namespace
 
 void bind_communicator(nb::module_& m) {
-  nb::class_<Traffic>(m, "Traffic", "Payload bytes of a rank, as passed to the transport.")
+  nb::class_<Traffic>(m, "Traffic",
+                      "The payload that a rank has passed to the transport, without the "
+                      "transport's own headers.")
       .def_ro("sent_bytes", &Traffic::sent_bytes)
       .def_ro("received_bytes", &Traffic::received_bytes)
       .def_ro("messages", &Traffic::messages)
@@ -58,7 +60,8 @@ void bind_communicator(nb::module_& m) {
 
   nb::class_<Communicator>(
       m, "Communicator",
-      "One rank of a group. Collectives are called by all ranks in the same order, by one thread.")
+      "One rank of a group. All ranks call collectives in the same order. Use it from one thread "
+      "at a time. After a CommError the group cannot be used.")
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
       .def_prop_ro("traffic", &Communicator::traffic, nb::rv_policy::copy)
@@ -75,7 +78,7 @@ void bind_communicator(nb::module_& m) {
             }
             return to_python(data);
           },
-          "message"_a, "root"_a = 0, "The root's bytes, on every rank.")
+          "message"_a, "root"_a = 0, "Returns the root's bytes on every rank. Collective.")
       .def(
           "allgather",
           [](Communicator& self, const nb::bytes& message) {
@@ -90,7 +93,7 @@ void bind_communicator(nb::module_& m) {
             return list;
           },
           "message"_a, nb::sig("def allgather(self, message: bytes) -> list[bytes]"),
-          "Every rank's bytes, by rank.")
+          "Returns every rank's bytes, in rank order. Collective.")
       .def(
           "allreduce_sum",
           [](Communicator& self, FloatArray data) {
@@ -98,19 +101,23 @@ void bind_communicator(nb::module_& m) {
             MessageList notes;
             self.allreduce_sum({data.data(), data.size()}, DenseSum::ring, {}, notes);
           },
-          "data"_a.noconvert(), "Sums over the ranks, in place; bitwise equal on all of them.")
+          "data"_a.noconvert(),
+          "Sums float32 data [n] over the ranks, in place. The sum is bitwise equal on all ranks. "
+          "Collective.")
       .def("split", &Communicator::split, NoGil(), "color"_a,
-           "The ranks of equal color >= 0, as a group of their own. Collective.")
+           "Returns a communicator for the ranks that give the same color >= 0, ordered by rank. "
+           "Collective.")
       .def_prop_ro("now_ns", &Communicator::now_ns,
-                   "Nanoseconds of this group's clock: of a simulated one, what its link and "
-                   "processors would have taken.")
+                   "The time of this group's clock, in nanoseconds. In a simulated group it is "
+                   "the time that links and processors would have taken.")
       .def("measure_link", &measure_link, NoGil(), nb::kw_only(), "largest"_a = 1 << 22,
            "budget_s"_a = 0.1,
-           "The link between rank 0 and the last one, on every rank: round trips of messages of up "
-           "to `largest` bytes, about budget_s seconds for each length. Collective. Raises "
-           "InvalidArgument: fewer than two ranks, largest < 4.")
+           "Measures the link between rank 0 and the last rank, and returns it on every rank. "
+           "Sends messages of up to `largest` bytes there and back, for about budget_s seconds "
+           "per length. Collective. Raises InvalidArgument: fewer than two ranks, or largest < 4.")
       .def("abort", &Communicator::abort, "culprit"_a,
-           "Ends what the other ranks wait for: they get a CommError that names culprit.");
+           "Ends the group. The other ranks' current and later waits raise a CommError that "
+           "names the rank `culprit`.");
 
   m.def(
       "in_process_group",
@@ -119,7 +126,8 @@ void bind_communicator(nb::module_& m) {
       },
       "size"_a, nb::kw_only(), "timeout"_a = 60.0,
       nb::sig("def in_process_group(size: int, *, timeout: float = 60.0) -> list[Communicator]"),
-      "A whole group in this process: element r is for a thread of its own.");
+      "Makes a whole group in this process. Element r is rank r's communicator; use each from a "
+      "thread of its own. timeout: the longest time of one wait, in seconds.");
   m.def(
       "simulated_group",
       [](int size, const Link& link, bool processor_time, double timeout) {
@@ -128,8 +136,9 @@ void bind_communicator(nb::module_& m) {
       "size"_a, "link"_a, nb::kw_only(), "processor_time"_a = true, "timeout"_a = 60.0,
       nb::sig("def simulated_group(size: int, link: Link, *, processor_time: bool = True, timeout: "
               "float = 60.0) -> list[Communicator]"),
-      "The same on a network that is not there: Communicator.now_ns tells the time that it would "
-      "take. processor_time=False: only the link takes time, the same in every run.");
+      "Makes an in-process group on a simulated network. Communicator.now_ns gives the time that "
+      "this network would take. processor_time=False: only the link takes time, so every run "
+      "takes the same time. timeout is in real seconds.");
 }
 
 }  // namespace skim::python

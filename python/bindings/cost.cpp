@@ -1,4 +1,4 @@
-// The cost model: what an exchange costs, and the choice that follows.
+// The cost model, and the choice of the cheapest exchange.
 #include "skim/cost.hpp"
 
 #include "python/bindings/parts.hpp"
@@ -23,7 +23,7 @@ Load load(int ranks, double n, double k, double k_down, int hosts, const Link& i
 }  // namespace
 
 void bind_cost(nb::module_& m) {
-  nb::class_<LocalSpeeds>(m, "LocalSpeeds", "Seconds an entry takes on one rank; 0: free.")
+  nb::class_<LocalSpeeds>(m, "LocalSpeeds", "Seconds per entry of local work on one rank; 0: free.")
       .def(
           "__init__",
           [](LocalSpeeds* self, double select_s, double merge_s, double add_s) {
@@ -31,24 +31,25 @@ void bind_cost(nb::module_& m) {
           },
           nb::kw_only(), "select_s"_a = 0.0, "merge_s"_a = 0.0, "add_s"_a = 0.0)
       .def_ro("select_s", &LocalSpeeds::select_s,
-              "Of n: added to the residual, and the largest found.")
-      .def_ro("merge_s", &LocalSpeeds::merge_s, "Of a frame: decoded and summed.")
-      .def_ro("add_s", &LocalSpeeds::add_s, "Of a dense sum.");
+              "Per entry of n: adding it to the residual, and finding the largest.")
+      .def_ro("merge_s", &LocalSpeeds::merge_s, "Per entry of a frame: decoding, and summing.")
+      .def_ro("add_s", &LocalSpeeds::add_s, "Per entry of a dense sum.");
 
-  nb::class_<Cost>(m, "Cost", "What the model predicts of one exchange.")
-      .def_ro("rounds", &Cost::rounds, "Dependent steps.")
-      .def_ro("bytes", &Cost::bytes, "Sent by the busiest rank.")
-      .def_ro("link_s", &Cost::link_s, "Messages on the longest chain of dependent ones.")
-      .def_ro("merge_s", &Cost::merge_s, "On that chain: decoding, sums, merges.")
-      .def_ro("select_s", &Cost::select_s, "Before the exchange.")
+  nb::class_<Cost>(m, "Cost", "The predicted cost of one exchange. Times are in seconds.")
+      .def_ro("rounds", &Cost::rounds, "Dependent communication steps, one after the other.")
+      .def_ro("bytes", &Cost::bytes, "Bytes that the busiest rank sends.")
+      .def_ro("link_s", &Cost::link_s,
+              "Messages on the longest chain of messages that wait for one another.")
+      .def_ro("merge_s", &Cost::merge_s, "Decoding, sums and merges on that chain.")
+      .def_ro("select_s", &Cost::select_s, "Selection, before the exchange.")
       .def_prop_ro("exchange_s", &Cost::exchange_s)
       .def_prop_ro("total_s", &Cost::total_s);
 
   nb::class_<Choice>(m, "Choice", "The cheapest exchange.")
       .def_prop_ro(
-          "kind", [](const Choice& c) { return name_of(c.kind); }, "Its name.")
+          "kind", [](const Choice& c) { return name_of(c.kind); }, "The exchange's name.")
       .def_ro("cost", &Choice::cost)
-      .def_ro("reason", &Choice::reason, "The cheapest ones and their times, in one line.");
+      .def_ro("reason", &Choice::reason, "The cheapest exchanges and their times, in one line.");
 
   m.def(
       "predict",
@@ -59,11 +60,13 @@ void bind_cost(nb::module_& m) {
       },
       "exchange"_a, nb::kw_only(), "ranks"_a, "n"_a, "k"_a, "link"_a, "k_down"_a = 0.0,
       "local"_a = LocalSpeeds{}, "hosts"_a = 0, "inside"_a = Link{},
-      "The cost of one exchange of k of n entries from each rank.\n"
+      "Predicts the cost of one exchange in which each rank sends k of n entries.\n"
       "  exchange  a name of skim.exchanges, or ExchangeOptions\n"
-      "  hosts     for 'hierarchical': the ranks are spread over so many hosts; 0: one rank each\n"
-      "  inside    the link between two ranks of one host\n"
-      "Raises InvalidArgument: numbers out of range.");
+      "  k         in (0, n]; 'dense' ignores it\n"
+      "  k_down    entries of the result, if the exchange compresses it, in (0, n]; 0: k\n"
+      "  hosts     for 'hierarchical': number of hosts, in [0, ranks]; 0: each rank has its own\n"
+      "  inside    for 'hierarchical': the link between two ranks of one host\n"
+      "Raises InvalidArgument: a number is out of range.");
   m.def(
       "cheapest",
       [](int ranks, double n, double k, const Link& link, const std::vector<std::string>& among,
@@ -79,12 +82,14 @@ void bind_cost(nb::module_& m) {
       nb::kw_only(), "ranks"_a, "n"_a, "k"_a, "link"_a, "among"_a, "k_down"_a = 0.0,
       "local"_a = LocalSpeeds{}, "hosts"_a = 0, "inside"_a = Link{},
       "options"_a = ExchangeOptions{},
-      "The exchange of `among`, a list of names, with the least total_s; the first of equals. Each "
-      "has these options but for the kind.");
+      "Returns the exchange with the least total_s; among equals, the first. among: names of "
+      "skim.exchanges. options: of every exchange, except the kind. Other arguments: as in "
+      "predict. Raises InvalidArgument as predict, or if `among` is empty.");
   m.def("step_seconds", &step_seconds, "compute_s"_a, "cost"_a, "overlap"_a = 0.0,
-        "Seconds of a step; the part `overlap`, in [0, 1], of the computing may hide time of the "
-        "link.");
-  m.def("duration_text", &duration_text, "seconds"_a, "'8.9 ms'");
+        "Seconds of a step: compute_s, selection and exchange. A fraction `overlap` of "
+        "compute_s, in [0, 1], can hide time of the link.");
+  m.def("duration_text", &duration_text, "seconds"_a,
+        "The duration as text, such as '8.9 ms' or '1.35 s'.");
 }
 
 }  // namespace skim::python

@@ -38,30 +38,33 @@ void raise_decode_error(const std::string& what) {
 }
 
 void bind_errors(nb::module_& m) {
-  types.error =
-      new_type(m, "Error", "What everything that Skim raises is.", nb::borrow(PyExc_RuntimeError));
+  types.error = new_type(m, "Error",
+                         "The base class of all exceptions that Skim "
+                         "raises.",
+                         nb::borrow(PyExc_RuntimeError));
   const nb::object error = nb::borrow(types.error);
-  types.invalid_argument =
-      new_type(m, "InvalidArgument", "The caller's mistake. Nothing has changed, nothing was sent.",
-               nb::make_tuple(error, nb::borrow(PyExc_ValueError)));
+  types.invalid_argument = new_type(
+      m, "InvalidArgument", "An argument is wrong. Nothing has changed and nothing was sent.",
+      nb::make_tuple(error, nb::borrow(PyExc_ValueError)));
   nb::dict comm;
   comm["peer"] = -1;
   comm["phase"] = "";
   types.comm = new_type(
       m, "CommError",
-      "A peer or a link failed, or a wait took too long. `peer` is the rank that failed (-1: "
-      "not known), `phase` what was being done. The group cannot be used any more: restart "
-      "from a checkpoint.",
+      "A peer or a link failed, or a wait took too long. `peer` is the rank that failed (-1: not "
+      "known). `phase` is the operation that failed. The group cannot be used any more: restart "
+      "every rank from a checkpoint.",
       error, comm);
   types.non_finite =
       new_type(m, "NonFiniteError",
-               "A gradient of the group held NaN or infinity; the step was rolled back, "
-               "on every rank.",
+               "A gradient of the group held NaN or infinity. The step was taken back on every "
+               "rank, and training may go on.",
                error);
-  types.state =
-      new_type(m, "StateError", "A saved state is damaged, foreign or of another version.", error);
-  types.decode = new_type(m, "DecodeError", "Bytes that are no frame, or not the expected one.",
-                          nb::make_tuple(error, nb::borrow(PyExc_ValueError)));
+  types.state = new_type(m, "StateError",
+                         "A saved state is damaged, of another version, or does not fit.", error);
+  types.decode =
+      new_type(m, "DecodeError", "The bytes are not a valid frame, or not the expected one.",
+               nb::make_tuple(error, nb::borrow(PyExc_ValueError)));
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);

@@ -18,7 +18,7 @@ class BoundExchange {
   BoundExchange(const ExchangeOptions& options, Communicator& group)
       : comm(group), exchange(make_exchange(options)), codec_(options.codec) {}
 
-  // Checked, as Exchange::run requires it. Throws: InvalidArgument.
+  // Checks what Exchange::run requires of its input. Throws: InvalidArgument.
   SparseView read(StepId id, const Numbers& indices, const Floats& values, std::size_t n) {
     read_sparse("run", indices, values, n, mine_);
     if (codec_.options().value == ValueCode::f32) return mine_.view();
@@ -83,29 +83,35 @@ Sparse flush(BoundExchange& self, Slot slot, std::size_t n) {
 }  // namespace
 
 void bind_exchange(nb::module_& m) {
-  nb::class_<Result>(m, "ExchangeResult", "What one exchange gave this rank.")
+  nb::class_<Result>(m, "ExchangeResult", "The result of one exchange on this rank.")
       .def_ro("indices", &Result::indices, nb::rv_policy::reference,
-              "Of the sum over the ranks, bitwise equal on all of them; None if it came dense.")
-      .def_ro("values", &Result::values, nb::rv_policy::reference, "Of the sum, not of the mean.")
+              "uint32: indices of the sum over the ranks, equal on all ranks; None if the sum is "
+              "dense.")
+      .def_ro("values", &Result::values, nb::rv_policy::reference,
+              "float32: values of the sum (not of the mean), bitwise equal on all ranks; None if "
+              "the sum is dense.")
       .def_ro("dense", &Result::dense, nb::rv_policy::reference,
-              "The sum [n], where it filled up; None otherwise.")
+              "float32 [n]: the sum, if the exchange made it dense; None otherwise.")
       .def_ro("returned_indices", &Result::returned_indices, nb::rv_policy::reference)
       .def_ro("returned_values", &Result::returned_values, nb::rv_policy::reference,
-              "Mass that belongs to this rank's residual: ErrorFeedback.commit(returned=...).")
-      .def_ro("stats", &Result::stats, "Over all ranks, equal on all of them.");
+              "Values that the exchange gives back at returned_indices. Add them to this rank's "
+              "residual: ErrorFeedback.commit(returned=...).")
+      .def_ro("stats", &Result::stats, "Statistics over all ranks, equal on all ranks.");
 
-  nb::class_<ExchangeRow>(m, "ExchangeRow", "What is known of an exchange: skim.exchanges.")
+  nb::class_<ExchangeRow>(m, "ExchangeRow",
+                          "The properties of an exchange. skim.exchanges has one for each name.")
       .def_prop_ro("name", [](const ExchangeRow& r) { return r.name; })
       .def_prop_ro(
           "selects", [](const ExchangeRow& r) { return r.make != nullptr; },
-          "False: 'dense', which sums whole gradients.")
-      .def_ro("holds_mass", &ExchangeRow::holds_mass, "A server keeps mass from step to step.")
-      .def_ro("cuts_result", &ExchangeRow::cuts_result, "Selects from the sum: k_down counts.")
-      .def_ro("nests", &ExchangeRow::nests, "May be a part of 'hierarchical'.")
+          "Whether ranks select entries. False only for 'dense', which sums whole gradients.")
+      .def_ro("holds_mass", &ExchangeRow::holds_mass,
+              "Whether it keeps mass from step to step, as a server does.")
+      .def_ro("cuts_result", &ExchangeRow::cuts_result,
+              "Whether it selects from the sum, so that k_down counts.")
+      .def_ro("nests", &ExchangeRow::nests, "Whether it may be a part of 'hierarchical'.")
       .def_ro("needs_hosts", &ExchangeRow::needs_hosts,
-              "Differs from its parts only where hosts have several ranks.")
-      .def_ro("is_candidate", &ExchangeRow::is_candidate,
-              "A chooser tries it unless told otherwise.")
+              "Whether it differs from its parts only if hosts have several ranks.")
+      .def_ro("is_candidate", &ExchangeRow::is_candidate, "Whether a chooser tries it by default.")
       .def("__repr__",
            [](const ExchangeRow& r) { return "<skim.ExchangeRow '" + std::string(r.name) + "'>"; });
   nb::dict rows;
@@ -116,23 +122,28 @@ void bind_exchange(nb::module_& m) {
 
   nb::class_<BoundExchange>(
       m, "Exchange",
-      "Sums sparse gradients over a group. All ranks call run() with equal steps, slots, n, k and "
-      "k_down, in one order; from one thread at a time.")
+      "Sums sparse gradients over a group. All ranks call run() in the same order, with equal "
+      "step, slot, n, k and k_down. Use it from one thread at a time.")
       .def(
           "__init__",
           [](BoundExchange* self, const ExchangeChoice& options, Communicator& comm) {
             new (self) BoundExchange(options_of(options), comm);
           },
           "options"_a, "comm"_a, nb::keep_alive<1, 3>(),
-          "Raises InvalidArgument: 'dense', which is no exchange (Communicator.allreduce_sum).")
+          "options: a name of skim.exchanges, or ExchangeOptions.\n"
+          "Raises InvalidArgument: the kind 'dense' (use Communicator.allreduce_sum); an option "
+          "out of range.")
       .def("run", &run, "indices"_a, "values"_a, "n"_a, nb::kw_only(), "k"_a, "k_down"_a = 0,
            "step"_a = 0, "slot"_a = 0, "stats"_a = GroupStats{},
-           "The sum over the ranks of their values at indices of n entries; values as "
-           "Codec.quantize leaves them. How many a rank selected may differ, and be none.\n"
-           "  k       entries per rank, as the selector was asked\n"
-           "  k_down  entries of the result, where the exchange compresses it too; 0: k\n"
-           "  stats   this rank's, for ExchangeResult.stats\n"
-           "Collective. Raises InvalidArgument, before anything is sent; CommError.")
+           "Sums sparse gradients over the ranks. Collective.\n"
+           "  indices  strictly ascending, each below n; ranks may pass different numbers of "
+           "them, or none\n"
+           "  values   float32, as Codec.quantize returned them with stream=rank\n"
+           "  n        entries of the bucket\n"
+           "  k        entries per rank that the selector was asked for, in (0, n]\n"
+           "  k_down   entries of the result, if the exchange compresses it too; 0: k\n"
+           "  stats    this rank's statistics; ExchangeResult.stats has the group's\n"
+           "Raises InvalidArgument, before anything is sent; CommError.")
       .def_prop_ro("name",
                    [](const BoundExchange& self) { return std::string(self.exchange->name()); })
       .def_prop_ro(
@@ -157,27 +168,34 @@ void bind_exchange(nb::module_& m) {
             return self.exchange->max_sent_bytes(n, {.k = k, .k_down = k_down}, self.comm.size());
           },
           "n"_a, nb::kw_only(), "k"_a, "k_down"_a = 0,
-          "The most bytes that a rank sends in one run(); inf: there is no bound.")
+          "The most bytes that a rank sends in one run(), if no rank selects more than k entries; "
+          "inf: there is no bound.")
       .def("held", &held, "slot"_a,
-           "Mass that a server keeps from step to step: the index of its first entry, and a copy.")
+           "Returns the mass that this rank holds of the slot, as a server: the index of its "
+           "first entry, and a copy of the values.")
       .def("flush", &flush, "slot"_a, "n"_a,
-           "Gives that mass back, indices and values, for this rank's residual.")
+           "Gives up the held mass. Returns its indices and values; add them to this rank's "
+           "residual. n: entries of the slot.")
       .def(
           "end_step", [](BoundExchange& self) { self.exchange->end_step(); },
-          "As ErrorFeedback's, and together with it.")
+          "Makes the changes of this step permanent. Call it together with "
+          "ErrorFeedback.end_step().")
       .def("rollback_step", [](BoundExchange& self) { self.exchange->rollback_step(); })
       .def(
           "save",
           [](const BoundExchange& self) {
             return saved([&](std::ostream& out) { self.exchange->save(out); });
           },
-          "What carries over between steps; not the mass of held(): flush it before.")
+          "Returns the state that carries over between steps, as bytes. It does not include held "
+          "mass: flush that first.")
       .def(
           "load",
           [](BoundExchange& self, const State& state) {
             self.exchange->load(States(state).front());
           },
-          "state"_a, "What the same options saved, on this rank of an equal group.");
+          "state"_a,
+          "state: from save() of an Exchange with the same options, on the same rank of a group "
+          "of the same size.");
 }
 
 }  // namespace skim::python

@@ -1,4 +1,4 @@
-// Error feedback: residuals as arrays that write through.
+// Error feedback: its residuals are arrays that share memory with the library.
 #include "skim/feedback.hpp"
 
 #include <nanobind/stl/optional.h>
@@ -10,7 +10,7 @@ namespace {
 
 using namespace nb::literals;
 
-// Arrays over residuals keep this alive, and must be gone before the memory moves.
+// Arrays over residuals keep this object alive. None may be left when the residuals move.
 struct Feedback {
   explicit Feedback(const FeedbackOptions& options) : feedback(options) {}
 
@@ -34,7 +34,7 @@ Array<float> view_of(nb::handle_t<Feedback> self, const DenseView& v) {
   return Array<float>(v.data, {v.n}, owner);
 }
 
-// What a selector is to be given in place of grad, and its scale.
+// The gradient and scale to pass to a selector in place of grad and scale.
 nb::object begin(Feedback& self, Slot slot, const nb::object& grad, double norm2, int ranks,
                  float scale) {
   const GradView given = grad_view(AnyArray(nb::cast<Numbers>(grad).array), scale);
@@ -58,9 +58,10 @@ double commit(Feedback& self, Slot slot, const Numbers& indices, const Floats& v
 void bind_feedback(nb::module_& m) {
   nb::class_<Feedback>(
       m, "ErrorFeedback",
-      "What was not sent this step is added to the next one: a residual for every slot. No mass is "
-      "lost: over all ranks, residuals after + delivered = residuals before + gradients.\n"
-      "Not for two threads at a time.")
+      "Holds a residual for every slot: the entries that were not sent, which are added to the "
+      "next step's gradient. No mass is lost. Summed over all ranks, residuals after + delivered "
+      "= residuals before + gradients.\n"
+      "Use it from one thread at a time.")
       .def(nb::init<const FeedbackOptions&>(), "options"_a = FeedbackOptions{})
       .def(
           "set_layout",
@@ -69,9 +70,10 @@ void bind_feedback(nb::module_& m) {
             self.feedback.set_layout(buckets(layout));
           },
           "layout"_a,
-          "[(slot, [(parameter, entries), ...]), ...]. Residuals move with the names of their "
-          "parameters. Raises InvalidArgument, and nothing has changed: a name or slot that stands "
-          "twice, a name with a new length; BufferError: an array of residual() is in use.")
+          "Declares all slots: [(slot, [(parameter, entries), ...]), ...]. If it is called again, "
+          "residuals move with the names of their parameters. Raises InvalidArgument (nothing "
+          "changed) if a name or slot appears twice, a name has a new length, or a step is open. "
+          "Raises BufferError while an array of residual() or velocity() is in use.")
       .def_prop_ro("slots",
                    [](const Feedback& self) {
                      const auto slots = self.feedback.slots();
@@ -79,48 +81,54 @@ void bind_feedback(nb::module_& m) {
                    })
       .def(
           "size", [](const Feedback& self, Slot slot) { return self.feedback.size(slot); },
-          "slot"_a, "Entries of the slot.")
+          "slot"_a, "The number of entries of the slot.")
       .def(
           "residual",
           [](nb::handle_t<Feedback> self, Slot slot) {
             return view_of(self, nb::inst_ptr<Feedback>(self)->feedback.residual(slot));
           },
           "slot"_a,
-          "The residual itself, float32 [n]: Selector.select adds the gradient to it. [0] if "
-          "feedback is off.")
+          "The slot's residual, float32 [n]; [0] if feedback is off. It is not a copy: "
+          "Selector.select adds the gradient to it.")
       .def(
           "velocity",
           [](nb::handle_t<Feedback> self, Slot slot) {
             return view_of(self, nb::inst_ptr<Feedback>(self)->feedback.velocity(slot));
           },
-          "slot"_a, "The velocity itself, float32 [n]; [0] without momentum.")
+          "slot"_a,
+          "The slot's velocity, float32 [n]; [0] without momentum correction. It is not a copy.")
       .def("begin", &begin, "slot"_a, "grad"_a, nb::kw_only(), "norm2"_a = 0.0, "ranks"_a = 1,
            "scale"_a = 1.0F,
            nb::sig("def begin(self, slot: int, grad: numpy.typing.NDArray[typing.Any], *, norm2: "
                    "float = 0.0, ranks: int = 1, "
                    "scale: float = 1.0) -> tuple[numpy.typing.NDArray[typing.Any], float]"),
-           "What Selector.select is to be given for grad, and its scale: with momentum the "
-           "velocity, with local_clip another scale, and otherwise what was given. Once per slot "
-           "and step. norm2: |grad / scale|^2, for local_clip; ranks: P.")
+           "Returns the (grad, scale) to pass to Selector.select. With local_clip the scale "
+           "differs. With momentum correction the result is a new float32 array. Without both it "
+           "is the arguments. Call it once per slot and step.\n"
+           "  norm2  |grad / scale|^2 over finite entries; used only with local_clip\n"
+           "  ranks  number of ranks; used only with local_clip")
       .def("commit", &commit, "slot"_a, "indices"_a, "values"_a, nb::kw_only(),
            "returned"_a = nb::none(),
-           "residual -= values at indices (what was sent, as Codec.quantize left it), then "
-           "residual += returned, a pair of arrays alike. Returns the change of |residual|^2.")
+           "Does residual -= values at indices, then residual += returned. Returns the change of "
+           "|residual|^2.\n"
+           "  indices, values  the entries sent, as Codec.quantize returned them\n"
+           "  returned         (indices, values) that the exchange gave back, or None")
       .def(
           "commit_all", [](Feedback& self, Slot slot) { self.feedback.commit_all(slot); }, "slot"_a,
-          "The whole residual was delivered: it becomes 0 at end_step().")
+          "Notes that the whole residual was delivered. end_step() sets it to 0.")
       .def(
           "end_step", [](Feedback& self) { self.feedback.end_step(); },
-          "What was committed is final.")
+          "Makes the commits of this step permanent.")
       .def(
           "rollback_step", [](Feedback& self) { self.feedback.rollback_step(); },
-          "Instead: takes back what was committed since the last step.")
+          "Call this instead of end_step() to skip the step. It undoes the step's commits. "
+          "Residuals keep this step's gradients.")
       .def(
           "save",
           [](const Feedback& self) {
             return saved([&](std::ostream& out) { self.feedback.save(out); });
           },
-          "Residuals and velocities, by the names of parameters.")
+          "Returns the residuals and velocities, by the names of parameters, as bytes.")
       .def(
           "load",
           [](Feedback& self, const std::vector<State>& of_old_ranks, int rank, int size) {
@@ -128,9 +136,12 @@ void bind_feedback(nb::module_& m) {
             self.feedback.load(States(of_old_ranks).streams(), rank, size);
           },
           "of_old_ranks"_a, nb::kw_only(), "rank"_a, "size"_a,
-          "What every rank of the saving run saved, in rank order. With another number of ranks "
-          "each gets (1/P) times the sum. Raises StateError, and nothing has changed; BufferError: "
-          "an array of residual() is in use.");
+          "Restores a saved state. Call it after set_layout.\n"
+          "  of_old_ranks  what save() returned on every rank of the saved run, in rank order\n"
+          "  rank, size    this rank and the number of ranks now\n"
+          "If the number of ranks has changed, each residual becomes (1/P) times the sum over "
+          "the P old ranks. Raises StateError (nothing changed). Raises BufferError while an "
+          "array of residual() or velocity() is in use.");
 }
 
 }  // namespace skim::python

@@ -29,9 +29,9 @@ nb::object gradient(const GradView& grad) { return nb::borrow(static_cast<PyObje
 
 std::string repr(const nb::object& o) { return nb::cast<std::string>(nb::repr(o)); }
 
-// f reads what the object answered. What is wrong with that is raised as a Python error: the object
-// has changed by now, so this is no InvalidArgument after which nothing has, and the group must be
-// told.
+// Calls f, which reads the object's answer. Turns its InvalidArgument into a Python error. The C++
+// InvalidArgument would promise that nothing has changed, but the object has changed by now, and
+// the group must be told.
 template <class F>
 auto reading(const F& f) {
   try {
@@ -223,20 +223,20 @@ std::unique_ptr<LocalHalf> local_half_of(const nb::object& local) {
 
 void bind_local_half(nb::module_& m) {
   using Task = LocalHalf::Task;
-  nb::class_<Task>(m, "LocalTask", "What a local half is to do with one bucket in one step.")
+  nb::class_<Task>(m, "LocalTask", "The task of a local half for one bucket in one step.")
       .def_prop_ro("step", [](const Task& t) { return t.id.step; })
       .def_prop_ro("slot", [](const Task& t) { return t.id.slot; })
       .def_prop_ro(
-          "n", [](const Task& t) { return t.grad.n; }, "The bucket's length.")
+          "n", [](const Task& t) { return t.grad.n; }, "The bucket's number of entries.")
       .def_prop_ro(
           "scale", [](const Task& t) { return t.grad.scale; },
-          "The loss scale: the true gradient is the given one / scale.")
+          "The loss scale: the true gradient is grad / scale.")
       .def_prop_ro(
-          "k", [](const Task& t) { return t.keep.k; }, "Entries to select.")
+          "k", [](const Task& t) { return t.keep.k; }, "The number of entries to select.")
       .def_prop_ro(
           "threshold", [](const Task& t) { return t.keep.threshold; },
-          "If > 0: only entries at least this large.")
-      .def_ro("at_most_k", &Task::at_most_k, "Whether more than k entries are an error.")
+          "If > 0: select only entries of at least this magnitude.")
+      .def_ro("at_most_k", &Task::at_most_k, "Whether selecting more than k entries is an error.")
       .def_ro("ranks", &Task::ranks, "The number of ranks.");
 }
 

@@ -3,8 +3,8 @@
 
 NB_MODULE(_core, m) {
   using namespace skim::python;
-  // A function of the user's, a cost say, may refer to the schedule that holds it. Such a cycle
-  // lives until the process ends, which is nothing to tell users about.
+  // A user's function, such as a cost, may refer to the schedule that holds it. Such a cycle lives
+  // until the process ends. nanobind would report it as a leak, which would only worry users.
   nanobind::set_leak_warnings(false);
   m.attr("__version__") = SKIM_VERSION;
   bind_errors(m);

@@ -1,4 +1,4 @@
-// Options, by keyword; enumerators are the names that the command line knows.
+// Options, by keyword. Enumerators have the names that the command line knows.
 #include "python/bindings/bindings.hpp"
 #include "skim/exchange.hpp"
 #include "skim/feedback.hpp"
@@ -27,7 +27,16 @@ Link link(double alpha_s, double beta_s_per_byte) { return {alpha_s, beta_s_per_
 }  // namespace
 
 void bind_options(nb::module_& m) {
-  nb::class_<SelectOptions>(m, "SelectOptions", "Which entries: skim.select_algos has the rules.")
+  nb::class_<SelectOptions>(m, "SelectOptions",
+                            "Options of a Selector.\n"
+                            "  algo           the rule: one of skim.select_algos\n"
+                            "  seed           of random draws; ranks with the same seed draw "
+                            "alike\n"
+                            "  threshold      of the rule 'threshold'; >= 0\n"
+                            "  block          entries per chunk of the rule 'blocktopk'; > 0\n"
+                            "  stages         of the rule 'sidco'; 0: it adapts them\n"
+                            "  per_parameter  True: applies the rule to each parameter of a "
+                            "bucket by itself")
       .def(
           "__init__",
           [](SelectOptions* self, const std::string& algo, std::uint64_t seed, float threshold,
@@ -43,7 +52,19 @@ void bind_options(nb::module_& m) {
           "stages"_a = 0, "per_parameter"_a = false);
 
   nb::class_<FeedbackOptions>(m, "FeedbackOptions",
-                              "Error feedback, and what this rank does to its gradient before it.")
+                              "Options of ErrorFeedback.\n"
+                              "  enabled              False: no residual is kept\n"
+                              "  momentum_correction  in [0, 1); 0: off. Use it in place of the "
+                              "optimizer's momentum\n"
+                              "  nesterov_correction  True: momentum correction in the Nesterov "
+                              "form\n"
+                              "  factor_masking       True: the velocity of an entry becomes 0 "
+                              "when the entry is delivered\n"
+                              "  local_clip           limits the gradient's norm in a bucket of n "
+                              "of the model's N entries to\n"
+                              "                       local_clip * sqrt(n / (P * N)); 0: off\n"
+                              "  residual_decay       factor of the residual in every step, in "
+                              "[0, 1]")
       .def(
           "__init__",
           [](FeedbackOptions* self, bool enabled, float momentum_correction,
@@ -56,7 +77,13 @@ void bind_options(nb::module_& m) {
           "nesterov_correction"_a = false, "factor_masking"_a = true, "local_clip"_a = 0.0F,
           "residual_decay"_a = 1.0F);
 
-  nb::class_<CodecOptions>(m, "CodecOptions", "How entries become bytes.")
+  nb::class_<CodecOptions>(m, "CodecOptions",
+                           "Options of a Codec.\n"
+                           "  index     one of skim.index_codes, or 'auto': the smallest for each "
+                           "frame\n"
+                           "  value     one of skim.value_codes\n"
+                           "  rounding  'nearest' or 'stochastic'\n"
+                           "  seed      of stochastic rounding")
       .def(
           "__init__",
           [](CodecOptions* self, const std::string& index, const std::string& value,
@@ -65,7 +92,8 @@ void bind_options(nb::module_& m) {
           nb::kw_only(), "index"_a = "auto", "value"_a = "f32", "rounding"_a = "nearest",
           "seed"_a = 0);
 
-  nb::class_<Link>(m, "Link", "Seconds that a message takes: alpha_s + bytes * beta_s_per_byte.")
+  nb::class_<Link>(m, "Link",
+                   "A network link. A message takes alpha_s + bytes * beta_s_per_byte seconds.")
       .def(
           "__init__",
           [](Link* self, double alpha_s, double beta) { new (self) Link(link(alpha_s, beta)); },
@@ -74,7 +102,15 @@ void bind_options(nb::module_& m) {
       .def_rw("beta_s_per_byte", &Link::beta_s_per_byte);
 
   nb::class_<ExchangeOptions>(m, "ExchangeOptions",
-                              "How ranks sum what they selected: skim.exchanges has the kinds.")
+                              "Options of an Exchange.\n"
+                              "  kind             one of skim.exchanges\n"
+                              "  codec            the CodecOptions of its frames\n"
+                              "  drop             'gtopk', 'gtopk-tree': who takes back an entry "
+                              "that a merge drops\n"
+                              "  server           'param-server': which rank is the server\n"
+                              "  oktopk_exact     'oktopk': True: the result of 'global-topk'\n"
+                              "  inside, between  'hierarchical': the exchanges inside a host and "
+                              "between hosts")
       .def(
           "__init__",
           [](ExchangeOptions* self, const std::string& kind, const CodecOptions& codec_options,

@@ -1,4 +1,4 @@
-// Objects of the user's inside a reducer: their states.
+// The states of the user's own objects inside a reducer.
 #include <algorithm>
 
 #include "python/bindings/parts.hpp"

@@ -14,19 +14,19 @@ namespace {
 using namespace nb::literals;
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
-// Tells Python of phases while somebody listens: taking the GIL for each costs time.
+// Reports phases to Python only while there is a listener, because taking the GIL costs time.
 class AnnotatedReducer final : public Reducer {
  public:
   using OwnParts = std::array<OwnPart*, 3>;  // null where they are the library's
 
-  // own: those of parts.
+  // own: the objects of the user's in `parts`.
   AnnotatedReducer(ReducerOptions options, ReducerParts parts, OwnParts own, Communicator& comm)
       : Reducer(with_phases(std::move(options)), std::move(parts), comm),
         comm_(comm),
         own_(own),
         own_local_(dynamic_cast<OwnLocalHalf*>(&local())) {}
 
-  // grad: an array; with a local half of the user's own whatever that takes.
+  // grad: an array. With a local half of the user's own: any object that it takes.
   StepReport reduce_telling(Slot slot, const nb::object& grad, float scale, nb::object listener) {
     AnyArray array;
     GradView view;
@@ -54,8 +54,8 @@ class AnnotatedReducer final : public Reducer {
     if (own_local_ != nullptr) own_local_->throw_failure();
   }
 
-  // Ends a step by f, without the GIL. A local half of the user's own may fail there on one rank,
-  // and the others must not wait for that.
+  // Ends a step by f, without the GIL. A local half of the user's own may fail in f on one rank.
+  // Then the group is aborted, so that the other ranks do not wait for this one.
   template <class F>
   auto ending(const F& f) {
     const nb::gil_scoped_release no_gil;
@@ -119,7 +119,7 @@ PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&AnnotatedReduce
                        {Py_tp_clear, reinterpret_cast<void*>(&AnnotatedReducer::clear)},
                        {0, nullptr}};
 
-// nanobind looks for the class of a member.
+// nanobind would take the base class as the type of self.
 template <class R, class... A>
 auto member(R (Reducer::*f)(A...)) {
   return static_cast<R (AnnotatedReducer::*)(A...)>(f);
@@ -164,7 +164,8 @@ GradView grad_view(const AnyArray& array, float scale) {
 }
 
 void bind_reducer(nb::module_& m) {
-  nb::class_<StepReport>(m, "StepReport", "One bucket of one step.")
+  nb::class_<StepReport>(m, "StepReport",
+                         "Statistics of one bucket in one step. Bytes and times are this rank's.")
       .def_prop_ro("step", [](const StepReport& r) { return r.id.step; })
       .def_prop_ro("slot", [](const StepReport& r) { return r.id.slot; })
       .def_ro("n", &StepReport::n)
@@ -192,8 +193,8 @@ void bind_reducer(nb::module_& m) {
 
   nb::class_<AnnotatedReducer>(
       m, "Reducer",
-      "Replaces this rank's gradient by the group's mean gradient. Ranks call with "
-      "the same slots in the same order.",
+      "Replaces this rank's gradient by the group's mean gradient. All ranks must call with the "
+      "same slots in the same order. Use it from one thread at a time.",
       nb::type_slots(slots))
       .def(
           "__init__",
@@ -228,19 +229,29 @@ void bind_reducer(nb::module_& m) {
                   "dense_below: int = 4096, non_finite: str = 'skip', schedule: float | "
                   "DensitySchedule | OwnSchedule | None = None, selector: Selector | OwnSelector | "
                   "None = None, local: OwnLocalHalf | None = None) -> None"),
-          "  exchange    a name of skim.exchanges, ExchangeOptions, or 'auto': a chooser\n"
-          "  chooser     what it may choose; of `exchange` everything but the kind then counts\n"
-          "  non_finite  'skip', 'raise' or 'pass-on'\n"
-          "  schedule    in place of density\n"
-          "  selector    in place of select: what a skim.Selector was made with\n"
-          "  local       in place of select, selector and feedback: the local half of a step\n"
-          "skim.protocols says what objects of one's own need.")
+          "  density      fraction k/n of entries that each rank sends, in (0, 1]\n"
+          "  select       a rule of skim.select_algos, or SelectOptions\n"
+          "  exchange     a name of skim.exchanges, ExchangeOptions, or 'auto' for a chooser\n"
+          "  chooser      the options of the chooser; all of `exchange` except the kind then "
+          "still counts\n"
+          "  dense_below  buckets with fewer entries are summed whole\n"
+          "  non_finite   if a gradient of any rank holds NaN or infinity, the step is taken back "
+          "on all\n"
+          "               ranks, and: 'skip': end_step() returns False; 'raise': it raises "
+          "NonFiniteError;\n"
+          "               'pass-on': the mean holds a NaN\n"
+          "  schedule     replaces density\n"
+          "  selector     replaces select; a skim.Selector gives its options only\n"
+          "  local        replaces select, selector and feedback: the local half of a step\n"
+          "skim.protocols has the methods that objects of your own need.\n"
+          "Raises InvalidArgument: an option is out of range, or two parts exclude each other.")
       .def(
           "set_layout",
           [](AnnotatedReducer& self, const Layout& layout) { self.set_layout(buckets(layout)); },
           "layout"_a,
-          "[(slot, [(parameter, entries), ...]), ...]. Residuals move with the names of their "
-          "parameters.")
+          "Declares all slots: [(slot, [(parameter, entries), ...]), ...]. If it is called again, "
+          "residuals move with the names of their parameters. Between steps only. All ranks must "
+          "give the same layout.")
       .def(
           "reduce",
           [](AnnotatedReducer& self, Slot slot, const nb::object& grad, float scale,
@@ -250,30 +261,44 @@ void bind_reducer(nb::module_& m) {
           "slot"_a, "grad"_a.none(), "scale"_a = 1.0F, nb::kw_only(), "on_phase"_a = nb::none(),
           nb::sig("def reduce(self, slot: int, grad: typing.Any, scale: float = 1.0, *, on_phase: "
                   "collections.abc.Callable[[str | None], object] | None = None) -> StepReport"),
-          "In: this rank's gradient, times scale. Out, in its place: the mean over the ranks of "
-          "what was sent, times scale. Collective. on_phase(name): called as select, exchange and "
-          "apply begin, and with None at the end. grad: an array, written to in place; with a "
-          "local "
-          "half of one's own whatever that takes.")
+          "Replaces grad by the mean over the ranks of what was sent. Collective.\n"
+          "  grad      in: this rank's gradient times scale; out: the mean times scale. A "
+          "writable array [n] in\n"
+          "            host memory: float32, float16 or bfloat16. With a local half of your own: "
+          "any object\n"
+          "            that it takes\n"
+          "  on_phase  function that is called with 'select', 'exchange' and 'apply' as each "
+          "phase begins,\n"
+          "            and with None at the end\n"
+          "Raises InvalidArgument (nothing changed). After any other exception the group has been "
+          "told, and\n"
+          "every rank must restart from a checkpoint.")
       .def(
           "end_step",
           [](AnnotatedReducer& self, double epoch) {
             return self.ending([&] { return self.end_step(epoch); });
           },
-          "epoch"_a = 0.0, "Whether the step is to be applied.")
+          "epoch"_a = 0.0,
+          "Ends the step. Call it once per optimizer step on every rank. Returns whether to apply "
+          "the step. epoch: the next step's, for schedules. Raises NonFiniteError on every rank "
+          "(non_finite='raise').")
       .def(
           "rollback_step",
           [](AnnotatedReducer& self, double epoch) {
             self.ending([&] { self.rollback_step(epoch); });
           },
-          "epoch"_a = 0.0, "Instead of end_step: what this step sent goes back into the residuals.")
+          "epoch"_a = 0.0,
+          "Call this instead of end_step() to skip the step, on every rank or on none. The "
+          "entries that the step sent go back into the residuals.")
       .def("set_total_steps", member(&Reducer::set_total_steps), "steps"_a)
       .def_prop_ro("step", [](const AnnotatedReducer& self) { return self.step(); })
       .def_prop_ro("density", [](const AnnotatedReducer& self) { return self.density().up; })
       .def(
           "decision",
           [](AnnotatedReducer& self, Slot slot) { return std::string(self.decision(slot)); },
-          "slot"_a, "With a chooser: what the slot goes by, and why.")
+          "slot"_a,
+          "With a chooser: the slot's exchange and the reason for it, in one line. Empty "
+          "otherwise.")
       .def(
           "add_residual",
           [](AnnotatedReducer& self, Slot slot, std::size_t offset, FloatArray values,
@@ -296,13 +321,15 @@ void bind_reducer(nb::module_& m) {
             }
             return to_array(std::span<const float>(kept));
           },
-          "slot"_a, "A copy of what this rank keeps: its residual, and what it holds as a server.")
+          "slot"_a,
+          "Returns a copy of this rank's residual of the slot, plus the mass that this rank holds "
+          "as a server: float32 [n].")
       .def(
           "save",
           [](const AnnotatedReducer& self) {
             return saved([&](std::ostream& out) { self.save(out); });
           },
-          "Residuals and all other state of this rank.")
+          "Returns the residuals and all other state of this rank, as bytes. Between steps only.")
       .def(
           "load",
           [](AnnotatedReducer& self, const std::vector<State>& states) {
@@ -312,7 +339,10 @@ void bind_reducer(nb::module_& m) {
             self.throw_own_failure();
           },
           "of_old_ranks"_a,
-          "What every rank of the saving run saved, in rank order: arrays of bytes.");
+          "Restores a saved state. Call it after set_layout, between steps.\n"
+          "of_old_ranks: what save() returned on every rank of the saved run, in rank order. If "
+          "the number of ranks has changed, each residual becomes (1/P) times the sum over the P "
+          "old ranks. Raises StateError.");
 }
 
 }  // namespace skim::python

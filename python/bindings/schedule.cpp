@@ -60,7 +60,8 @@ std::unique_ptr<DensitySchedule> schedule_of(const nb::object& schedule) {
 }
 
 void bind_schedule(nb::module_& m) {
-  nb::class_<GroupStats>(m, "GroupStats", "What ranks tell each other in their frames.")
+  nb::class_<GroupStats>(m, "GroupStats",
+                         "Statistics over all ranks, which ranks send in their frames.")
       .def(
           "__init__",
           [](GroupStats* self, double gradient_norm2, double accumulated_norm2, double sent_norm2,
@@ -72,32 +73,40 @@ void bind_schedule(nb::module_& m) {
           nb::kw_only(), "gradient_norm2"_a = 0.0, "accumulated_norm2"_a = 0.0,
           "sent_norm2"_a = 0.0, "sent_bytes"_a = 0, "non_finite"_a = 0, "signals"_a = 0,
           "bucket_s"_a = 0.0F, "pair_s"_a = 0.0F)
-      .def_ro("gradient_norm2", &GroupStats::gradient_norm2, "Sum of |g|^2.")
-      .def_ro("accumulated_norm2", &GroupStats::accumulated_norm2, "Sum of |residual + g|^2.")
-      .def_ro("sent_norm2", &GroupStats::sent_norm2, "Sum of |selected|^2.")
+      .def_ro("gradient_norm2", &GroupStats::gradient_norm2,
+              "Sum over the ranks of |g|^2; g: the gradient.")
+      .def_ro("accumulated_norm2", &GroupStats::accumulated_norm2,
+              "Sum over the ranks of |residual + g|^2.")
+      .def_ro("sent_norm2", &GroupStats::sent_norm2, "Sum over the ranks of |selected|^2.")
       .def_ro("sent_bytes", &GroupStats::sent_bytes,
-              "Maximum: by the busiest rank, in the steps before this one.")
-      .def_ro("non_finite", &GroupStats::non_finite, "Sum: entries of g, NaN or infinite.")
-      .def_ro("signals", &GroupStats::signals, "Union of bits.")
-      .def_ro("bucket_s", &GroupStats::bucket_s, "Sum: seconds of an earlier bucket (Chooser).")
-      .def_ro("pair_s", &GroupStats::pair_s, "Sum: of that bucket and the next one (Chooser).");
+              "Bytes that the busiest rank sent in the steps before this one.")
+      .def_ro("non_finite", &GroupStats::non_finite,
+              "Sum over the ranks of the number of entries of g that were NaN or infinite.")
+      .def_ro("signals", &GroupStats::signals, "Union over the ranks of the bits that they raised.")
+      .def_ro("bucket_s", &GroupStats::bucket_s,
+              "Sum over the ranks of the seconds spent in an earlier bucket of the slot (Chooser).")
+      .def_ro("pair_s", &GroupStats::pair_s,
+              "Sum over the ranks of the seconds spent in that bucket and the one after it "
+              "(Chooser).");
 
-  nb::class_<Density>(m, "Density", "How much of a bucket to keep in one step.")
+  nb::class_<Density>(m, "Density", "The density of one step.")
       .def(
           "__init__",
           [](Density* self, double up, double down, float threshold, bool at_most_k) {
             new (self) Density{up, down, threshold, at_most_k};
           },
           "up"_a, nb::kw_only(), "down"_a = 0.0, "threshold"_a = 0.0F, "at_most_k"_a = false)
-      .def_ro("up", &Density::up, "k/n, in (0, 1]; 1: the bucket goes dense.")
+      .def_ro("up", &Density::up,
+              "k/n, in (0, 1]; 1: the bucket is summed whole, unless down is less.")
       .def_ro("down", &Density::down,
-              "Of the result, where the exchange compresses it too; 0: as up.")
+              "Density of the result, if the exchange compresses it too, in [0, 1]; 0: same as up.")
       .def_ro("threshold", &Density::threshold,
-              "If > 0: keep what is at least this large, at most up * n.")
+              "If > 0: keep only entries of at least this magnitude, at most up * n.")
       .def_ro("at_most_k", &Density::at_most_k,
-              "If a selector picks more than k entries, the smallest stay behind.");
+              "True: if a selector picks more than k entries, the smallest are not sent.");
 
-  nb::class_<Progress>(m, "Progress", "Where training stands; equal on every rank.")
+  nb::class_<Progress>(m, "Progress",
+                       "The progress of training: the input of a schedule. Equal on every rank.")
       .def(
           "__init__",
           [](Progress* self, std::uint64_t step, std::uint64_t total_steps, double epoch,
@@ -107,21 +116,22 @@ void bind_schedule(nb::module_& m) {
           nb::kw_only(), "step"_a = 0, "total_steps"_a = 0, "epoch"_a = 0.0,
           "last"_a = GroupStats{}, "used"_a = nb::none())
       .def_ro("step", &Progress::step)
-      .def_ro("total_steps", &Progress::total_steps, "0: not known.")
-      .def_ro("epoch", &Progress::epoch, "Fractional.")
-      .def_ro("last", &Progress::last, "Of the step before, over all slots.")
-      .def_ro("used", &Progress::used, "What the step before went by; up = 0: there was none.");
+      .def_ro("total_steps", &Progress::total_steps,
+              "The number of steps of the run; 0: not known.")
+      .def_ro("epoch", &Progress::epoch, "The epoch, with its fraction.")
+      .def_ro("last", &Progress::last, "Statistics of the previous step, over all slots.")
+      .def_ro("used", &Progress::used, "The density of the previous step; up = 0: there was none.");
 
   nb::class_<BoundSchedule>(
       m, "DensitySchedule",
-      "How many entries to keep at a given moment of training: what Reducer(schedule=...) takes. "
-      "Each reducer makes one of its own from it, so that one object serves all ranks of a "
-      "process.",
+      "Chooses the density of each step, for Reducer(schedule=...). Each reducer makes its own "
+      "copy, so one object can serve all ranks of a process.",
       nb::is_final())
       .def(
           "density", [](BoundSchedule& self, const Progress& p) { return self.own->density(p); },
           "progress"_a,
-          "Of the step that begins. Called once or more for every step, in their order.")
+          "Returns the Density of the step that begins. Call it at least once for every step, in "
+          "the order of steps.")
       .def("describe", [](const BoundSchedule& self) { return self.own->describe(); })
       .def("__repr__", [](const BoundSchedule& self) {
         return "<skim.DensitySchedule " + self.own->describe() + ">";
@@ -132,31 +142,35 @@ void bind_schedule(nb::module_& m) {
       [](double up, double down) {
         return BoundSchedule([=] { return constant_density(up, down); });
       },
-      "up"_a, "down"_a = 0.0, "down: of the result, where the exchange compresses it too.");
+      "up"_a, "down"_a = 0.0,
+      "The same density in every step. up: k/n, in (0, 1]. down: density of the result, if the "
+      "exchange compresses it too; 0: same as up.");
   m.def(
       "listed_density",
       [](const std::vector<double>& per_epoch, double last) {
         return BoundSchedule([=] { return listed_density(per_epoch, last); });
       },
-      "per_epoch"_a, "last"_a, "One density an epoch, then `last`.");
+      "per_epoch"_a, "last"_a, "One density per epoch, then `last`. All in (0, 1].");
   m.def(
       "geometric_density",
       [](double first, double last, double epochs) {
         return BoundSchedule([=] { return geometric_density(first, last, epochs); });
       },
       nb::kw_only(), "first"_a, "last"_a, "epochs"_a,
-      "Falls geometrically from first to last over so many epochs, then stays.");
+      "Falls geometrically from `first` to `last` over the first `epochs` (>= 0), then stays at "
+      "`last`.");
   m.def(
       "with_down",
       [](const BoundSchedule& up, double down) {
         return BoundSchedule([make = up.make, down] { return with_down(make(), down); });
       },
-      "up"_a, "down"_a, "What `up` gives, with this Density.down in every step.");
+      "up"_a, "down"_a, "The schedule `up`, with `down` as Density.down in every step.");
   m.def("dgc_warm_up", &dgc_warm_up,
-        "Densities of the first epochs, for listed_density(..., 0.001): Lin et al., Deep Gradient "
-        "Compression, ICLR 2018.");
-  m.def("gaussiank_warm_up", &gaussiank_warm_up, "The same of Gaussian_k, arXiv 1911.08772.");
-  m.def("gtopk_warm_up", &gtopk_warm_up, "The same of gTop-k, arXiv 1901.04359.");
+        "Returns the densities of the first epochs in Deep Gradient Compression (Lin et al., "
+        "ICLR 2018), for listed_density(..., 0.001).");
+  m.def("gaussiank_warm_up", &gaussiank_warm_up,
+        "As dgc_warm_up, for Gaussian_k (arXiv 1911.08772).");
+  m.def("gtopk_warm_up", &gtopk_warm_up, "As dgc_warm_up, for gTop-k (arXiv 1901.04359).");
 
   m.attr("adaptive_forms") = names_tuple(names_of<AdaptiveForm>());
   m.def(
@@ -181,16 +195,27 @@ void bind_schedule(nb::module_& m) {
       "density_min"_a = AdaptiveOptions{}.density_min,
       "density_max"_a = AdaptiveOptions{}.density_max, "contraction"_a = 1.0,
       "learning_rate"_a = nb::none(), "n"_a = 0, "ranks"_a = 0,
-      "Spends a budget where it lowers the bound on the final error most (docs/adaptive.md).\n"
-      "  cost    of a step at a density: max_step_bytes() or predicted_seconds(), or a function\n"
-      "  budget  of the whole run, in the unit of cost; Reducer.set_total_steps tells its length\n"
-      "  form    one of skim.adaptive_forms; 'measured' needs n, over all slots, and ranks\n"
-      "  learning_rate  of a step, by its number; equal on all ranks\n"
-      "  in_bytes  what was spent is what the group counted; False: cost is in predicted seconds, "
-      "and\n"
-      "            what it says was spent\n"
-      "Raises InvalidArgument, at the first step too: a budget that is less than all steps take at "
-      "density_min.");
+      "Spends a budget over a run so that the bound on the final error is least "
+      "(docs/adaptive.md).\n"
+      "  cost           cost of a step as a function of the density: max_step_bytes(),\n"
+      "                 predicted_seconds(), or a function of your own\n"
+      "  budget         of the whole run, in the unit of cost; > 0. Reducer.set_total_steps sets "
+      "the\n"
+      "                 length of the run; without it every step gets density_min\n"
+      "  form           one of skim.adaptive_forms\n"
+      "  in_bytes       True: cost is in bytes, and the bytes that the group counted are spent. "
+      "False:\n"
+      "                 cost is in predicted seconds, and the predictions count as spent\n"
+      "  density_min, density_max  in (0, 1]\n"
+      "  contraction    in (0, 1]: factor by which one step shrinks the error; 1: all steps "
+      "weigh alike\n"
+      "  learning_rate  function from a step's number to its rate >= 0, equal on all ranks; "
+      "None: constant\n"
+      "  n, ranks       entries over all slots, and number of ranks; only the form 'measured' "
+      "needs them\n"
+      "Raises InvalidArgument: an option is out of range; at the first step, the budget is less "
+      "than the\n"
+      "cost of all steps at density_min.");
   m.def(
       "capture_density",
       [](double share, double density_min, double density_max) {
@@ -198,15 +223,17 @@ void bind_schedule(nb::module_& m) {
       },
       "share"_a, nb::kw_only(), "density_min"_a = AdaptiveOptions{}.density_min,
       "density_max"_a = AdaptiveOptions{}.density_max,
-      "At which the selection has this share, in (0, 1), of |u|^2.");
+      "Chooses the density at which the selected entries have the fraction `share`, in (0, 1), "
+      "of |u|^2; u: residual plus gradient. It estimates this from the previous step.");
   m.def(
       "accordion_density",
       [](double low, double high, double change) {
         return BoundSchedule([=] { return accordion_density(low, high, change); });
       },
       nb::kw_only(), "low"_a, "high"_a, "change"_a = 0.5,
-      "high while the norm of gradients changes by that share from epoch to epoch, else low "
-      "(arXiv 2010.16248).");
+      "`high` while the norm of the gradients differs from the last epoch's by at least the "
+      "fraction `change` of that, otherwise `low` (arXiv 2010.16248). The first two epochs get "
+      "`high`.");
   m.def(
       "descent_per_bit_density",
       [](const StepCost& cost, double density_min, double density_max) {
@@ -215,9 +242,11 @@ void bind_schedule(nb::module_& m) {
       },
       "cost"_a, nb::kw_only(), "density_min"_a = AdaptiveOptions{}.density_min,
       "density_max"_a = AdaptiveOptions{}.density_max,
-      "The most |selected|^2 / |u|^2 for what a step costs (arXiv 2003.06377).");
+      "Chooses the density with the most |selected|^2 / |u|^2 per unit of the step's cost (arXiv "
+      "2003.06377). cost: as in adaptive_density; u: residual plus gradient.");
   m.def("entries", &entries, "density"_a, "n"_a,
-        "k of n entries: floor(density * n), at least 1 and at most n.");
+        "Returns k for n entries: floor(density * n), at least 1 and at most n (0 if n is 0). "
+        "Raises InvalidArgument for a density outside (0, 1].");
 
   m.def(
       "max_step_bytes",
@@ -227,8 +256,9 @@ void bind_schedule(nb::module_& m) {
       },
       "lengths"_a, nb::kw_only(), "ranks"_a, "exchange"_a = "allgather", "chooser"_a = nb::none(),
       "dense_below"_a = ReducerOptions{}.dense_below, "down"_a = 0.0,
-      "The most bytes that the busiest rank sends in a step on slots of these lengths, as a "
-      "function of the density.");
+      "Returns a function of the density: the most bytes that the busiest rank sends in a step, "
+      "on slots with these numbers of entries. It assumes that no rank selects more than k "
+      "entries (Density.at_most_k). down: Density.down.");
   m.def(
       "predicted_seconds",
       [](const std::vector<std::size_t>& lengths, int ranks, const Link& link,
@@ -240,8 +270,9 @@ void bind_schedule(nb::module_& m) {
       "lengths"_a, nb::kw_only(), "ranks"_a, "link"_a, "local"_a = LocalSpeeds{},
       "compute_s"_a = 0.0, "exchange"_a = "allgather", "chooser"_a = nb::none(),
       "dense_below"_a = ReducerOptions{}.dense_below, "down"_a = 0.0,
-      "The seconds that the cost model predicts for such a step, and compute_s. With a chooser: "
-      "the least of its candidates.");
+      "Returns a function of the density: compute_s plus the seconds that the cost model "
+      "predicts for a step, without overlap. With a chooser it is the least among its "
+      "candidates. Other arguments: as in max_step_bytes.");
 }
 
 }  // namespace skim::python

@@ -22,7 +22,7 @@ struct Selection {
 };
 
 GradView read_only(const Numbers& grad, float scale) {
-  // A selector writes to a gradient only where SelectTask::clear says so.
+  // A selector writes to a gradient only if SelectTask::clear is set.
   return grad_view(AnyArray(grad.array), scale);
 }
 
@@ -64,8 +64,8 @@ Sparse top_k(const Numbers& x, std::size_t k) {
   return to_arrays(selected.view());
 }
 
-// A selector that is a Python object: it is shown the accumulator, and says which indices. Adding
-// the gradient to that, and what is reported, is the library's work.
+// A selector that is a Python object. It gets the accumulator and returns indices. The library adds
+// the gradient to the accumulator before, and makes the report.
 class OwnSelector final : public Selector, public OwnPart {
  public:
   using OwnPart::OwnPart;
@@ -104,7 +104,7 @@ class OwnSelector final : public Selector, public OwnPart {
  private:
   std::span<const float> accumulated(const SelectTask& task) {
     if (!task.residual.empty()) return task.residual.span();
-    // Without a residual, what is selected from is the gradient.
+    // Without a residual, select from the gradient.
     widened_.resize(task.grad.n);
     const float reciprocal = 1.0F / task.grad.scale;
     for (std::size_t i = 0; i < task.grad.n; ++i) {
@@ -114,9 +114,9 @@ class OwnSelector final : public Selector, public OwnPart {
     return widened_;
   }
 
-  // The user's indices, ascending, in chosen_. What is wrong with them is raised as a Python error:
-  // the residual has the gradient by now, so this is no InvalidArgument after which nothing has
-  // changed, and the group must be told.
+  // Puts the user's indices into chosen_, ascending. Bad indices raise a Python error. The C++
+  // InvalidArgument would promise that nothing has changed, but the residual already has the
+  // gradient, and the group must be told.
   void choose(const SelectTask& task, std::span<const float> from) {
     const nb::gil_scoped_acquire gil;
     const Array<const float> view(from.data(), {from.size()}, nb::none());
@@ -157,7 +157,7 @@ std::unique_ptr<Selector> selector_of(const nb::object& selector) {
 }
 
 void bind_selector(nb::module_& m) {
-  nb::class_<SelectReport>(m, "SelectReport", "What was found in one bucket.")
+  nb::class_<SelectReport>(m, "SelectReport", "Statistics of one selection.")
       .def(
           "__init__",
           [](SelectReport* self, float threshold, double kept_norm2, double total_norm2,
@@ -170,26 +170,27 @@ void bind_selector(nb::module_& m) {
           },
           nb::kw_only(), "threshold"_a = 0.0F, "kept_norm2"_a = 0.0, "total_norm2"_a = 0.0,
           "gradient_norm2"_a = 0.0, "non_finite"_a = 0)
-      .def_ro("passes", &SelectReport::passes, "How often all n entries were read.")
-      .def_ro("threshold", &SelectReport::threshold, "The smallest magnitude selected; 0 if none.")
-      .def_ro("kept_norm2", &SelectReport::kept_norm2, "|values|^2 of the selection.")
+      .def_ro("passes", &SelectReport::passes, "The number of times that all n entries were read.")
+      .def_ro("threshold", &SelectReport::threshold,
+              "The smallest magnitude selected; 0 if nothing was selected.")
+      .def_ro("kept_norm2", &SelectReport::kept_norm2, "|values|^2 of the selected entries.")
       .def_ro("total_norm2", &SelectReport::total_norm2,
-              "|residual + gradient|^2, before anything is taken out; without a residual, of the "
-              "gradient.")
+              "|residual + gradient|^2, before entries are removed; without a residual, |gradient "
+              "/ scale|^2.")
       .def_ro("gradient_norm2", &SelectReport::gradient_norm2,
               "|gradient / scale|^2 over its finite entries.")
       .def_ro("non_finite", &SelectReport::non_finite,
-              "Entries of the gradient that were NaN or infinite.");
+              "The number of gradient entries that were NaN or infinite.");
 
-  nb::class_<Selection>(m, "Selection", "What a selector took.")
+  nb::class_<Selection>(m, "Selection", "The entries that a selector selected, and a report.")
       .def_ro("indices", &Selection::indices, nb::rv_policy::reference, "uint32 [k], ascending")
       .def_ro("values", &Selection::values, nb::rv_policy::reference, "float32 [k], none is 0")
       .def_ro("report", &Selection::report);
 
   nb::class_<BoundSelector>(
       m, "Selector",
-      "Chooses which k of n entries to send; skim.select_algos has the rules. Remembers the last "
-      "threshold of every slot. For one thread at a time.",
+      "Selects the k of n entries to send. skim.select_algos lists the rules. It remembers the "
+      "last threshold of every slot. Use it from one thread at a time.",
       nb::is_final())
       .def(
           "__init__",
@@ -197,36 +198,46 @@ void bind_selector(nb::module_& m) {
             new (self) BoundSelector(options_of(options));
           },
           "options"_a = "exact")
-      .def(
-          "select", &select, "grad"_a, "k"_a, nb::kw_only(), "residual"_a.noconvert() = nb::none(),
-          "step"_a = 0, "slot"_a = 0, "threshold"_a = 0.0F, "decay"_a = 1.0F, "scale"_a = 1.0F,
-          "layout"_a = Parameters{},
-          "residual = decay * residual + grad / scale, then what the rule takes of the k largest.\n"
-          "Without a residual: of grad / scale. What is taken stays in the residual until it is\n"
-          "subtracted (ErrorFeedback.commit). Ties go to the lower index.\n"
-          "  grad       [n] float32, float16 or bfloat16; a non-finite entry adds 0, and is "
-          "counted\n"
-          "  residual   [n] float32, changed\n"
-          "  threshold  > 0: only entries at least this large\n"
-          "  step, slot what random rules draw from, and whose threshold is remembered\n"
-          "  layout     [(parameter, entries), ...], for SelectOptions(per_parameter=True)\n"
-          "Raises InvalidArgument, and nothing has changed: k > n, lengths that differ.")
+      .def("select", &select, "grad"_a, "k"_a, nb::kw_only(), "residual"_a.noconvert() = nb::none(),
+           "step"_a = 0, "slot"_a = 0, "threshold"_a = 0.0F, "decay"_a = 1.0F, "scale"_a = 1.0F,
+           "layout"_a = Parameters{},
+           "Does residual = decay * residual + grad / scale, then selects about k entries of the "
+           "residual.\n"
+           "Without a residual it selects from grad / scale. Selected entries stay in the residual "
+           "until\n"
+           "ErrorFeedback.commit subtracts them. The rule 'exact' selects the k largest; ties go "
+           "to the\n"
+           "lower index. Other rules may select more or fewer than k.\n"
+           "  grad        [n] float32, float16 or bfloat16; a non-finite entry adds 0 and is "
+           "counted\n"
+           "  k           in [0, n]\n"
+           "  residual    [n] float32, overwritten\n"
+           "  threshold   if > 0: only entries of at least this magnitude\n"
+           "  decay       in [0, 1]\n"
+           "  step, slot  random rules draw from them; the slot also names the remembered "
+           "threshold\n"
+           "  layout      [(parameter, entries), ...], for SelectOptions(per_parameter=True)\n"
+           "Raises InvalidArgument (nothing changed): k > n, lengths differ, an argument is out of "
+           "range.")
       .def(
           "save",
           [](const BoundSelector& self) {
             return saved([&](std::ostream& out) { self.selector->save(out); });
           },
-          "What carries over between steps.")
+          "Returns the state that carries over between steps, as bytes.")
       .def(
           "load",
           [](BoundSelector& self, const State& state) {
             self.selector->load(States(state).front());
           },
-          "state"_a, "What the same options saved. Raises StateError, and nothing has changed.");
+          "state"_a,
+          "state: from save() of a Selector with the same options. Raises StateError (nothing "
+          "changed).");
 
   m.def("top_k", &top_k, "x"_a, "k"_a,
-        "Indices, ascending, and values of the k largest magnitudes of x [n]: float32, float16 or "
-        "bfloat16. Ties go to the lower index, NaN is largest, zeros are not taken.");
+        "Returns the indices, ascending, and the values of the k largest magnitudes of x [n]. x "
+        "is float32, float16 or bfloat16. Ties go to the lower index. NaN counts as largest. "
+        "Zeros are left out, so fewer than k entries may result. Raises InvalidArgument if k > n.");
 }
 
 }  // namespace skim::python

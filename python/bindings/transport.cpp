@@ -1,13 +1,13 @@
-// A group over a transport that Python brings: torch.distributed's gloo, above all.
+// A group over a transport that is a Python object, such as torch.distributed's gloo.
 //
-// A rank that fails says whose fault it was to those that wait for it, in place of a message,
-// before it closes its connections; they do the same. The transport has another way to tell, for
-// ranks that are not waiting (a store).
+// A rank that fails sends the culprit's name, in place of a message, to the ranks that wait for it.
+// Then it closes its connections. Those ranks do the same. For ranks that do not wait, the
+// transport publishes the name in another way (a store).
 //
-// Such transports take a receive of a length that the receiver names, and may give it less. So a
-// message of L bytes travels as L and its first kFirst bytes, and what is left as a second one, for
-// which the receiver makes room when it waits. Both kinds have a tag of their own, so that what is
-// left of one message never meets a receive of the next.
+// In such a transport the receiver names the length of a receive, and the message may be shorter.
+// So a message of L bytes travels in two parts: first L and up to kFirst bytes, then the rest, if
+// there is one. The receiver makes room for the rest when it waits. The two parts have different
+// tags, so that the rest of one message never meets the receive of the next one.
 //
 // The receiver of a long message must be in wait() for its sender's wait() to end. All of Skim's
 // algorithms wait for what they receive first, so that they cannot wait for one another in a ring.
@@ -25,8 +25,8 @@ namespace {
 
 constexpr std::size_t kLength = 8;                   // bytes of L, little-endian
 constexpr std::uint64_t kAbort = ~std::uint64_t{0};  // in place of L: an AbortWord follows
-// Long enough for the frames of most buckets: a second message costs a round trip, for gloo sends
-// only what a receive is waiting for.
+// Long enough for the frames of most buckets. A second part costs a round trip, because gloo sends
+// only once the receiver has started its receive.
 constexpr std::size_t kFirst = std::size_t{1} << 19;
 
 nb::object memory(std::byte* data, std::size_t bytes) {
@@ -34,12 +34,12 @@ nb::object memory(std::byte* data, std::size_t bytes) {
                                            static_cast<Py_ssize_t>(bytes), PyBUF_WRITE));
 }
 
-// Never shrinks, so that storage in use is not cleared again.
+// Never shrinks, so that a later grow() need not clear the same bytes again.
 void grow(std::vector<std::byte>& bytes, std::size_t least) {
   if (bytes.size() < least) bytes.resize(least);
 }
 
-// What a communicator and all that were split from it share. Touched with the GIL only.
+// The state that a communicator shares with all that were split from it. Used with the GIL only.
 struct Family {
   nb::object transport;
   int contexts = 1;  // used so far; of every rank that is in the newest group
@@ -269,17 +269,25 @@ void bind_transport(nb::module_& m) {
                                                        std::move(root_ranks), host);
       },
       nb::arg("transport"),
-      "A group over a transport of the caller's: an object with\n"
-      "  rank, size, host: int    (host: equal for ranks of one machine)\n"
+      "Makes a communicator over a transport of your own: an object with\n"
+      "  rank, size, host: int    host is equal for ranks of one machine\n"
       "  send(memory, to, tag), receive(memory, source, tag) -> work\n"
-      "                           start to move a memoryview of bytes; in the order of the calls\n"
-      "                           for each peer and tag; what is sent may be shorter than the\n"
-      "                           memory that receives it\n"
-      "  wait(work)               until it is done; raises if it cannot be\n"
-      "  abort(culprit, phase, known)  ends what is open, here and for those who wait for this\n"
-      "                           rank; tells all ranks, unless known: another one does\n"
-      "  told() -> None or (culprit, phase), if a rank has called abort\n"
-      "All of them are called from the thread that uses the communicator.");
+      "                           Start to send or receive a memoryview of bytes. Messages of "
+      "one\n"
+      "                           peer and tag arrive in the order of the calls. A message may "
+      "be\n"
+      "                           shorter than the memory that receives it.\n"
+      "  wait(work)               Returns when the transfer is done; raises if it fails.\n"
+      "  abort(culprit, phase, known)\n"
+      "                           Ends all open transfers of this rank, also for the ranks that "
+      "wait\n"
+      "                           for it. If not known, it also makes (culprit, phase) available "
+      "to\n"
+      "                           told() on all ranks. If known, another rank has done so.\n"
+      "  told() -> None or (culprit, phase)\n"
+      "                           What the first abort on any rank published; None if none did.\n"
+      "All methods are called from the thread that uses the communicator.\n"
+      "Raises InvalidArgument unless 0 <= rank < size.");
 }
 
 }  // namespace skim::python

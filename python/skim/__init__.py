@@ -1,9 +1,11 @@
 """Top-k sparsified data-parallel training.
 
+Under PyTorch, start with skim.attach (DistributedDataParallel) or skim.Aggregator (any training loop).
+
 Reducer replaces this rank's gradient by the group's mean gradient. It sends the k largest of its n entries and keeps
 the rest in a residual. Its parts can be used alone: Selector, ErrorFeedback, Codec, Exchange, Chooser, the density
-schedules, the cost model, and skim.analysis. Arrays are NumPy's, or anything else in host memory that speaks DLPack
-or the buffer protocol. Errors are Error and what derives from it.
+schedules, the cost model, and skim.analysis. Arrays are NumPy arrays, or any object in host memory that supports DLPack
+or the buffer protocol. All exceptions derive from skim.Error.
 """
 
 from typing import Any
@@ -139,7 +141,7 @@ __all__ = [
     "with_down",
 ]
 
-# Parts that need torch, which this package does without otherwise.
+# These names need torch, and are imported on first use. The rest of the package works without torch.
 _TORCH = {
     "attach": "skim.ddp",
     "report": "skim.ddp",

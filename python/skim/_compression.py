@@ -1,4 +1,4 @@
-"""What a model's compression and an aggregator share: a reducer on a thread of its own, its layout, its state."""
+"""The base of skim.attach and skim.Aggregator: a reducer with its layout, communication thread and state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from skim._transport import connect
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
-LAST_WAIT_S = 10.0  # of a process that ends, for a thread that waits for another rank
+LAST_WAIT_S = 10.0  # close() waits at most this long for a thread that still waits for another rank
 _open: weakref.WeakSet[Compression] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How gradients are compressed; equal on all ranks."""
+    """How gradients are compressed. Equal on all ranks. skim.attach describes the fields."""
 
     density: Any = 0.001
     exchange: Any = "auto"
@@ -44,6 +44,10 @@ class Options:
     total_steps: int = 0
     local: Any = None
 
+    def __post_init__(self) -> None:
+        if self.non_finite not in ("pass-on", "raise"):
+            raise _core.InvalidArgument(f"non_finite: no '{self.non_finite}'; there are: pass-on, raise")
+
     def reducer(self, comm: _core.Communicator) -> _core.Reducer:
         exchange, chooser = self.exchange, self.chooser
         if chooser is not None and isinstance(exchange, str) and exchange != "auto":
@@ -57,7 +61,7 @@ class Options:
                 exchange = _core.ExchangeOptions(exchange, codec=codec)
         elif self.values != "f32":
             raise _core.InvalidArgument(
-                f"skim: values='{self.values}': with ExchangeOptions their codec says how values travel: "
+                f"skim: values='{self.values}': with ExchangeOptions the codec sets the value code; use "
                 f"ExchangeOptions(..., codec=skim.CodecOptions(value='{self.values}'))"
             )
         by_name = isinstance(self.select, (str, _core.SelectOptions))
@@ -95,8 +99,11 @@ class Options:
 
 
 def same_on_all_ranks(comm: _core.Communicator, what: str, mine: Sequence[str]) -> None:
-    """Throws InvalidArgument, on every rank, where lists differ between ranks."""
-    # Short, whatever the list: one message a rank.
+    """Raises InvalidArgument on every rank if the lists differ between ranks. Collective.
+
+    what: the plural noun that names the list in the message.
+    """
+    # Compare digests first, because they are short however long the lists are.
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(comm.allgather(digest))) == 1:
         return
@@ -112,7 +119,10 @@ def same_on_all_ranks(comm: _core.Communicator, what: str, mine: Sequence[str]) 
 
 
 class HookState:
-    """What DDP keeps of whoever its hook works for. DDP gives a copy of the model no hook, so that copies have nobody."""
+    """The state that DDP keeps for its hook: the object that the hook works for.
+
+    DDP gives a copy of the model no hook, so a copy of this state has no owner.
+    """
 
     def __init__(self, owner: Any = None) -> None:
         self.owner = owner
@@ -122,7 +132,7 @@ class HookState:
 
 
 def set_hook(ddp: DistributedDataParallel, hook: Callable[..., Any], owner: Any) -> None:
-    """Throws InvalidArgument, if DDP refuses it."""
+    """Registers the hook with DDP. Raises InvalidArgument if DDP refuses the hook."""
     try:
         ddp.register_comm_hook(HookState(owner), hook)
     except RuntimeError as e:
@@ -130,10 +140,11 @@ def set_hook(ddp: DistributedDataParallel, hook: Callable[..., Any], owner: Any)
 
 
 class Compression:
-    """Named parameters whose gradients the ranks exchange. Made by skim.attach and skim.Aggregator.
+    """Compresses the gradients of named parameters. Made by skim.attach and skim.Aggregator.
 
-    Layout: until the buckets are known every parameter is a bucket of its own, in slot i; then the
-    buckets are the slots after those. Residuals are kept by the names of parameters throughout.
+    Layout: until the buckets are known, each parameter is a bucket of its own, and parameter i has
+    slot i. After that, bucket b has slot (number of parameters) + b. When the layout changes,
+    residuals move with the names of their parameters.
     """
 
     def __init__(
@@ -169,8 +180,8 @@ class Compression:
         self.epoch = 0.0
         self.statistics = Report(self.comm.rank, self.comm.size)
         self.error: BaseException | None = None
-        self.lock = threading.RLock()  # of the reducer and of what follows
-        self.buckets: list[tuple[int, ...]] | None = None  # parameters of each; None: not known
+        self.lock = threading.RLock()  # guards the reducer and the members below
+        self.buckets: list[tuple[int, ...]] | None = None  # indices of each bucket's parameters; None: not known yet
         self._step_open = False
         self._finite = True
         self._give_back: list[tuple[int, int, torch.Tensor, float]] = []
@@ -181,7 +192,7 @@ class Compression:
     # ---- the layout -----------------------------------------------------------------------------
 
     def _set_layout(self, buckets: list[tuple[int, ...]] | None) -> None:
-        """Between steps. None: every parameter by itself."""
+        """Sets the indices of each bucket's parameters. None: each parameter is a bucket. Between steps only."""
         self.buckets = buckets
         count = len(self.names)
         groups = [(i,) for i in range(count)] if buckets is None else buckets
@@ -191,7 +202,10 @@ class Compression:
         )
 
     def slots_of(self, members: tuple[int, ...], index: int) -> list[tuple[int, int, int]]:
-        """(slot, offset, length) of what is to be reduced for the bucket `index` of these parameters."""
+        """(slot, offset, length), in entries, of each piece of a bucket that is reduced by itself.
+
+        index, members: the bucket's number and the indices of its parameters.
+        """
         if self.buckets is not None:
             if index >= len(self.buckets) or self.buckets[index] != members:
                 raise _core.Error(
@@ -207,7 +221,7 @@ class Compression:
     # ---- a step ---------------------------------------------------------------------------------
 
     def run_after_others(self, job: Callable[[], None]) -> None:
-        """Runs job on this thread, when the communication thread is done with what it has."""
+        """Runs job on the calling thread, after the communication thread has finished its queued jobs."""
         if self._thread is not None:
             idle = threading.Event()
             self._jobs.put(idle.set)
@@ -215,9 +229,9 @@ class Compression:
         job()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Runs job on the communication thread, after those before it."""
+        """Queues job for the communication thread, which runs jobs in order. Starts the thread if needed."""
         if self._thread is None:
-            # It knows the queue alone, so that this object can go, and then ends it.
+            # The thread refers to the queue only. So this object can be garbage-collected, which ends the thread.
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="skim", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)
@@ -225,7 +239,7 @@ class Compression:
         self._jobs.put(job)
 
     def begin_bucket(self, index: int, members: tuple[int, ...]) -> None:
-        """On the communication thread, before the parts of a bucket."""
+        """Call it before reducing the pieces of a bucket. Bucket 0 ends the previous step and begins a new one."""
         if self.error is not None:
             raise self.error
         if index == 0:
@@ -235,7 +249,7 @@ class Compression:
             self._step_open = True
 
     def reduce_part(self, slot: int, flat: torch.Tensor, scale: float) -> None:
-        """flat [n], of any device: in, the gradient; out, the mean."""
+        """Replaces flat [n], on any device, by the mean over the ranks. scale: the loss scale in flat. Collective."""
         is_taken_as_it_is = flat.device.type == "cpu" or self.options.local is not None
         given = flat if is_taken_as_it_is else flat.to("cpu")
         listener = _Phases() if _is_profiling() else None
@@ -247,15 +261,18 @@ class Compression:
         self.statistics.add(slot - first, report, self.reducer.decision(slot))
 
     def end_of_step(self) -> None:
-        """After its last bucket."""
+        """Call it after the last bucket of a step. It counts the step and writes the statistics."""
         self.statistics.steps += 1
         if self.writer is not None:
             for tag, value in self.statistics.scalars().items():
                 self.writer.add_scalar(f"skim/{tag}", value, self.reducer.step)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What this rank keeps of each parameter, flat, float32: a copy. Over all ranks: the gradients
-        so far less P times the means."""
+        """A copy of this rank's residual of each parameter: a flat float32 tensor on the CPU, by name.
+
+        Ends the open step, if there is one. Summed over the P ranks, the residuals are all gradients so
+        far minus P times the means that were delivered.
+        """
         self.finish_step()
         with self.lock:
             found = {}
@@ -268,11 +285,14 @@ class Compression:
             return {name: found[name] for name in self.names}
 
     def give_back(self, slot: int, offset: int, mean: torch.Tensor, scale: float) -> None:
-        """What nobody will apply returns to the residuals at the end of the step: each rank's share."""
+        """Adds mean / scale to this rank's residual when the step ends, because nobody applies this mean.
+
+        Call it on every rank. offset: the entry of the slot that mean[0] belongs to.
+        """
         self._give_back.append((slot, offset, mean.float().cpu(), scale))
 
     def finish_step(self, *, skip: bool = False) -> None:
-        """Ends the step that is open, if one is. A step with NaN or infinity in it is taken back."""
+        """Ends the open step, if there is one. It is taken back if `skip`, or if it held NaN or infinity."""
         with self.lock:
             if not self._step_open:
                 return
@@ -287,8 +307,14 @@ class Compression:
             self._give_back.clear()
             self._finite = True
 
+    def raise_if_not_finite(self) -> None:
+        """Call it after end_of_step. With non_finite="raise", takes back a step that held NaN or infinity, and raises."""
+        if not self._finite and self.options.non_finite == "raise":
+            self.finish_step()
+            raise _core.NonFiniteError("skim: a gradient entry of the group is NaN or infinite")
+
     def fail(self, error: BaseException) -> None:
-        """The first failure: all that comes after it fails alike."""
+        """Keeps the first failure, which all later buckets raise too, and aborts the group."""
         if self.error is None:
             self.error = error
             self.comm.abort(self.comm.rank)
@@ -313,19 +339,21 @@ class Compression:
             )
         if len(found) > 1:
             raise _core.StateError(
-                f"skim: states of different runs: of {' and of '.join(map(str, sorted(found)))} ranks"
+                f"skim: these states are of runs with {' and '.join(map(str, sorted(found)))} ranks; "
+                "give those of one run"
             )
         [(old_size, by_rank)] = found.items()
         rank, size = self.comm.rank, self.comm.size
         if old_size == size and rank in by_rank:
-            # Other ranks' are read in full by load(); of a group of the same size only its own counts.
+            # load() reads one state per rank, but takes only its own if the number of ranks is equal. So
+            # this rank's state can stand in for states that are missing here.
             states = [by_rank.get(r, by_rank[rank]) for r in range(size)]
         else:
             missing = [f"rank_{r}_of_{old_size}" for r in range(old_size) if r not in by_rank]
             if missing:
                 raise _core.StateError(
-                    f"skim: the state is of {old_size} ranks, this is rank {rank} of {size}: it needs those of all "
-                    f"of them together, and there is no {missing[0]}"
+                    f"skim: the state is of {old_size} ranks, this is rank {rank} of {size}; give the states of all "
+                    f"{old_size} ranks in one dict ({missing[0]} is missing)"
                 )
             states = [by_rank[r] for r in range(old_size)]
         self.finish_step()
@@ -335,15 +363,18 @@ class Compression:
     # ---- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the thread, when it is done with what it has."""
+        """Ends the communication thread after its queued jobs. Waits for at most LAST_WAIT_S seconds."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(LAST_WAIT_S)
 
 
 class _Phases:
-    """What a profiler sees of one bucket. It sees other threads than the one that started it only if
-    it was told to: torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))."""
+    """Marks the phases of one bucket for PyTorch's profiler.
+
+    The profiler sees only the thread that started it, unless it was made with
+    torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)).
+    """
 
     def __init__(self) -> None:
         self._open: Any = None
@@ -358,12 +389,12 @@ class _Phases:
 
 
 def _is_profiling() -> bool:
-    # PyTorch 2.0 does not tell; to mark phases that nobody sees costs microseconds.
+    # PyTorch 2.0 lacks this flag. There phases are always marked, which costs microseconds.
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
 def array(tensor: torch.Tensor) -> Any:
-    """What _core takes: its memory crosses by DLPack, of any of FLOATS."""
+    """Marks a tensor that goes to _core as an array. Its memory is shared by DLPack, for all FLOATS and uint8."""
     return tensor
 
 
@@ -374,11 +405,11 @@ def _text(value: Any) -> str:
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # what it holds is not to live until the next one
+        del job  # frees its tensors before the wait for the next job
 
 
 @atexit.register
 def _close_all() -> None:
-    """Before Python takes its modules apart."""
+    """Ends the communication threads before Python unloads its modules."""
     for compression in list(_open):
         compression.close()

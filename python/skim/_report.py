@@ -1,4 +1,4 @@
-"""What compression did: bytes, times, shares, for each bucket and in all."""
+"""Statistics of compression on one rank: bytes, times and captured fractions, per bucket and in total."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from skim import _core
 
 @dataclasses.dataclass
 class BucketReport:
-    """Of one bucket, over the steps since it was formed. Bytes and times are this rank's, in all."""
+    """Statistics of one bucket since it was formed. Bytes and seconds are this rank's totals."""
 
-    n: int = 0
+    n: int = 0  # entries
     steps: int = 0
     dense_steps: int = 0
-    k: int = 0  # asked for, in the last step
+    k: int = 0  # entries asked for in the last step
     sent_bytes: int = 0
     received_bytes: int = 0
     select_s: float = 0.0
     exchange_s: float = 0.0
     apply_s: float = 0.0
-    capture: float = 0.0  # share of |residual + gradient|^2 that was sent: the sum over steps
+    capture: float = 0.0  # fraction of |residual + gradient|^2 that was sent, summed over the steps
     decision: str = ""
 
     def add(self, r: _core.StepReport, decision: str) -> None:
@@ -38,7 +38,7 @@ class BucketReport:
 
 
     def cells(self) -> tuple[str, ...]:
-        """Of a step, in the mean."""
+        """A row of the table: means per step."""
         each = max(1, self.steps)
         return (
             str(self.n),
@@ -52,7 +52,7 @@ class BucketReport:
         )
 
     def join(self, other: BucketReport) -> None:
-        """As one bucket: both went through the same steps."""
+        """Adds a bucket that went through the same steps, as if both were one bucket."""
         self.dense_steps = min(self.dense_steps, other.dense_steps) if self.n else other.dense_steps
         n = self.n + other.n
         if n > 0:
@@ -69,22 +69,22 @@ class BucketReport:
 
 @dataclasses.dataclass
 class Report:
-    """Of one rank. str() of it is a table."""
+    """Statistics of one rank. str() gives a table."""
 
     rank: int
     size: int
     steps: int = 0
     skipped: int = 0  # steps that were taken back
-    # The first steps, until the buckets stood: every parameter was one.
+    # The first steps, in which every parameter was a bucket because DDP's buckets were not settled yet.
     forming: BucketReport = dataclasses.field(default_factory=BucketReport)
-    exposed_s: float = 0.0  # from the last gradient of a step to the end of its exchange, in all
+    exposed_s: float = 0.0  # total time from the last gradient of a step to the end of its exchange
     buckets: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
 
     def add(self, slot: int, r: _core.StepReport, decision: str) -> None:
         self.buckets.setdefault(slot, BucketReport()).add(r, decision)
 
     def buckets_stand(self) -> None:
-        """What there is so far is of the first steps."""
+        """Call it when the buckets are settled. The statistics so far then count as `forming`."""
         for b in self.buckets.values():
             self.forming.join(b)
         self.buckets.clear()
@@ -95,7 +95,7 @@ class Report:
 
     @property
     def dense_bytes(self) -> float:
-        """What ring all-reduces of float32 would have sent in these steps."""
+        """The bytes that ring all-reduces of float32 would have sent in these steps."""
         share = 2 * (self.size - 1) / self.size * 4
         return sum(share * b.n * b.steps for b in self._parts())
 
@@ -104,11 +104,11 @@ class Report:
 
     @property
     def compression(self) -> float:
-        """dense_bytes over sent_bytes; 1 where nothing was sent."""
+        """dense_bytes / sent_bytes; 1 if nothing was sent."""
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     def scalars(self) -> dict[str, float]:
-        """For a writer: of all steps so far."""
+        """Tag and value of each statistic for a TensorBoard writer. Bytes are totals; times are means per step."""
         each = max(1, self.steps)
         parts = self._parts()
         weights = sum(b.n * b.steps for b in parts) or 1

@@ -1,4 +1,4 @@
-"""A group of Skim's own beside a process group of torch.distributed, over gloo."""
+"""Makes a gloo group that only Skim uses, with the ranks of a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.distributed import distributed_c10d
 
 from skim import _core
 
-# Groups that this process has made beside each process group. Ranks make them in the same order, so
-# that the names of their stores agree.
+# Counts the groups that this process has made for each list of ranks. All ranks make them in the same
+# order, so the names of their stores agree.
 _made: dict[str, itertools.count[int]] = {}
 
 
 class GlooTransport:
-    """What _core.communicator_over asks for. Used by one thread at a time."""
+    """The transport for _core.communicator_over, which has the contract of its methods."""
 
     def __init__(self, ranks: list[int], rank: int, name: str, timeout: float) -> None:
         store = distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())
@@ -28,7 +28,7 @@ class GlooTransport:
         self.size = len(ranks)
         self._store = store
         self._timeout = timeout
-        # Ours alone: to let go of it closes its connections, and so wakes whoever waits for us.
+        # Nothing else refers to it. Setting it to None closes its connections, which wakes waiting ranks.
         self._gloo: Any = None
         self.host = rank
         if self.size == 1:
@@ -78,16 +78,20 @@ class GlooTransport:
 
 
 def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Communicator:
-    """A communicator for the ranks of a process group, over connections of its own.
+    """A communicator for the ranks of a process group, over gloo connections of its own.
 
-    Collective: every rank of the process group calls it, and for several in the same order.
-    process_group: None: the default one, of any backend; what travels is in host memory.
-    timeout: seconds that a rank waits for another one. One that ends is noticed at once.
+    Collective: every rank of the process group calls it. For several groups, call it in the same order
+    on all ranks.
+
+    process_group: of any backend, because Skim sends from host memory. None: the default process group.
+    timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
+
+    Raises InvalidArgument if torch.distributed has no process group yet.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise _core.InvalidArgument(
             "skim: torch.distributed has no process group yet; call torch.distributed."
-            "init_process_group first (torchrun sets what it needs)"
+            "init_process_group first (torchrun sets the environment variables that it needs)"
         )
     group = process_group if process_group is not None else dist.group.WORLD
     ranks = dist.get_process_group_ranks(group)

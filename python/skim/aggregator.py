@@ -13,8 +13,8 @@ from skim._report import Report
 
 
 class Aggregator(Compression):
-    """Averages tensors over the ranks, and sends only a part of them: what is left is added to the
-    next call's.
+    """Averages tensors over the ranks, but sends only some of their entries. The rest is added to the
+    tensors of the next call.
 
         aggregator = skim.Aggregator(model.parameters(), density=0.01)
         loss.backward()
@@ -24,11 +24,15 @@ class Aggregator(Compression):
     Collective: every rank makes it with tensors of the same lengths in the same order, and calls
     step or reduce equally often.
 
-    tensors: parameters, or any tensors whose shapes those of reduce() will have; or pairs
-        (name, tensor), as model.named_parameters() gives them. By their names (without any: their
-        places) residuals are saved.
-    bucket_mb: tensors are compressed together, up to so many MB at a time.
-    process_group, timeout, writer, and the options: as skim.attach has them.
+    tensors: parameters, or other float32, float16 or bfloat16 tensors with the shapes that reduce()
+        will get. Or pairs (name, tensor), as from model.named_parameters(). A saved state names each
+        residual by this name, or by the tensor's position if there are no names.
+    bucket_mb: tensors are compressed together in buckets of up to this many MB (10^6 bytes).
+    process_group: of torch.distributed. None: the default one.
+    density, exchange, timeout, writer and the other options: as in skim.attach. updates_of and scaler
+        are replaced by the argument scale below.
+
+    Raises InvalidArgument if a tensor or an option cannot work.
     """
 
     def __init__(
@@ -51,11 +55,12 @@ class Aggregator(Compression):
         self._set_layout(_buckets(self.tensors, bucket_mb * 1e6))
 
     def step(self, *, scale: float = 1.0) -> bool:
-        """Every tensor's grad becomes the mean over the ranks of what was sent.
+        """Replaces every tensor's grad by the mean over the ranks of what was sent. Collective.
 
-        A tensor without one counts as zeros, and gets one if there is something for it. scale: the
-        loss scale in the gradients. False: a gradient of the group was NaN or infinite; do not
-        apply them. Nothing of them was delivered, then, and the finite part is kept.
+        A grad that is None counts as zeros, and becomes a tensor. scale: the loss scale in the gradients.
+        Returns whether to apply the gradients. False: a gradient of the group held NaN or infinity. Then
+        nothing was delivered, and the residuals keep the finite entries. With non_finite="raise", raises
+        NonFiniteError on all ranks instead.
         """
         grads = []
         for t in self.tensors:
@@ -66,10 +71,10 @@ class Aggregator(Compression):
 
     @torch.no_grad()
     def reduce(self, tensors: Sequence[torch.Tensor], *, scale: float = 1.0) -> bool:
-        """The same for tensors of any kind, in place; shapes and order as given at the start."""
+        """As step, but for the given tensors, in place. Their shapes and order are those given at the start."""
         if [t.numel() for t in tensors] != self.lengths:
             raise _core.InvalidArgument(
-                f"skim.Aggregator: reduce needs {len(self.lengths)} tensors of the lengths that it was made for"
+                f"skim.Aggregator: reduce needs {len(self.lengths)} tensors with the lengths that it was made for"
             )
         with self.lock:
             try:
@@ -80,12 +85,13 @@ class Aggregator(Compression):
                 self.fail(e)
                 raise
             self.end_of_step()
+            self.raise_if_not_finite()
             applied = self._finite
             self.finish_step()
             return applied
 
     def report(self) -> Report:
-        """Bytes, times and decisions of this rank so far; print it for a table."""
+        """This rank's bytes, times and decisions so far. print() shows them as a table."""
         return self.statistics
 
     def _reduce_bucket(
@@ -112,7 +118,7 @@ def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:
 
 
 def _buckets(tensors: list[torch.Tensor], most_bytes: float) -> list[tuple[int, ...]]:
-    """In order; a bucket's tensors are of one type and on one device."""
+    """The indices of each bucket's tensors, in order. A bucket has one dtype and one device."""
     buckets: list[list[int]] = []
     size, kind = 0.0, None
     for i, t in enumerate(tensors):

@@ -1,8 +1,11 @@
-"""What top-k loses: the published bounds, closed forms for two distributions, and measures of a gradient to
-hold against them.
+"""The error that top-k leaves: published bounds, closed forms for two distributions, and measures of a gradient to
+compare with them.
 
-u is what is selected from, residual plus gradient, of length d; kappa = k / d in [0, 1]. Raises InvalidArgument
-for an argument outside its range, and for NaN or infinity in u.
+u is the vector that top-k selects from: residual plus gradient, with d entries. k of them are kept, and kappa = k / d
+is in [0, 1]. Top_k(u) has the k entries of largest magnitude, and zeros elsewhere. The ratio is
+|u - Top_k(u)|^2 / |u|^2, the fraction that stays behind.
+
+All functions raise InvalidArgument for an argument outside its range, and for NaN or infinity in u.
 """
 
 from skim._core import (

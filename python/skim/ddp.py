@@ -15,7 +15,7 @@ from skim._compression import STATE, Compression, Options, same_on_all_ranks, se
 from skim._report import Report
 from skim.dry_run import DryRun
 
-LEAST_RATE = 1e-20  # stands for 0 where there was no other yet
+LEAST_RATE = 1e-20  # stands for a learning rate of 0 until the first rate above 0
 
 _attached: weakref.WeakKeyDictionary[DistributedDataParallel, DdpCompression] = weakref.WeakKeyDictionary()
 
@@ -45,46 +45,52 @@ def attach(
 ) -> Any:
     """Compresses the gradients of a DistributedDataParallel model from now on.
 
-    Call it once, on every rank, with the same arguments, before or between training steps. The
-    optimizer then gets the mean over the ranks of what was sent; what was not sent stays in this
-    rank's residual, and is added to the next step's gradient.
+    Call it once, on every rank, with the same arguments, before or between training steps. Each rank
+    then sends only the largest entries of its gradient. It keeps the rest in a residual, which it adds
+    to the gradient of the next step. The optimizer gets the mean over the ranks of what was sent.
 
-    density: the share k/n of gradient entries that each rank sends, in (0, 1]; or a schedule, also
-        of your own (skim.protocols).
-    exchange: "auto", a name of skim.exchanges, or skim.ExchangeOptions.
-    chooser: skim.ChooserOptions: what "auto" may choose, and at what cost.
-    select: the rule that chooses them: one of skim.select_algos, or skim.SelectOptions, or an
+    density: the fraction k/n of gradient entries that each rank sends, in (0, 1]. Or a schedule, such
+        as skim.listed_density(...) or an object of your own (skim.protocols).
+    exchange: "auto" chooses the fastest exchange for each bucket. Or a name of skim.exchanges, or
+        skim.ExchangeOptions.
+    chooser: skim.ChooserOptions, for exchange="auto" only: the exchanges that it may choose, and the
+        time that it may spend on trials.
+    select: the rule that selects the entries: one of skim.select_algos, skim.SelectOptions, or an
         object of your own (skim.protocols).
-    values: how values travel: one of skim.value_codes. With skim.ExchangeOptions their codec says it.
-    scaler: the GradScaler, if there is one: residuals are kept unscaled.
-    updates_of: the optimizer (SGD): residuals then hold gradients times its learning rate, that of its
-        first group, so that a rate that falls does not shrink what waits.
-    momentum_correction, nesterov_correction: momentum correction, instead of the optimizer's momentum.
-    local_clip: of this rank's gradient, before it is compressed; 0: none.
-    error_feedback: False: what is not sent is lost.
-    residual_decay: factor of the residual in every step, in (0, 1]; below 1 what waits is forgotten.
+    values: the value code on the wire, one of skim.value_codes. With skim.ExchangeOptions set it in
+        their codec instead.
+    scaler: the GradScaler, if you use one. Residuals are then kept unscaled.
+    updates_of: the optimizer (SGD). Residuals then hold updates: gradients times the learning rate of
+        the optimizer's first group. A learning rate that falls then does not shrink entries that wait.
+        Not together with local_clip.
+    momentum_correction: in [0, 1); 0: off. Use it instead of the optimizer's momentum.
+    nesterov_correction: whether momentum_correction takes the Nesterov form.
+    local_clip: limit of the norm of this rank's gradient, before compression; 0: no limit. A bucket gets
+        its share of it (skim.FeedbackOptions).
+    error_feedback: False: there is no residual, and entries that are not sent are lost.
+    residual_decay: factor of the residual in every step, in [0, 1]. Below 1, old entries fade.
     dense_below: buckets with fewer entries are summed whole.
-    non_finite: what a NaN or an infinity in a gradient of any rank does. The step is taken back on
-        all ranks. "pass-on": the gradient then holds a NaN, for a GradScaler (or the user) to see;
-        "raise": backward raises on all ranks.
-    total_steps: for schedules that plan ahead.
-    local: a function without arguments that makes a local half of your own (skim.protocols), once for
-        this model. It gets the gradients as tensors on their device. Not with select, momentum_correction,
-        nesterov_correction, local_clip, error_feedback and residual_decay, which are its own business.
+    non_finite: if a gradient of any rank holds NaN or infinity, the step is taken back on all ranks.
+        "pass-on": the mean then holds a NaN, for a GradScaler or your loop to see. "raise": backward
+        raises on all ranks.
+    total_steps: the number of steps of the run, for schedules that plan ahead; 0: not known.
+    local: a function without arguments that makes a local half of your own (skim.protocols). It is
+        called once for this model. The local half gets the gradients as tensors on their device. Not
+        together with select, momentum_correction, nesterov_correction, local_clip, error_feedback or
+        residual_decay, because the local half does this work itself.
     timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
-    writer: a TensorBoard SummaryWriter, or whatever has add_scalar(tag, value, step).
-    dry_run: True, or a number of steps (True: 20): trains as before, without compression, measures
-        those steps and the link, and prints on rank 0 whether compression would pay, how, and how
-        much. The other options do not count then.
+    writer: a TensorBoard SummaryWriter, or any object with add_scalar(tag, value, step).
+    dry_run: True (20 steps) or a number of steps >= 1. Trains without compression, as before, and
+        measures that many steps and the link. Then rank 0 prints whether compression would pay, with
+        which density and exchange, and the predicted speed-up. Ignores the other options except timeout.
 
-    Returns the DdpCompression (or DryRun), which state_dict and the others find by the model.
-    Raises InvalidArgument where the model or an option cannot work, with what to do instead.
+    Returns the DdpCompression, or the DryRun. You need not keep it: skim.compression_of(model) and the
+    other functions find the DdpCompression by the model.
+    Raises InvalidArgument if the model or an option cannot work. The message says what to do instead.
     """
     ddp = _unwrapped(model)
     if ddp in _attached:
         raise _core.InvalidArgument("skim.attach: this model has been attached already")
-    if non_finite not in ("pass-on", "raise"):
-        raise _core.InvalidArgument(f"non_finite: no '{non_finite}'; there are: pass-on, raise")
     if dry_run:
         return DryRun(ddp, 20 if dry_run is True else dry_run, timeout)
     options = Options(
@@ -105,7 +111,7 @@ def attach(
     )
     if updates_of is not None and local_clip > 0.0:
         raise _core.InvalidArgument(
-            "skim.attach: updates_of and local_clip exclude each other: the limit is one of gradients"
+            "skim.attach: updates_of and local_clip exclude each other: the limit is for gradients"
         )
     if updates_of is not None and not hasattr(updates_of, "param_groups"):
         raise _core.InvalidArgument(
@@ -117,7 +123,7 @@ def attach(
 
 
 def compression_of(model: Any) -> DdpCompression:
-    """What attach(model) returned."""
+    """The DdpCompression that attach(model) returned. Raises InvalidArgument if the model is not attached."""
     found = _attached.get(_unwrapped(model))
     if found is None:
         raise _core.InvalidArgument("skim: this model has not been attached; call skim.attach(model) first")
@@ -125,31 +131,38 @@ def compression_of(model: Any) -> DdpCompression:
 
 
 def report(model: Any) -> Report:
-    """Bytes, times and decisions of this rank so far; print it for a table."""
+    """This rank's bytes, times and decisions so far. print() shows them as a table."""
     return compression_of(model).report()
 
 
 def state_dict(model: Any) -> dict[str, torch.Tensor]:
-    """This rank's residuals and all else that compression goes on from: one tensor of bytes, whose
-    key names the rank and the number of ranks. Every rank saves its own."""
+    """This rank's residuals and all other state of compression: one tensor of bytes, under the key
+    rank_R_of_P. Every rank must save its own."""
     return compression_of(model).state_dict()
 
 
 def load_state_dict(model: Any, state: Mapping[str, torch.Tensor]) -> None:
-    """Goes on from what state_dict gave: this rank's, or, on another number of ranks, those of all
-    ranks of the saved run in one dict; every rank then has (1/P) of the sum of their residuals.
-    Names of parameters count, buckets do not. Raises StateError, and nothing has changed."""
+    """Restores what state_dict returned.
+
+    state: this rank's. If the number of ranks has changed: those of all P ranks of the saved run, in one
+        dict. Each residual then becomes (1/P) times the sum of the saved ones.
+
+    The names and lengths of parameters must be the same; the buckets may differ. Raises StateError if
+    the state is damaged or does not fit. Nothing has changed then.
+    """
     compression_of(model).load_state_dict(state)
 
 
 def state_template(checkpoint_id: Any, prefix: str = "skim") -> dict[str, torch.Tensor]:
-    """Empty tensors for the states of all ranks in a torch.distributed.checkpoint, to load into:
+    """Empty tensors into which torch.distributed.checkpoint can load the states of all ranks:
 
         state = {"skim": skim.state_template(folder)}
         torch.distributed.checkpoint.load(state, checkpoint_id=folder)
         skim.load_state_dict(model, state["skim"])
 
-    prefix: what state_dict was saved as.
+    checkpoint_id: the folder of the checkpoint.
+    prefix: the key under which skim.state_dict(model) was saved.
+    Raises StateError if the checkpoint has no such state.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -165,7 +178,10 @@ def state_template(checkpoint_id: Any, prefix: str = "skim") -> dict[str, torch.
 
 
 class DdpCompression(Compression):
-    """What skim.attach returns."""
+    """The compression of one model. skim.attach makes it.
+
+    Set `epoch` once an epoch if the density is a schedule that goes by epochs.
+    """
 
     def __init__(
         self,
@@ -194,15 +210,16 @@ class DdpCompression(Compression):
         self._index_of = {p: i for i, p in enumerate(named.values())}
         self._scaler = scaler
         self._updates_of = updates_of
-        self._rate = LEAST_RATE  # of the last step with one above 0
+        self._rate = LEAST_RATE  # learning rate of the last step in which it was above 0
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
         self._seen_before: list[tuple[int, ...]] = []
         set_hook(ddp, _hook, self)
 
     def rollback(self) -> None:
-        """The trainer skips the step whose backward has just ended: nothing of it counts as
-        delivered. On every rank or on none. A step that a GradScaler skips needs no call."""
+        """Call this if your loop skips the step whose backward has just ended. Nothing of the step then
+        counts as delivered, and residuals keep its gradients. Call it on every rank or on none. A step
+        that a GradScaler skips needs no call."""
         self.finish_step(skip=True)
 
     def report(self) -> Report:
@@ -213,7 +230,7 @@ class DdpCompression(Compression):
         with self.lock:
             was_open = self._step_open
             super().finish_step(skip=skip)
-            # DDP forms its buckets anew after the first step; then they stay.
+            # DDP rebuilds its buckets after the first step. They are settled once two steps had the same.
             if was_open and self.buckets is None and self._seen == self._seen_before:
                 self._set_layout(list(self._seen))
                 self.statistics.buckets_stand()
@@ -233,22 +250,23 @@ class DdpCompression(Compression):
                         self.give_back(slot, begin - offset, flat[begin:end].clone(), scale)
             if last:
                 self.end_of_step()
-                if not self._finite and self.options.non_finite == "raise":
-                    self.finish_step()
-                    raise _core.NonFiniteError("skim: a gradient entry of the group is NaN or infinite")
+                self.raise_if_not_finite()
 
     def _scale(self) -> float:
-        """By which the gradients of this step are larger than what residuals hold."""
+        """The gradients of this step divided by the unit of the residuals: loss scale / learning rate, if set."""
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         if self._updates_of is None:
             return scale
-        # At 0 what is sent moves nothing, and what waits cannot be told in gradients of that rate.
+        # At a rate of 0, updates cannot be converted to gradients, so keep the last rate above 0. The
+        # entries that such a step sends change no parameter.
         self._rate = float(self._updates_of.param_groups[0]["lr"]) or self._rate
         return scale / self._rate
 
     def _unused_by_all(self, members: tuple[int, ...], flat: torch.Tensor) -> list[tuple[int, int]]:
-        """[begin, end) in the bucket of parameters without a gradient on any rank: DDP will not
-        apply what comes of them."""
+        """The ranges [begin, end) of the bucket whose parameters have a zero gradient on all ranks.
+
+        DDP does not apply the means of parameters that no rank used. Collective.
+        """
         parts = []
         offset = 0
         for i in members:
@@ -259,7 +277,7 @@ class DdpCompression(Compression):
         return [part for j, part in enumerate(parts) if not any(u[j] for u in of_all)]
 
 
-# Without annotations: DDP compares them with the types themselves, which these are not as strings.
+# No annotations: DDP compares them with types, but here they would be strings (see the __future__ import).
 def _hook(state, bucket):  # type: ignore[no-untyped-def]
     compression = state.owner
     flat = bucket.buffer()
@@ -288,12 +306,13 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
             raise failure[0]
         return future.value()
 
-    # A future that set_exception was called on ends in DDP as a tensor of a wrong type; one whose
-    # callback raises ends as what was raised.
+    # Failures are raised in a callback. With set_exception, DDP would complain about a tensor of a wrong
+    # type instead of raising the failure.
     answer = done.then(finish)
     if last and len(_attached) == 1:
-        # Backward has nothing left to hide it behind, so a change of threads would only cost time. Not
-        # with a second model: its last bucket might be first on another rank, and each wait for the other.
+        # Backward has nothing left to overlap with, so a change of threads would only cost time. With a
+        # second attached model this could deadlock: two ranks might reach the models' last buckets in
+        # different orders, and each would wait for the other.
         compression.run_after_others(job)
     else:
         compression.submit(job)
@@ -301,10 +320,10 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
 
 
 def _unwrapped(model: Any) -> DistributedDataParallel:
-    """The DDP model itself. Raises InvalidArgument for what is none, with what to use instead."""
+    """Returns the DDP model itself. Raises InvalidArgument for other objects, and says what to use instead."""
     inner = model
     if isinstance(model, torch.nn.Module):
-        inner = model._modules.get("_orig_mod", model)  # of torch.compile
+        inner = model._modules.get("_orig_mod", model)  # torch.compile wraps the model
     if isinstance(inner, DistributedDataParallel):
         return inner
     kind = type(inner).__name__

@@ -1,4 +1,4 @@
-"""Would compression pay for this script? Measures while it trains as before."""
+"""The dry run of skim.attach: predicts whether compression would pay while the script trains as before."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from skim._compression import array, set_hook
 from skim._transport import connect
 
 DENSITIES = (0.001, 0.01, 0.1)
-WARM_UP = 5  # steps that are not measured: DDP forms its buckets, memory is touched for the first time
-WORTH = 1.1  # the speed-up from which on it pays
+WARM_UP = 5  # steps that are not measured, because DDP still forms its buckets and memory is touched first
+WORTH = 1.1  # least speed-up that counts as worth it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,18 +26,19 @@ class Prediction:
     density: float  # 1: dense
     exchange: str
     step_s: float
-    captured: float  # share of the gradient's |g|^2 in its k largest entries
+    captured: float  # fraction of |g|^2 in the k largest entries of the gradient
 
 
 class DryRun:
-    """What skim.attach(..., dry_run=True) returns. `verdict` is empty until the steps are measured."""
+    """A dry run. skim.attach(..., dry_run=True) makes it. `verdict` is empty until all steps are measured."""
 
     def __init__(self, ddp: DistributedDataParallel, steps: int, timeout: float) -> None:
         if steps < 1:
             raise _core.InvalidArgument(f"skim.attach: dry_run must be True or a number of steps >= 1, not {steps}")
         self.comm = connect(ddp.process_group, timeout=timeout)
         self.steps = steps
-        self.step_s = self.compute_s = self.exposed_s = 0.0  # medians; of the group's slowest, slowest, quickest rank
+        # Medians over the steps, in seconds: of the slowest rank, and exposed_s of the quickest one.
+        self.step_s = self.compute_s = self.exposed_s = 0.0
         self.link: _core.Link | None = None
         self.predictions: list[Prediction] = []  # the dense one first
         self.verdict = ""
@@ -67,15 +68,15 @@ class DryRun:
                 f"{density:>8}  {p.exchange:<20}  {_ms(p.step_s):>10}  {self.step_s / p.step_s:8.2f}  {p.captured:8.3f}"
             )
         lines.append(
-            "dense: as measured; others: computing as measured, selection as timed on this gradient, the exchange by "
-            "the cost model, nothing hidden by backward. captured: share of |g|^2 that is sent at once."
+            "dense: measured. Other rows: computing as measured, selection timed on this gradient, the exchange by "
+            "the cost model, no overlap with backward. captured: fraction of |g|^2 that is sent at once."
         )
         return "\n".join([*lines, self.verdict])
 
     # ---- measuring ------------------------------------------------------------------------------
 
     def _step_begins(self) -> None:
-        """Called as the first bucket of a step is ready: the step before has ended."""
+        """Called when the first bucket of a step is ready."""
         self._seen += 1
 
     def _backward_ends(self, works: list[Any], flats: list[torch.Tensor]) -> None:
@@ -99,14 +100,14 @@ class DryRun:
         mine = {"step": step, "exposed": exposed}
         of_all = [json.loads(m) for m in self.comm.allgather(json.dumps(mine).encode())]
         self.step_s = max(m["step"] for m in of_all)
-        # Ranks that are early wait for the others, which no exchange will change.
+        # Ranks that are early also wait for the others, and no exchange changes that. So take the least wait.
         self.exposed_s = min(m["exposed"] for m in of_all)
         self.compute_s = max(0.0, self.step_s - self.exposed_s)
         self.link = self.comm.measure_link() if self.comm.size > 1 else _core.Link(0.0, 0.0)
         predictions = [Prediction(1.0, "dense", self.step_s, 1.0)]
         for density in DENSITIES:
             predictions.append(self._predict(density))
-        # Rank 0's are everybody's.
+        # All ranks take rank 0's predictions.
         told = self.comm.broadcast(json.dumps([dataclasses.astuple(p) for p in predictions]).encode(), 0)
         self.predictions = [Prediction(*p) for p in json.loads(told)]
         self.verdict = self._judge()
@@ -116,13 +117,13 @@ class DryRun:
     def _predict(self, density: float) -> Prediction:
         assert self.link is not None
         select_s, kept, total = 0.0, 0.0, 0.0
-        # What the chooser may take, except what depends on how the ranks are spread over hosts.
+        # The chooser's candidates, except those that depend on how the ranks are spread over hosts.
         rows = [r for r in _core.exchanges.values() if r.is_candidate and r.selects and not r.needs_hosts]
         totals = dict.fromkeys([r.name for r in rows], 0.0)
         for g in self._gradients:
             k = _core.entries(density, g.numel())
             selector, residual = _core.Selector("exact"), torch.zeros(g.numel())
-            chosen = selector.select(array(g), k, residual=array(residual))  # the first finds its threshold
+            chosen = selector.select(array(g), k, residual=array(residual))  # finds the threshold; not timed
             residual.zero_()
             start = time.perf_counter()
             chosen = selector.select(array(g), k, residual=array(residual))
@@ -143,7 +144,7 @@ class DryRun:
                 f"verdict: it would not pay: at best {pays:.2f} times as fast (density {best.density:g}, {best.exchange}); "
                 f"of {_ms(self.step_s)} a step only {_ms(self.exposed_s)} are left to gain"
             )
-        # Of densities that are about as quick the largest loses least.
+        # Among densities that are about as fast, take the largest, because it leaves out least.
         density, chosen = max((p.density, p) for p in self.predictions[1:] if p.step_s <= 1.05 * best.step_s)
         return (
             f'verdict: it would pay: skim.attach(model, density={density:g}, exchange="auto") ({chosen.exchange}), predicted '
@@ -152,12 +153,12 @@ class DryRun:
         )
 
 
-LOCAL = _core.ChooserOptions().local  # where the chooser begins
+LOCAL = _core.ChooserOptions().local  # the speeds that the chooser starts from
 
 
-# Without annotations: see ddp.py.
+# No annotations: see ddp.py.
 def _hook(state, bucket):  # type: ignore[no-untyped-def]
-    """What DDP does without a hook, and a clock."""
+    """Averages the bucket as DDP does without a hook, and takes the times."""
     run = state.owner
     flat = bucket.buffer()
     if bucket.index() == 0:

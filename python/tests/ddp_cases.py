@@ -675,6 +675,12 @@ def case_aggregator():
     assert all(torch.equal(d, torch.full_like(d, (SIZE - 1) / 2)) for d in differences)
     expect(skim.InvalidArgument, "needs 6 tensors", again.reduce, differences[:2])
 
+    raising = skim.Aggregator(differences, density=1.0, exchange="dense", non_finite="raise")
+    differences[0][3] = torch.inf if RANK == SIZE - 1 else 0.0
+    expect(skim.NonFiniteError, "NaN or infinite", raising.reduce, differences)
+    assert raising.reduce([torch.ones(n) for n in LENGTHS]), "the group goes on after such a step"
+    expect(skim.InvalidArgument, "no 'skip'", skim.Aggregator, differences, non_finite="skip")
+
 
 def main():
     global RANK, SIZE

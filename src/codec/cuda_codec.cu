@@ -1,5 +1,5 @@
-// What comes back from an exchange, applied on a CUDA device. Frames are host memory: their header
-// and checksum are made and checked there (frame.cpp); the device gets entries.
+// Applies the result of an exchange on a CUDA device. Frames stay in host memory, where frame.cpp
+// writes and checks their headers and checksums. Only the entries are copied to the device.
 #include <cstring>
 #include <string>
 
@@ -15,8 +15,8 @@ struct CudaDelivery::Impl {
   int ordinal = 0;
   cuda::PinnedMemory<std::uint32_t>
       staging;  // indices, then values, of one or two sparse gradients
-  cuda::DeviceMemory<std::uint32_t> entries;  // a copy of it
-  cudaEvent_t used = nullptr;                 // by what was queued last: both may be written again
+  cuda::DeviceMemory<std::uint32_t> entries;  // a copy of staging
+  cudaEvent_t used = nullptr;  // the end of the last queued work, which still reads both
 
   ~Impl() {
     if (used != nullptr) cudaEventDestroy(used);
@@ -27,7 +27,8 @@ struct CudaDelivery::Impl {
     const float* value;
     std::uint32_t count;
   };
-  // Throws: Error.
+  // Queues the copy of the entries to the device. Waits for the previous call's work first. Throws:
+  // Error.
   void upload(std::span<const SparseView> from, cudaStream_t stream, std::span<Uploaded> to) {
     succeed(cudaEventSynchronize(used), "delivery: an earlier call");
     std::size_t words = 0;

@@ -1,4 +1,4 @@
-// Frames: header, checksum, bounded decode. The layout is docs/wire-format.md.
+// Frames: header, checksum, bounded decode. docs/wire-format.md describes the layout.
 #include <array>
 #include <bit>
 #include <cmath>
@@ -26,7 +26,7 @@ struct Header {
   std::uint8_t version, flags, index_code, value_code;
   std::uint16_t reserved;  // 0
   std::uint32_t dim, nnz;
-  std::uint64_t checksum;  // XXH3-64 of the frame with this field 0
+  std::uint64_t checksum;  // XXH3-64 of the frame, with this field set to 0
 };
 static_assert(sizeof(Header) == kFrameHeaderBytes && std::is_trivially_copyable_v<Header>);
 
@@ -133,7 +133,8 @@ std::size_t Codec::encode(const SparseView& s, const GroupStats* stats,
   const std::size_t length =
       kFrameHeaderBytes + stats_bytes + plan.bytes + codes::value_bytes(options_.value, s.nnz());
   if (out.capacity() < begin + length) {
-    // For the longest, so that a warm step allocates nothing when its indices take more bytes.
+    // Reserve for the longest frame. So later steps allocate nothing if their indices take more
+    // bytes.
     out.reserve(begin + max_encoded_bytes(s.nnz(), s.dim));
   }
   out.resize(begin + length);
@@ -193,7 +194,7 @@ DecodeResult Codec::decode(Bytes in, std::size_t expected_dim, SparseBuffer& out
   if (checksum(header, in.first(length).subspan(kFrameHeaderBytes)) != header.checksum) {
     return refuse(DecodeError::bad_checksum);
   }
-  out.resize(header.nnz);  // in.size() bounds it: every value code takes at least 2 bits
+  out.resize(header.nnz);  // at most 4 * in.size(), as every value takes at least 2 bits
   if (!codes::get_indices(index_code, in.subspan(index_at, *index_bytes), header.dim,
                           out.indices())) {
     return refuse(DecodeError::bad_index);

@@ -2,14 +2,17 @@
 //
 // Golomb, Run-length encodings, IEEE Trans. Inf. Theory 12 (1966) 399; Rice and Plaunt, Adaptive
 // variable-length coding, IEEE Trans. Comm. 19 (1971) 889. Gaps of a uniform set are geometric, and
-// a Rice code is within 2 % of their entropy up to a density of 10 % (tests/golden/sizes.csv). Sets
-// of training are not uniform: gaps are small inside a row or layer that learns, and large between.
-// There the classes of gaps are Huffman-coded; with three tables, the one for a gap is chosen by
-// the sizes of the gaps before it, which both sides know.
+// a Rice code is within 2 % of their entropy up to a density of 10 % (tests/golden/sizes.csv). The
+// index sets of training are not uniform: gaps are small inside a row or layer that learns, and
+// large between them. For such sets, the classes of the gaps are Huffman-coded. If there are three
+// tables, the sizes of the previous gaps choose the table for a gap; encoder and decoder both know
+// them.
 //
-// Left out: Elias-Fano, which with l low bits takes k (l + 1) + n / 2^l bits, never less than a
-// Rice code of parameter l. Rice codes with a parameter for each block of 8 gaps: of the ten
-// recorded sets, two took 2 % less than in the Huffman code, the others up to 17 % more.
+// Two codes were considered and left out:
+// - Elias-Fano with l low bits takes k (l + 1) + n / 2^l bits, which is never less than a Rice code
+//   with parameter l.
+// - Rice codes with a parameter for each block of 8 gaps took 2 % less than the Huffman code on two
+//   of the ten recorded sets, and up to 17 % more on the others.
 #include "codec/index_codes.hpp"
 
 #include <algorithm>
@@ -32,17 +35,17 @@ std::span<const std::string_view> names_of<IndexCode>() noexcept {
 namespace codes {
 namespace {
 
-constexpr std::size_t kLengthBytes = 4;  // in front of a section that does not know its length
-constexpr unsigned kLongestWord = 10;    // bits of a Huffman code word
+constexpr std::size_t kLengthBytes = 4;         // the length field of rice and huffman sections
+constexpr unsigned kLongestWord = 10;           // bits of a Huffman code word
 constexpr unsigned kAbsent = kLongestWord + 1;  // "length" of a class that does not occur
-constexpr std::size_t kLeastHuffman = 32;       // entries; with fewer, no table pays
+constexpr std::size_t kLeastHuffman = 32;       // entries; with fewer, a table costs too much
 
 constexpr std::size_t bytes_of_bits(std::uint64_t bits) { return (bits + 7) / 8; }
 constexpr std::uint64_t low_bits(std::uint64_t word, unsigned count) {
   return word & ((std::uint64_t{1} << count) - 1);
 }
 
-// ---- bits, the first in the lowest place
+// ---- bits, the lowest first
 
 class BitWriter {
  public:
@@ -61,7 +64,7 @@ class BitWriter {
       for (; bits_ >= 8; bits_ -= 8, held_ >>= 8) *at_++ = static_cast<std::byte>(held_);
     }
   }
-  // Zeros, then a one.
+  // Writes this many zeros, then a one.
   void put_unary(std::uint64_t zeros) {
     for (; zeros >= 32; zeros -= 32) put(0, 32);
     put(std::uint64_t{1} << zeros, static_cast<unsigned>(zeros) + 1);
@@ -75,13 +78,14 @@ class BitWriter {
   std::byte* at_;
   std::byte* end_;
   std::uint64_t held_ = 0;
-  unsigned bits_ = 0;  // held, < 8 between calls
+  unsigned bits_ = 0;  // number of bits in held_, < 8 between calls
 };
 
-// Behind the end of the input are zeros; whoever reads asks in the end whether that was needed.
+// Reads zeros after the end of the input. The caller checks with ended() that it read exactly the
+// input.
 class BitReader {
  public:
-  static constexpr unsigned kSeen = 57;  // bits of peek() that are there
+  static constexpr unsigned kSeen = 57;  // the bits of peek() that are always valid
 
   explicit BitReader(Bytes in) : in_(in) {}
 
@@ -101,7 +105,8 @@ class BitReader {
     skip(bits);
     return value;
   }
-  // The zeros in front of the next one; no value: there is none.
+  // Reads zeros up to and including the next one, and returns their number. No value if there is no
+  // one.
   std::optional<std::uint64_t> take_unary() {
     for (std::uint64_t zeros = 0; at_ < 8 * in_.size();) {
       const std::uint64_t word = low_bits(peek(), kSeen);
@@ -114,7 +119,7 @@ class BitReader {
     }
     return std::nullopt;
   }
-  // All was read, and what fills the last byte is 0.
+  // Whether exactly the input has been read, and the unused bits of the last byte are 0.
   bool ended() const { return bytes_of_bits(at_) == in_.size() && (at_ % 8 == 0 || peek() == 0); }
 
  private:
@@ -126,14 +131,15 @@ class BitReader {
 
 template <class Use>
 void for_each_gap(std::span<const Index> index, Use&& use) {
-  Index next = 0;  // the least that may follow
+  Index next = 0;  // the smallest index that may follow
   for (const Index i : index) {
     use(i - next);
     next = i + 1;
   }
 }
 
-// The way back. take() gives the next gap; kNoGap, like any that leads out of dim, ends with false.
+// The inverse: computes indices from gaps. take() returns the next gap, or kNoGap if there is none.
+// Returns false if take() returns kNoGap or an index is not below dim.
 constexpr std::uint64_t kNoGap = std::numeric_limits<std::uint64_t>::max() / 2;
 template <class Take>
 bool from_gaps(std::span<Index> index, std::size_t dim, Take&& take) {
@@ -147,7 +153,7 @@ bool from_gaps(std::span<Index> index, std::size_t dim, Take&& take) {
 }
 
 unsigned class_of(std::uint32_t gap) { return static_cast<unsigned>(std::bit_width(gap)); }
-// Bits that a class leaves open: all but the first, which is 1.
+// The number of bits that are written after the class: all except the highest, which is 1.
 unsigned open_bits(unsigned gap_class) { return gap_class - (gap_class > 0 ? 1 : 0); }
 
 // ---- packed
@@ -176,17 +182,17 @@ IndexPlan rice_plan(unsigned parameter, std::uint64_t unary, std::size_t nnz) {
           .parameter = parameter};
 }
 
-// What one pass over the gaps finds for the codes that need no more.
+// The results of one pass over the gaps, enough to plan `packed` and `rice`.
 struct GapSums {
   unsigned rice = 0;                     // parameter
-  std::uint64_t unary = 0, unary_1 = 0;  // sum of gap >> rice, and of gap >> (rice - 1)
-  std::uint32_t all = 0;                 // every gap, or-ed
+  std::uint64_t unary = 0, unary_1 = 0;  // sums of gap >> rice, and of gap >> (rice - 1)
+  std::uint32_t all = 0;                 // all gaps, or-ed
 
   GapSums(std::span<const Index> index) {
     const std::uint64_t sum = std::uint64_t{index.back()} + 1 - index.size();
     rice = rice_parameter(sum, index.size());
     const unsigned less = rice - (rice > 0 ? 1 : 0);
-    std::uint32_t at_rice = 0, at_less = 0;  // the gaps together are < 2^32
+    std::uint32_t at_rice = 0, at_less = 0;  // 32 bits suffice: the sum of the gaps is < 2^32
     for_each_gap(index, [&](std::uint32_t gap) {
       all |= gap;
       at_rice += gap >> rice;
@@ -203,9 +209,10 @@ struct GapSums {
   }
 };
 
-// The most bits of a Rice code, and of a set's gaps: rice_parameter() takes the p that makes
-// (1 + p) nnz + sum / 2^p least, with the sum of the gaps, which is at most dim - nnz; and
-// log2(gap) <= p + gap / 2^p for every p. It does not fall as nnz grows.
+// An upper bound for the bits of a Rice code. It takes the p that minimises (1 + p) nnz + sum /
+// 2^p, for the largest possible sum of the gaps, dim - nnz; best_rice() does no worse. It also
+// bounds the bits of the gaps themselves, because log2(gap) <= p + gap / 2^p for every p. It does
+// not fall as nnz grows.
 std::uint64_t max_rice_bits(std::size_t nnz, std::size_t dim) noexcept {
   const std::uint64_t gaps = dim > nnz ? dim - nnz : 0;
   std::uint64_t least = std::numeric_limits<std::uint64_t>::max();
@@ -259,8 +266,8 @@ bool get_bitmap(Bytes in, std::size_t dim, std::span<Index> index) {
 using Counts = std::array<std::uint32_t, kGapClasses>;
 using Lengths = std::array<std::uint8_t, kGapClasses>;
 
-// How large the gaps before this one were: a mean of 16 times their classes, the last with weight
-// 1/4. What decides is the mean's band, 0 to 64.
+// How large the previous gaps were: a moving average of 16 times their classes, in which the last
+// one has weight 1/4. The band of the average, 0 to 64, chooses the table.
 class Recent {
  public:
   static constexpr std::size_t kBands = 65;
@@ -280,13 +287,14 @@ unsigned table_of(unsigned band, const std::array<std::uint8_t, kTables - 1>& th
   return table;
 }
 
-// Lengths of an optimal prefix code (Huffman, Proc. IRE 40 (1952) 1098), and the bits that these
-// counts then take. Counts that ask for words longer than kLongestWord are flattened first. A class
-// that is alone has length 0.
+// Computes the lengths of an optimal prefix code (Huffman, Proc. IRE 40 (1952) 1098). Returns the
+// number of bits that the counted classes take. If a word would be longer than kLongestWord, the
+// counts are halved until none is. A single class has length 0.
 std::uint64_t huffman_lengths(Counts count, Lengths& length) {
   const Counts exact = count;
   for (;;) {
-    // Leaves by weight, then class; inner nodes come to be in the order of their weights.
+    // Leaves are sorted by weight, then class. Inner nodes are created in the order of their
+    // weights.
     std::array<std::uint64_t, kGapClasses> leaf{};
     std::size_t leaves = 0;
     for (std::size_t c = 0; c < kGapClasses; ++c) {
@@ -327,8 +335,8 @@ std::uint64_t huffman_lengths(Counts count, Lengths& length) {
   }
 }
 
-// Code words in the order of (length, class), as in Deflate (RFC 1951, 3.2.2), the first bit in the
-// lowest place. False: the lengths are those of no complete code.
+// Computes the code words in the order of (length, class), as in Deflate (RFC 1951, 3.2.2). The
+// first bit is the lowest. Returns false if the lengths do not form a complete code.
 bool code_words(const Lengths& length, std::array<std::uint16_t, kGapClasses>& word) {
   std::uint32_t next = 0;
   for (unsigned bits = 0; bits <= kLongestWord; ++bits, next <<= 1) {
@@ -344,7 +352,8 @@ bool code_words(const Lengths& length, std::array<std::uint16_t, kGapClasses>& w
   return next == 2U << kLongestWord;
 }
 
-// Lengths are written as steps from the one before: 0, -1, 1, -2, 2, ... as that many zeros.
+// Each length is written as the difference from the one before, in unary: the differences 0, -1, 1,
+// -2, 2, ... become 0, 1, 2, 3, 4, ... zeros and a one.
 constexpr int kFirstLength = 5;
 template <class Step>
 void for_each_step(const Lengths& length, unsigned highest, Step&& step) {
@@ -396,7 +405,7 @@ IndexPlan huffman_plan(std::span<const Index> index, std::size_t dim) {
   }
   const auto with_tables = [&](unsigned tables) {
     IndexPlan plan{.code = IndexCode::huffman, .parameter = highest, .tables = tables};
-    // So that each table is for about as many gaps.
+    // The thresholds are such that each table codes about the same number of gaps.
     plan.threshold.fill(static_cast<std::uint8_t>(Recent::kBands));
     std::uint64_t below = 0;
     for (unsigned t = 1, band = 0; t < tables; ++t) {
@@ -451,10 +460,10 @@ bool get_huffman(Bytes section, std::size_t dim, std::span<Index> index) {
     threshold[t - 1] = std::to_integer<std::uint8_t>(section[t]);
   if (!std::ranges::is_sorted(threshold) || threshold.back() > Recent::kBands) return false;
 
-  // By the next kLongestWord bits: what the class stands for, and how long its word is.
+  // Lookup table by the next kLongestWord bits: the class, and the length of its code word.
   struct Class {
     std::uint8_t length, open;
-    bool any;  // not class 0, so that a 1 stands in front of the open bits
+    bool any;  // false for class 0; otherwise the gap has a 1 above its open bits
   };
   std::array<std::array<Class, 1U << kLongestWord>, kTables> classes;
   BitReader in(section.subspan(tables));

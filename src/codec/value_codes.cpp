@@ -1,7 +1,8 @@
 // Value codes. The block codes share two ideas:
-//   - what is stored for a block follows from its values alone (the largest magnitude; the smallest
-//     and the largest), so that encoding needs nothing but the rounded values;
-//   - a scale derived again from rounded values never gets coarser, so they are kept bit for bit.
+//   - The scale or levels of a block follow from its values alone, so the encoder needs only the
+//     rounded values.
+//   - A scale that is computed again from rounded values never gets coarser. So rounded values are
+//     kept bit for bit.
 // docs/wire-format.md has the layout and the bounds of the error.
 #include "codec/value_codes.hpp"
 
@@ -38,13 +39,14 @@ constexpr std::uint32_t kInfinity = 0x7f800000U;
 
 std::uint32_t magnitude(float v) noexcept { return std::bit_cast<std::uint32_t>(v) & 0x7fffffffU; }
 
-// How an entry is rounded: down(x + part()) takes a number x >= 0 of steps to one of its two
-// neighbours, to x + 1 with the probability of its fraction where part is random.
+// Decides how entries are rounded. floor(x + part()) rounds a number x >= 0 of steps to a whole
+// number. part() is 1/2 to round to the nearest. If part() is random, x is rounded up with a
+// probability equal to its fraction.
 class Dither {
  public:
   explicit Dither(Random* random) noexcept : random_(random) {}
   bool random() const noexcept { return random_ != nullptr; }
-  // In [0, 2^32); without chance a half.
+  // A number in [0, 2^32): random, or 2^31 if rounding is to the nearest.
   std::uint32_t bits() noexcept {
     return random_ != nullptr ? static_cast<std::uint32_t>(random_->next() >> 32U) : 0x80000000U;
   }
@@ -65,8 +67,8 @@ struct F16 {
   static std::uint16_t nearest(float v) noexcept { return to_f16(v); }
   static std::uint16_t by_chance(float v, std::uint32_t random) noexcept {
     const std::uint32_t m = magnitude(v);
-    if (m >= 0x477fe000U) return to_f16(v);  // 65504, the largest, and above
-    // Below 2^-14 halves are multiples of 2^-24.
+    if (m >= 0x477fe000U) return to_f16(v);  // 65504, the largest f16, and above
+    // Below 2^-14, f16 numbers are multiples of 2^-24.
     if (m < 0x38800000U) {
       const double steps = std::bit_cast<float>(m) * 0x1p24F;
       return with_sign_of(v, static_cast<std::uint32_t>(steps + random * 0x1p-32));
@@ -80,7 +82,7 @@ struct BF16 {
   static std::uint16_t nearest(float v) noexcept { return to_bf16(v); }
   static std::uint16_t by_chance(float v, std::uint32_t random) noexcept {
     const std::uint32_t m = magnitude(v);
-    if (m >= 0x7f7f0000U) return to_bf16(v);  // the largest, and above
+    if (m >= 0x7f7f0000U) return to_bf16(v);  // the largest bf16, and above
     return with_sign_of(v, (m + (random >> 16U)) >> 16U);
   }
 };
@@ -119,7 +121,7 @@ constexpr std::size_t packed_bytes(int bits, std::size_t count) noexcept {
   return (static_cast<std::size_t>(bits) * count + 7) / 8;
 }
 
-// The first code in the lowest bits of the first byte; what is left of the last byte is 0.
+// The first code is in the lowest bits of the first byte. The unused bits of the last byte are 0.
 template <int kBits>
 void pack(const Codes& code, std::size_t count, std::byte* out) noexcept {
   constexpr std::size_t kPerByte = 8 / kBits;
@@ -132,7 +134,7 @@ void pack(const Codes& code, std::size_t count, std::byte* out) noexcept {
   }
 }
 
-// False: what is left of the last byte is not 0.
+// Returns false if the unused bits of the last byte are not 0.
 template <int kBits>
 bool unpack(const std::byte* in, std::size_t count, Codes& code) noexcept {
   constexpr std::size_t kPerByte = 8 / kBits;
@@ -148,9 +150,9 @@ bool unpack(const std::byte* in, std::size_t count, Codes& code) noexcept {
   return rest == 0;
 }
 
-// q8 and q4: an entry is m * step, m a whole number of at most kMost, step the block's power of two
-// 2^(scale - 127 - (kBits - 2)): the layout of the OCP Microscaling (MX) formats, version 1.0, of
-// 2023, whose MXINT8 has these elements, in blocks of 32.
+// q8 and q4: an entry is m * step. m is a whole number with |m| <= kMost. step is a power of two
+// for the whole block, 2^(scale - 127 - (kBits - 2)). This is the layout of the OCP Microscaling
+// (MX) formats, version 1.0 of 2023. Their MXINT8 has the same elements as q8, but blocks of 32.
 template <int kWidth>
 struct Integers {
   static constexpr int kBits = kWidth;
@@ -162,11 +164,12 @@ struct Integers {
     return std::ldexp(1.0, int{scale} - 127 - (kBits - 2));
   }
 
-  // The smallest scale for which `largest` is at most kMost steps. Above 254 it stays at that, and
-  // larger entries become kMost steps.
+  // The smallest scale for which `largest` is at most kMost steps. The scale is limited to 254;
+  // entries that are too large for it become kMost steps.
   static std::uint8_t scale_for(std::uint32_t largest) noexcept {
     if (largest <= kMost << (24 - kBits)) return 0;  // kMost steps of scale 0, a denormal
-    // kMost steps of a scale are (2 - 2^(2 - kBits)) 2^(scale - 127): a larger fraction carries.
+    // kMost steps are (2 - 2^(2 - kBits)) 2^(scale - 127). The addition carries into the exponent
+    // if the fraction of `largest` exceeds this.
     const std::uint32_t scale = (largest + (1U << (25 - kBits)) - 1) >> 23U;
     return static_cast<std::uint8_t>(std::min<std::uint32_t>(scale, kHighest));
   }
@@ -213,13 +216,19 @@ struct Integers {
   }
 };
 
-// q2: sign, and which of the block's two magnitudes. What top-k selects has no zeros and lies
-// between a threshold and a few times that, so both levels go there, and zero is none of them.
-// To the nearest: the levels are the means of the entries below and from half-way between smallest
-// and largest (one step of Lloyd's algorithm; 1-bit SGD, Seide et al., Interspeech 2014, has the
-// means on either side of zero). The squared error is then that of the means or less, but for their
-// rounding, so less than the block's squared norm: q2 contracts, whatever the values are. By
-// chance: smallest and largest, between which every entry lies, so that the mean can be the entry.
+// q2: each entry has a sign and one of the block's two magnitudes, called levels. Top-k selects no
+// zeros; its magnitudes lie between a threshold and a few times the threshold. So both levels are
+// in that range, and neither is zero.
+//
+// Rounding to the nearest: one level is the mean of the magnitudes below the middle between the
+// smallest and the largest, and the other is the mean of the rest. This is one step of Lloyd's
+// algorithm. (1-bit SGD, Seide et al., Interspeech 2014, uses the means on either side of zero.)
+// Except for the rounding of the levels themselves, the squared error is at most the variance
+// around the means, which is less than the block's squared norm. So q2 is a contraction for all
+// values.
+//
+// Stochastic rounding: the levels are the smallest and the largest magnitude. Every entry lies
+// between them, so the expected value of the result can equal the entry.
 struct TwoLevels {
   static constexpr int kBits = 2;
   static constexpr std::size_t kHead = 4;  // lower and upper level, bf16
@@ -241,7 +250,7 @@ struct TwoLevels {
     const auto level = [&](std::size_t at) {
       return to_bf16(static_cast<float>(total[at] / count[at]));
     };
-    // The largest is never below the middle; the smallest is not below it where all are equal.
+    // The upper level always has an entry, the largest. The lower level has none if all are equal.
     return {count[0] > 0.0 ? level(0) : level(1), level(1)};
   }
 
@@ -266,7 +275,7 @@ struct TwoLevels {
       for (std::size_t i = 0; i < value.size(); ++i) {
         const double above = double{std::abs(value[i])} - lower;
         const double part = dither.part();
-        // x + part >= 1 with x = above / (upper - lower)
+        // Equivalent to x + part >= 1 with x = above / (upper - lower).
         const bool up = above > 0.0 && above >= (1.0 - part) * (upper - lower);
         code[i] = static_cast<std::uint8_t>((std::signbit(value[i]) ? 2 : 0) | (up ? 1 : 0));
       }

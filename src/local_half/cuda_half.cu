@@ -1,4 +1,4 @@
-// The memory and the work of a local half on a CUDA device.
+// The Accelerator of a local half on a CUDA device: its memory and its kernels.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -20,8 +20,8 @@ unsigned blocks(std::size_t count) {
   return static_cast<unsigned>((count + kThreads - 1) / kThreads);
 }
 
-// Residuals have a stream of their own, which waits for no other one. The host waits for every
-// call, and a selector's, so nothing is missed.
+// Residuals have a stream of their own, which does not wait for other streams. This is safe because
+// the host waits for the end of every call, here and in the selector.
 class CudaAccelerator final : public cuda::Accelerator {
  public:
   explicit CudaAccelerator(int ordinal) : ordinal_(ordinal), delivery_(ordinal) {
@@ -68,7 +68,7 @@ class CudaAccelerator final : public cuda::Accelerator {
               float* before) override {
     const CurrentDevice device(ordinal_);
     const std::size_t first = sent.nnz(), second = returned.nnz();
-    // Indices and values of both, then what stood there.
+    // Layout: indices and values of `sent`, the same of `returned`, then the old values.
     const std::size_t entries = 2 * (first + second);
     reserve(entries + first + second);
     std::uint32_t* const on_host = host_.data();
@@ -124,8 +124,8 @@ class CudaAccelerator final : public cuda::Accelerator {
     succeed(cudaMemcpyAsync(to, from, bytes, kind, stream), "local half: copying");
     wait(stream, "local half: copying");
   }
-  // How many entries come back differs from step to step: some to spare, so that a warm step takes
-  // no memory.
+  // The number of returned entries differs from step to step. So it reserves half as much again, to
+  // avoid allocations in later steps.
   void reserve(std::size_t words) {
     if (words <= room_) return;
     room_ = 0;
@@ -147,9 +147,9 @@ class CudaAccelerator final : public cuda::Accelerator {
   int ordinal_;
   CudaDelivery delivery_;
   cudaStream_t stream_ = nullptr;
-  std::size_t room_ = 0;                      // words in the two below
-  cuda::PinnedMemory<std::uint32_t> host_;    // nobody uses it when a call begins
-  cuda::DeviceMemory<std::uint32_t> device_;  // a copy of it
+  std::size_t room_ = 0;                      // words in host_ and in device_
+  cuda::PinnedMemory<std::uint32_t> host_;    // unused between calls
+  cuda::DeviceMemory<std::uint32_t> device_;  // a copy of host_
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The local half of a step on a device: residuals in one piece of device memory, the journal of the
-// open step in host memory.
+// The local half of a step on a device. All residuals are in one allocation of device memory. The
+// journal of the open step is in host memory.
 #include "local_half/device_half.hpp"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ class DeviceHalf final : public LocalHalf {
 
   void set_layout(std::span<const Bucket> buckets) override {
     expect_closed("set_layout");
-    // Two calls, so that the second one compares lengths with those of the old layout.
+    // The first call declares the old layout, so that the second one compares lengths with it.
     ErrorFeedback layout = without_residual();
     layout.set_layout(declared());
     layout.set_layout(buckets);
@@ -90,7 +90,7 @@ class DeviceHalf final : public LocalHalf {
     if (task.at_most_k && mine.nnz() > task.keep.k) at_most_.cut(task.keep.k, mine, report);
     return report;
   }
-  // A selection of nothing is one pass that only accumulates.
+  // Selecting zero entries is one pass that only accumulates.
   SelectReport accumulate(const Task& task) override {
     scale_ = task.grad.scale;
     return run(task, {}, nothing_);
@@ -125,7 +125,7 @@ class DeviceHalf final : public LocalHalf {
       index_.insert(index_.end(), part.index.begin(), part.index.end());
     }
 
-    // The sums of ErrorFeedback::commit, in its order.
+    // The same sums as in ErrorFeedback::commit, in the same order.
     double even = 0.0, odd = 0.0;
     const auto add = [&](const SparseView& part, float sign, const float* before) {
       for (std::size_t e = 0; e < part.nnz(); ++e) {
@@ -168,7 +168,7 @@ class DeviceHalf final : public LocalHalf {
       }
     }
   }
-  // Backwards, so that an entry that changed twice gets its first value.
+  // Goes backwards, so that an entry that changed twice gets its original value.
   void rollback_step() override {
     for (auto& [slot, s] : states_) s.delivered = false;
     std::size_t end = index_.size();
@@ -218,12 +218,13 @@ class DeviceHalf final : public LocalHalf {
  private:
   struct State {
     std::size_t at = 0, n = 0;  // in the arena
-    bool delivered = false;     // commit_all in the open step: zero at its end
+    bool delivered = false;     // after commit_all: end_step sets the residual to zero
   };
-  // What one half of a commit changed; up to the next run.
+  // The entries that a commit changed for `sent` or for `returned`. A run ends where the next
+  // begins.
   struct Run {
     Slot slot;
-    std::size_t first;  // of index_ and before_
+    std::size_t first;  // in index_ and before_
   };
 
   static ErrorFeedback without_residual() {
@@ -239,7 +240,7 @@ class DeviceHalf final : public LocalHalf {
     }
     return buckets;
   }
-  // Residuals in host memory, for the format of saved states. All zero.
+  // Residuals in host memory, all zero. They read and write the format of saved states.
   ErrorFeedback on_host() const {
     ErrorFeedback copy(options_);
     copy.set_layout(declared());
@@ -290,18 +291,18 @@ class DeviceHalf final : public LocalHalf {
   FeedbackOptions options_;
   std::unique_ptr<Selector> selector_;
   std::unique_ptr<Accelerator> device_;
-  ErrorFeedback layout_;  // checks and holds the layout, nothing else
+  ErrorFeedback layout_;  // only checks and stores the layout
   std::shared_ptr<float> arena_;
   std::unordered_map<Slot, State> states_;
   std::vector<Run> runs_;  // the journal of the open step
   std::vector<Index> index_;
   std::vector<float> before_;
   std::exception_ptr failed_;
-  float scale_ = 1.0F;  // of the gradient that was accumulated last
+  float scale_ = 1.0F;  // of the gradient passed to the last accumulate()
   AtMost at_most_;
   SparseBuffer nothing_;
-  std::vector<float> staging_;   // of dense sums
-  std::vector<std::byte> bits_;  // of gradients
+  std::vector<float> staging_;   // host memory for whole()
+  std::vector<std::byte> bits_;  // host memory for gradients
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The twin of cuda_selector.cu, cuda_codec.cu and cuda_half.cu in builds without CUDA.
+// Replaces cuda_selector.cu, cuda_codec.cu and cuda_half.cu in builds without CUDA.
 #include <string>
 
 #include "skim/cuda.hpp"

@@ -1,4 +1,4 @@
-// Internal: CUDA's runtime with owners and exceptions.
+// Internal: RAII owners and exceptions for the CUDA runtime.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,10 +11,10 @@
 
 namespace skim::cuda {
 
-// Throws: Error. what: "select: starting the kernel".
+// Throws: Error whose message begins with `what`, for example "select: starting the kernel".
 inline void succeed(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // or a later call would report it again
+  cudaGetLastError();  // clears the error; otherwise a later call would report it again
   throw Error(std::string(what) + " failed: " + cudaGetErrorString(result));
 }
 
@@ -34,7 +34,7 @@ class CurrentDevice {
 
 enum class Place { device, pinned };
 
-// Memory of the current device, or of the host where a device can copy from and to it.
+// Memory of the current device, or pinned host memory, which a device can copy from and to.
 template <class T, Place kPlace>
 class Memory {
  public:
@@ -44,7 +44,7 @@ class Memory {
   Memory& operator=(const Memory&) = delete;
 
   T* data() const noexcept { return data_; }
-  // Room for n; what was there is lost. Throws: Error.
+  // Makes room for n entries. The old contents may be lost. Throws: Error.
   void reserve(std::size_t n) {
     if (n <= size_) return;
     release();

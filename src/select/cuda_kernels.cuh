@@ -1,19 +1,20 @@
 // Internal: the kernels of selection on a CUDA device, and of delivery (scatter, commit).
 //
-// select_entries is one cooperative launch; between its steps the whole grid waits:
-//   1. Without a threshold, a sample suggests one. (select_order)
-//   2. One pass adds the gradient to the residual. A warp takes a block of 1024 entries: lane j has
-//      entries j, j + 32, ... and thereby is virtual lane j of the CPU's sums of squares. Entries
-//      above the threshold become candidates; a block's lie together, ascending, but blocks lie in
-//      any order. (accumulate, append)
-//   3. Three histograms over the digits of the orders find where the k largest are cut: among the
-//      candidates or, where the threshold was too high or left too many, in the result itself.
-//      (select_order)
-//   4. Units of 8 blocks are counted, then written, each behind all before it: ascending. (count,
-//      emit)
-// No step asks the host. Everything but the position of a block's candidates is deterministic.
+// select_entries is one cooperative launch. The whole grid synchronises between its steps:
+//   1. If there is no threshold yet, a sample suggests one. (select_order)
+//   2. One pass adds the gradient to the residual. A warp processes a block of 1024 entries. Lane j
+//      has entries j, j + 32, ..., so it is virtual lane j of the CPU's sums of squares. Entries
+//      above the threshold become candidates. The candidates of one block are contiguous and
+//      ascending, but the blocks are in any order. (accumulate, append)
+//   3. Three histograms over the digits of the orders find the cut below the k largest. They cover
+//      the candidates only. If the threshold was too high, or left too many candidates, they cover
+//      the whole result. (select_order)
+//   4. The kept entries are counted for each unit of 8 blocks. Then every unit writes its entries
+//      after those of the units before it, so that the output is ascending. (count, emit)
+// No step involves the host. Everything is deterministic, except where the candidates of a block
+// are stored.
 //
-// Without nvcc this is host code for tests/cuda_emulation.hpp, which must come first.
+// Without nvcc this is host code that uses tests/cuda_emulation.hpp, which must be included first.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +30,7 @@ namespace skim::cuda {
 
 #ifdef __CUDACC__
 __device__ inline void grid_sync() { cooperative_groups::this_grid().sync(); }
-// The thread block's own T.
+// The T that the threads of a thread block share.
 template <class T>
 __device__ T& shared() {
   __shared__ T s;
@@ -43,50 +44,50 @@ inline constexpr unsigned kThreads = 512,
 inline constexpr std::uint32_t kBlock = kernels::kBlock;  // entries that share a float sum
 inline constexpr std::uint32_t kRows = kBlock / kWarp;
 static_assert(kRows == kWarp, "a lane keeps the mask of one row");
-inline constexpr std::uint32_t kBlocksOfGroup = kernels::Norm2::kGroup;  // whose norms add up first
+inline constexpr std::uint32_t kBlocksOfGroup = kernels::Norm2::kGroup;  // see Norm2
 inline constexpr std::uint32_t kBlocksOfUnit = 8;
 inline constexpr std::size_t kUnit = std::size_t{kBlocksOfUnit} * kBlock;
 
-// An order has 31 bits, looked at in three digits.
+// An order has 31 bits, which are processed in three digits.
 inline constexpr unsigned kDigits = 3, kBins = 2048;
 inline constexpr unsigned kSample = 16384;
 
-// ---- what the host hands over, and gets
+// ---- input from the host, and output to it
 
 struct Wanted {
   std::uint32_t k = 0;
-  std::uint32_t most = 0;         // more candidates than this are cut to k; k <= most
+  std::uint32_t most = 0;         // >= k; with more candidates, only the k largest are kept
   std::uint32_t floor = 0;        // entries up to this order are never kept
-  std::uint32_t above = 0;        // candidates are larger; >= floor
-  std::uint32_t sample_rank = 0;  // > 0: `above` comes from a sample: the order of this rank in it
-  bool accumulates = true;        // false: the result is there already
-  bool falls_back = true;         // fewer than k candidates: select from all entries instead
+  std::uint32_t above = 0;        // candidates have a larger order; >= floor
+  std::uint32_t sample_rank = 0;  // if > 0, `above` becomes the order of this rank in a sample
+  bool accumulates = true;        // false: the gradient has been added already
+  bool falls_back = true;         // with fewer than k candidates, select from all entries
 };
 
 struct Norms {
   double gradient, total;
 };
-struct Report {  // lies before the entries, so that one copy brings both
+struct Report {  // stored before the entries, so that one copy transfers both
   std::uint32_t kept;
   std::uint32_t found;  // candidates
-  std::uint32_t dense;  // 1: the candidates were of no use
+  std::uint32_t dense;  // 1: selected from all entries, not from the candidates
   std::uint64_t non_finite;
   Norms norms;
 };
-struct Run {  // the candidates of a block
+struct Run {  // the positions of a block's candidates
   std::uint32_t first, count;
 };
 struct Counts {
-  std::uint32_t above, ties;  // of the cut
+  std::uint32_t above, ties;  // entries above the cut, and equal to it
 };
 struct Cut {
   std::uint32_t order, ties;
 };
 
-struct Board {  // all 0 before a launch
+struct Board {  // must be zeroed before a launch
   std::uint32_t found;
   unsigned long long non_finite;               // the type that atomicAdd takes
-  std::uint32_t histogram[2][kDigits][kBins];  // of the sample; of the cut
+  std::uint32_t histogram[2][kDigits][kBins];  // [0]: for the sample; [1]: for the cut
 };
 
 struct Work {  // device memory
@@ -119,7 +120,7 @@ __device__ inline std::uint32_t ones(unsigned mask) {
 }
 __device__ inline unsigned lowest(unsigned mask) { return static_cast<unsigned>(__ffs(mask)) - 1U; }
 
-// The sum up to and including this lane.
+// The sum over the lanes up to and including this one.
 __device__ inline std::uint32_t warp_scan(std::uint32_t v) {
   for (unsigned by = 1; by < kWarp; by *= 2) {
     const std::uint32_t before = __shfl_up_sync(kAllLanes, v, by);
@@ -135,7 +136,7 @@ struct Shared {
   Counts before[kThreads];
 };
 
-// The sum over the threads before this one; all of them in `total`.
+// Returns the sum over the threads before this one. `total` gets the sum over all threads.
 __device__ inline std::uint32_t block_scan(std::uint32_t v, std::uint32_t& total) {
   Shared& s = shared<Shared>();
   const std::uint32_t inclusive = warp_scan(v);
@@ -157,12 +158,13 @@ template <DType kType, bool kResidual>
 struct Values {
   kernels::Pass pass;
 
-  // The gradient's entry, scaled; 0 where it is not finite.
+  // The scaled gradient entry, or 0 if the entry is not finite.
   __device__ float gradient(std::size_t i) const {
     const float g = entry<kType>(pass.grad, i);
     return is_finite(g) ? scaled(g, pass.reciprocal) : 0.0F;
   }
-  // Entry i of the result before the pass, after it, and from what the pass has loaded.
+  // Entry i of the result: will_be() before the pass, is() after it, made_of() from values that are
+  // already loaded.
   __device__ float will_be(std::size_t i) const {
     return made_of(entry<kType>(pass.grad, i), kResidual ? pass.residual[i] : 0.0F);
   }
@@ -175,9 +177,9 @@ struct Values {
   }
 };
 
-// ---- 3: the order of the k-th largest of m
+// ---- step 3: the order of the k-th largest of m entries
 
-// Adds one digit of every order that begins with `prefix` to a histogram.
+// Counts one digit, of every order that begins with `prefix`, in a histogram.
 template <class Orders>
 __device__ void tally(const Orders& orders, std::size_t m, unsigned digit_end, unsigned digit_begin,
                       std::uint32_t prefix, std::uint32_t* histogram) {
@@ -186,20 +188,21 @@ __device__ void tally(const Orders& orders, std::size_t m, unsigned digit_end, u
   const unsigned bins = 1U << (digit_end - digit_begin);
   for (unsigned b = threadIdx.x; b < bins; b += blockDim.x) s.bins[b] = 0;
   __syncthreads();
-  constexpr unsigned kAhead = 4;  // rows that are loaded before the first is used
+  constexpr unsigned kAhead = 4;  // rows to load before the first is used
   const std::size_t step = std::size_t{grid_warps()} * kAhead * kWarp;
   for (std::size_t at = std::size_t{grid_warp()} * kAhead * kWarp; at < m; at += step) {
     std::uint32_t o[kAhead];
 #pragma unroll
     for (unsigned j = 0; j < kAhead; ++j) {
       const std::size_t i = at + j * kWarp + lane();
-      o[j] = i < m ? orders(i) : kNone;  // no order begins like kNone
+      o[j] = i < m ? orders(i) : kNone;  // orders have 31 bits, so kNone matches no prefix
     }
 #pragma unroll
     for (unsigned j = 0; j < kAhead; ++j) {
       const bool counts = o[j] >> digit_end == prefix;
       const std::uint32_t bin = counts ? o[j] >> digit_begin & (bins - 1) : kNone;
-      // Equal entries would queue at one counter.
+      // If all lanes have the same bin, one lane counts for all. Otherwise they would queue at one
+      // counter.
       const std::uint32_t first = __shfl_sync(kAllLanes, bin, 0);
       if (__all_sync(kAllLanes, bin == first)) {
         if (lane() == 0 && first != kNone) atomicAdd(&s.bins[first], kWarp);
@@ -214,8 +217,9 @@ __device__ void tally(const Orders& orders, std::size_t m, unsigned digit_end, u
   }
 }
 
-// The largest digit such that at least k orders have it or a larger one; how many have a larger
-// one. Requires: the histogram counts at least k > 0; blockDim.x divides bins.
+// Returns the largest digit such that at least k orders have this digit or a larger one. `above`
+// gets the number of orders with a larger digit. Requires: k > 0; the histogram counts at least k
+// orders; blockDim.x divides bins.
 __device__ inline std::uint32_t find_digit(const std::uint32_t* histogram, unsigned bins,
                                            std::uint32_t k, std::uint32_t& above) {
   Shared& s = shared<Shared>();
@@ -233,10 +237,11 @@ __device__ inline std::uint32_t find_digit(const std::uint32_t* histogram, unsig
   }
   __syncthreads();
   above = s.above;
-  return s.digit;  // written again only behind block_scan
+  return s.digit;  // the next write comes after the barriers of block_scan
 }
 
-// Collective over the grid. Requires: 0 < k <= m; histogram is 0.
+// Finds the cut below the k largest of m orders. Collective over the grid. Requires: 0 < k <= m;
+// histogram is all zeros.
 template <class Orders>
 __device__ Cut select_order(const Orders& orders, std::size_t m, std::uint32_t k,
                             std::uint32_t (*histogram)[kBins]) {
@@ -254,10 +259,11 @@ __device__ Cut select_order(const Orders& orders, std::size_t m, std::uint32_t k
   return {prefix, k};
 }
 
-// ---- 2: the pass
+// ---- step 2: the pass
 
-// The sum of squares of a block from its lanes' sums, in all lanes; where that cannot be trusted,
-// in double and in the order of the entries. any: bits that some entry of the lane has.
+// The sum of squares of a block, from the sums of its lanes. All lanes get the result. If the float
+// sum may have over- or underflowed, the sum is computed again in double, in the order of the
+// entries. any: the bits of the lane's entries, or-ed.
 template <class Entry>
 __device__ double block_norm2(float sum, std::uint32_t any, std::uint32_t size,
                               const Entry& entry_of) {
@@ -279,7 +285,8 @@ __device__ double block_norm2(float sum, std::uint32_t any, std::uint32_t size,
   return exact;
 }
 
-// Appends a block's candidates. passed: in lane j, the lanes that passed in row j.
+// Appends the candidates of a block. passed: lane j holds the mask of the lanes whose entry in row
+// j passed the threshold.
 template <class V>
 __device__ void append(const V& values, std::size_t first, std::uint32_t block, unsigned passed,
                        const Work& work) {
@@ -299,7 +306,7 @@ __device__ void append(const V& values, std::size_t first, std::uint32_t block, 
         const std::size_t i = first + row * kWarp + lane();
         const std::uint32_t to = at + before + ones(mask & lanes_below());
         work.index[to] = static_cast<Index>(i);
-        work.value[to] = values.is(i);  // if this pass wrote it, then this lane
+        work.value[to] = values.is(i);  // safe: if this pass wrote entry i, this lane did
       }
     }
   }
@@ -309,7 +316,7 @@ __device__ void append(const V& values, std::size_t first, std::uint32_t block, 
 template <DType kType, bool kResidual>
 __device__ void accumulate(const Values<kType, kResidual>& values, std::uint32_t above,
                            const Work& work) {
-  constexpr unsigned kAhead = 8;  // rows that are loaded before the first is used
+  constexpr unsigned kAhead = 8;  // rows to load before the first is used
   const kernels::Pass& pass = values.pass;
   const std::uint32_t blocks = parts(pass.n, kBlock);
   std::uint32_t non_finite = 0;
@@ -326,7 +333,7 @@ __device__ void accumulate(const Values<kType, kResidual>& values, std::uint32_t
 #pragma unroll
       for (unsigned j = 0; j < kAhead; ++j) {
         const std::uint32_t i = (row + j) * kWarp + lane();
-        // Zeros behind the end are no candidates and add nothing to a norm.
+        // The zeros after the end never become candidates and add nothing to a norm.
         g[j] = i < size ? entry<kType>(pass.grad, first + i) : 0.0F;
         r[j] = kResidual && i < size ? pass.residual[first + i] : 0.0F;
       }
@@ -365,7 +372,7 @@ __device__ void accumulate(const Values<kType, kResidual>& values, std::uint32_t
   }
 }
 
-// Candidates of a result that is there already.
+// Finds the candidates of a result that an earlier run accumulated.
 template <class V>
 __device__ void collect(const V& values, std::uint32_t above, const Work& work) {
   const std::uint32_t blocks = parts(values.pass.n, kBlock);
@@ -383,7 +390,7 @@ __device__ void collect(const V& values, std::uint32_t above, const Work& work) 
   }
 }
 
-// The sum of n norms in order, in all lanes.
+// The sum of n norms, added in order. All lanes get the result.
 __device__ inline Norms add_in_order(const Norms* norms, std::uint32_t n) {
   Norms sum = {0.0, 0.0};
   for (std::uint32_t at = 0; at < n; at += kWarp) {
@@ -408,10 +415,11 @@ __device__ inline void add_groups(std::uint32_t blocks, const Work& work) {
   }
 }
 
-// ---- 4: what is kept, in ascending order
+// ---- step 4: the kept entries, in ascending order
 
-// Calls visit(index, value) with the entries of a unit, ascending, 32 at a time, in whole warps;
-// lanes without an entry get the value 0. Of the result:
+// The walk_ functions call visit(index, value) with the entries of a unit in ascending order, 32 at
+// a time, in whole warps. Lanes without an entry get the value 0. This one walks over the whole
+// result.
 template <class V, class Visit>
 __device__ void walk_result(const V& values, std::uint32_t unit, const Visit& visit) {
   const std::size_t n = values.pass.n, begin = unit * kUnit;
@@ -430,7 +438,7 @@ __device__ void walk_result(const V& values, std::uint32_t unit, const Visit& vi
     }
   }
 }
-// Of the candidates: the runs of the unit's blocks, one behind the other.
+// Walks over the candidates: the runs of the unit's blocks, one after the other.
 template <class Visit>
 __device__ void walk_candidates(const Work& work, std::uint32_t blocks, std::uint32_t unit,
                                 const Visit& visit) {
@@ -438,7 +446,7 @@ __device__ void walk_candidates(const Work& work, std::uint32_t blocks, std::uin
   const std::uint32_t block = unit * kBlocksOfUnit + lane();
   if (lane() < kBlocksOfUnit && block < blocks) run = work.runs[block];
   const std::uint32_t end = warp_scan(run.count);
-  const std::uint32_t shift = run.first - (end - run.count);  // from place in the unit to candidate
+  const std::uint32_t shift = run.first - (end - run.count);  // place in the unit -> candidate
   const std::uint32_t total = __shfl_sync(kAllLanes, end, kWarp - 1);
   for (std::uint32_t at = 0; at < total; at += kWarp) {
     const std::uint32_t place = at + lane();
@@ -453,7 +461,7 @@ __device__ void walk_candidates(const Work& work, std::uint32_t blocks, std::uin
   }
 }
 
-// Every thread block has the units [first, end).
+// A thread block works on the units [first_unit, end_unit).
 __device__ inline std::uint32_t first_unit(std::uint32_t units) {
   return static_cast<std::uint32_t>(std::uint64_t{units} * blockIdx.x / gridDim.x);
 }
@@ -473,7 +481,8 @@ __device__ void count(const Walk& walk, std::uint32_t units, const Cut& cut, con
   }
 }
 
-// Writes what is above the cut and the first ties that equal it; returns how many those are.
+// Writes the entries above the cut and the first cut.ties entries that equal it. Returns the number
+// of entries that all thread blocks write together.
 template <class Walk>
 __device__ std::uint32_t emit(const Walk& walk, std::uint32_t units, const Cut& cut,
                               const Work& work) {
@@ -521,7 +530,7 @@ __device__ std::uint32_t emit(const Walk& walk, std::uint32_t units, const Cut& 
     }
     before.above += chunk_total.above;
     before.ties += chunk_total.ties;
-    __syncthreads();  // before `before` is written again
+    __syncthreads();  // before s.before is written again
   }
   return kept;
 }
@@ -540,7 +549,7 @@ __global__ void __launch_bounds__(kThreads, kGridsPerProcessor)
     const std::size_t stride = pass.n / kSample;
     const auto sample = [&](std::size_t s) { return order(values.will_be(s * stride)); };
     const Cut cut = select_order(sample, kSample, wanted.sample_rank, board.histogram[0]);
-    // Entries that equal it must pass as well.
+    // Entries that equal the threshold must pass as well.
     above = cut.order > wanted.floor ? cut.order - 1 : wanted.floor;
   }
   if (wanted.accumulates) {
@@ -588,12 +597,12 @@ __global__ void scatter_entries(const Index* index, const float* value, std::uin
                                 float factor, void* dense) {
   const std::uint32_t e = blockIdx.x * blockDim.x + threadIdx.x;
   if (e >= count) return;
-  // As scatter() on the CPU, which clamps only what it rounds to 16 bits.
+  // Like scatter() on the CPU, this clamps only values that are then rounded to 16 bits.
   const float v = kType == DType::f32 ? factor * value[e] : product(value[e], factor);
   set_entry<kType>(dense, index[e], v);
 }
 
-// residual += sign * entries, for sign 1 or -1. A template, so that it may stand in a header.
+// residual += kSign * entries. kSign is 1 or -1. It is a template so that a header can define it.
 template <int kSign>
 __global__ void add_entries(const Index* index, const float* value, std::uint32_t count,
                             float* residual) {
@@ -601,7 +610,7 @@ __global__ void add_entries(const Index* index, const float* value, std::uint32_
   if (e < count) residual[index[e]] = finite_sum(residual[index[e]], kSign * value[e]);
 }
 
-// The same, and before[e] = what stood there.
+// The same, and writes the old value of each entry to before[e].
 template <int kSign>
 __global__ void commit_entries(const Index* index, const float* value, std::uint32_t count,
                                float* residual, float* before) {

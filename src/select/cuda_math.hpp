@@ -1,6 +1,6 @@
-// Internal: the arithmetic of selection entry by entry, for device code. These are twins of
-// functions in kernels.hpp, half.hpp and feedback.cpp, which nvcc takes for host code only;
-// tests/cuda_test.cpp holds each against its original.
+// Internal: the arithmetic of selection on one entry, for device code. The functions are copies of
+// those in kernels.hpp, half.hpp and feedback.cpp, which nvcc compiles for the host only.
+// tests/cuda_test.cpp compares each copy with its original.
 #pragma once
 
 #include <bit>
@@ -29,7 +29,7 @@ SKIM_HOST_DEVICE bool is_finite(float v) {
   return (bits_of(v) & 0x7fffffffU) <= kernels::kLargestFinite;
 }
 
-// fminf and fmaxf would turn NaN into a number.
+// Not fminf and fmaxf, which turn NaN into a number.
 SKIM_HOST_DEVICE float clamped(float v) {
   constexpr float kMax = std::numeric_limits<float>::max();
   return v < -kMax ? -kMax : v > kMax ? kMax : v;  // NaN stays
@@ -105,7 +105,7 @@ SKIM_HOST_DEVICE void set_entry(void* data, std::size_t i, float v) {
   }
 }
 
-// Whether a block's sum of squares in float can be used, as in kernels.cpp.
+// Whether a block's float sum of squares has neither over- nor underflowed, as in kernels.cpp.
 SKIM_HOST_DEVICE bool trusted(float sum) {
   return sum >= 0x1p-100F && sum <= std::numeric_limits<float>::max();
 }

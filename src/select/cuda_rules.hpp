@@ -1,6 +1,6 @@
-// Internal: `exact` and `gaussian` on a CUDA device: what to ask of the kernel, and what to make of
-// its report. The selection itself is in cuda_kernels.cuh. Tests put an emulated device in the
-// engine's place.
+// Internal: the rules `exact` and `gaussian` on a CUDA device. This file decides the kernel's
+// arguments and evaluates its report. The selection itself is in cuda_kernels.cuh. Tests replace
+// the Engine by an emulated device.
 #pragma once
 
 #include <algorithm>
@@ -23,21 +23,23 @@ namespace skim::cuda {
 class Engine {
  public:
   virtual ~Engine() = default;
-  // The device and stream of what follows. Throws: InvalidArgument if there is no such device, or
-  // the engine has worked on another one.
+  // Sets the device and stream of the next calls. Throws: InvalidArgument if there is no such
+  // device, or if the engine has worked on another one.
   virtual void use(int ordinal, void* stream) = 0;
-  // Room for run(), so that it takes no memory. Throws: Error.
+  // Allocates the memory that run() needs. Throws: Error.
   virtual void reserve(std::size_t n, std::size_t k, std::size_t most) = 0;
-  // Waits for the kernel. Throws: Error. Requires: pass.n > 0, and room.
+  // Runs the kernel and waits for it. Throws: Error. Requires: pass.n > 0, and reserve() for this
+  // n.
   virtual const Report& run(const kernels::Pass& pass, const Wanted& wanted) = 0;
-  // The kept indices, then the kept values, of the last run.
+  // The result of the last run: the kept indices, then the kept values.
   virtual const std::uint32_t* body() const = 0;
 
-  // Candidates settle near k; the constant makes every entry of a small bucket one, if need be.
+  // The number of candidates that fit. It settles near k. Thanks to the constant, all entries of a
+  // small bucket fit.
   static std::size_t room(std::size_t n, std::size_t k) { return std::min(2 * k + 65536, n); }
 };
 
-// The course of a step, for both rules.
+// The part of a step that both rules share.
 class CudaSelector : public Selector {
  public:
   CudaSelector(SelectAlgo algo, std::unique_ptr<Engine> engine)
@@ -46,16 +48,18 @@ class CudaSelector : public Selector {
   SelectReport select(const SelectTask& task, SparseBuffer& out) final;
 
  protected:
-  // Runs the engine until the entries are there. Returns the report of the run that accumulated.
-  // Requires: n > 0.
+  // Runs the engine, several times if needed, until the selection is complete. Returns the report
+  // of the run that added the gradient. Requires: n > 0.
   virtual Report pick(const SelectTask& task) = 0;
-  // Takes note of a selection; least: the order of its smallest entry, 0 if there is none.
+  // Updates the slot's state after a selection. least: the order of its smallest entry, or 0 if it
+  // is empty.
   virtual void learn(const SelectTask& task, std::size_t kept, std::uint32_t least) = 0;
-  virtual std::size_t most(std::size_t n, std::size_t k) const = 0;  // entries that are kept
+  // The largest number of entries that a selection may keep.
+  virtual std::size_t most(std::size_t n, std::size_t k) const = 0;
 
   Report run(const Wanted& wanted) {
     const Report report = engine_->run(pass_, wanted);
-    passes_ += report.dense != 0 ? 6 : 1;  // three histograms, a count and the writing more
+    passes_ += report.dense != 0 ? 6 : 1;  // dense adds three histograms, a count and the output
     kept_ = report.kept;
     return report;
   }
@@ -76,7 +80,7 @@ inline void CudaSelector::check(const SelectTask& task) {
                "select: the gradient must be on a CUDA device; this selector is for those");
   SKIM_EXPECTS(task.residual.empty() || task.residual.device == Device::cuda,
                "select: the residual must be on a CUDA device, as the gradient");
-  SelectTask same = task;  // everything else is as on the CPU
+  SelectTask same = task;  // the other preconditions are those of the CPU
   same.grad.device = same.residual.device = Device::cpu;
   selectors::check(same);
   const auto aligned = [](const void* p, std::size_t to) {
@@ -116,22 +120,23 @@ inline SelectReport CudaSelector::select(const SelectTask& task, SparseBuffer& o
           .non_finite = report.non_finite};
 }
 
-// What `exact` remembers of a slot, saved as on the CPU. Unlike there, candidates cost next to
-// nothing, and a second look at all entries much: the margin settles where they are 1.25 to 2 times
-// k.
+// The state of `exact` for a slot, in the saved format of the CPU. On a GPU, candidates are cheap
+// and a second pass over all entries is expensive. Therefore the margin settles where there are
+// 1.25 to 2 k candidates, more than on the CPU.
 struct Carried {
   std::uint64_t n = 0, k = 0;
-  float threshold = 0.0F;  // the k-th magnitude; 0: there was none
-  float growth = 1.0F;     // the CPU's; not used here
+  float threshold = 0.0F;  // the k-th magnitude; 0 if there was none
+  float growth = 1.0F;     // used on the CPU only
   float margin = 0.04F;    // the next pass starts this fraction below the threshold
 
   static constexpr float kLeastMargin = 0.001F, kLargestMargin = 0.5F;
 
-  // The order above which entries become candidates of the next step; 0: not known.
+  // The order above which entries become candidates of the next step; 0 if unknown.
   std::uint32_t start(std::size_t next_n, std::size_t next_k) const {
     if (next_n != n || threshold == 0.0F) return 0;
     float t = threshold * (1.0F - margin);
-    // Exact where k falls as 1/t^2; lighter tails give more candidates.
+    // This is exact if the number of entries above t falls as 1/t^2. Lighter tails give more
+    // candidates.
     if (next_k > k) t *= std::sqrt(static_cast<float>(k) / static_cast<float>(next_k));
     return kernels::order(t);
   }
@@ -193,11 +198,11 @@ class CudaExact final : public CudaSelector {
     carried.growth = 1.0F;
   }
 
-  // Of a sample's orders, the one that about k of n entries, and hardly ever fewer, will pass; 0 if
-  // a sample cannot tell.
+  // The rank in a sample of the order that about k of n entries exceed, and hardly ever fewer. 0 if
+  // n is too small or k too large for a sample.
   static std::uint32_t sample_rank(std::size_t n, std::size_t k) {
     if (n < 4 * std::size_t{kSample}) return 0;
-    // Of the k largest the sample holds x, with a deviation below sqrt(x).
+    // The sample contains about x of the k largest, with a standard deviation below sqrt(x).
     const double x = double{kSample} / static_cast<double>(n) * static_cast<double>(k);
     const double rank = x + 4.0 * std::sqrt(x) + 5.0;
     return rank <= double{kSample} ? static_cast<std::uint32_t>(rank) : 0;
@@ -206,7 +211,7 @@ class CudaExact final : public CudaSelector {
   selectors::PerSlot<Carried> carried_;
 };
 
-// As in gaussian.cpp.
+// The same rule as in gaussian.cpp.
 class CudaGaussian final : public CudaSelector {
  public:
   explicit CudaGaussian(std::unique_ptr<Engine> engine)
@@ -230,7 +235,7 @@ class CudaGaussian final : public CudaSelector {
                   .falls_back = false};
     if (k == 0) return run(wanted);
     const selectors::Fit& fit = fits_[task.id.slot];
-    // A little more than k: too many cost less than too few.
+    // A little more than k, because too many candidates cost less than too few.
     const double count = static_cast<double>(k) + 2.0 * std::sqrt(static_cast<double>(k));
     const double z = selectors::Fit::quantile(std::min(count, static_cast<double>(n)), n);
     if (fit.n == n) above = selectors::order_of(fit.deviation * z);

@@ -1,4 +1,5 @@
-// select_entries on a CUDA device: its memory, its launch, and the one wait for its result.
+// Runs select_entries on a CUDA device: allocates its memory, launches it, and waits for its
+// result.
 #include <array>
 #include <optional>
 #include <string>
@@ -44,7 +45,7 @@ class DeviceEngine final : public cuda::Engine {
 
   std::optional<int> ordinal_;
   cudaStream_t stream_ = nullptr;
-  std::array<unsigned, kKernels.size()> most_blocks_ = {};  // 0: not asked yet
+  std::array<unsigned, kKernels.size()> most_blocks_ = {};  // 0: not known yet
   std::size_t room_ = 0;
   DeviceMemory<Board> board_;
   DeviceMemory<Norms> block_norms_, group_norms_;
@@ -53,7 +54,7 @@ class DeviceEngine final : public cuda::Engine {
   DeviceMemory<Index> index_;
   DeviceMemory<float> value_;
   DeviceMemory<std::byte> output_;      // the report, then the entries
-  cuda::PinnedMemory<std::byte> host_;  // a copy of it
+  cuda::PinnedMemory<std::byte> host_;  // a copy of output_
 };
 
 void DeviceEngine::use(int ordinal, void* stream) {
@@ -81,7 +82,8 @@ void DeviceEngine::reserve(std::size_t n, std::size_t k, std::size_t most) {
   host_.reserve(kBody + most * kEntry);
 }
 
-// A cooperative launch must fit on the device as a whole.
+// The most thread blocks that a launch may have: all blocks of a cooperative launch must fit on the
+// device at once.
 unsigned DeviceEngine::most_blocks(std::size_t kernel) {
   unsigned& most = most_blocks_[kernel];
   if (most == 0) {

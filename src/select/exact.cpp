@@ -1,12 +1,14 @@
-// `exact`: the k largest magnitudes, always, in three steps over the loops in kernels.cpp:
-//   1. One pass adds the gradient to the residual and collects every entry above a threshold that
-//      the last step (or a sample) suggests: a few more than k. (start, collect_all)
-//   2. When the candidates fill their room, only their k largest stay and the k-th becomes the
-//      threshold: a later entry must beat it, since ties go to the lower index. So no input needs
-//      more than O(k) memory, and a threshold can only be too high. (prune)
-//   3. If fewer than k were found it was: a pass over the residual starts from a sample, and if
-//      that was misled, too, a last one from zero, which cannot fail. Then the k largest candidates
-//      are the result.
+// `exact` always selects the k largest magnitudes. It works in three steps, with the loops in
+// kernels.cpp:
+//   1. One pass adds the gradient to the residual and collects every entry above a threshold. The
+//      threshold comes from the last step or from a sample, and should leave a few more than k
+//      candidates. (start, collect_all)
+//   2. When the candidates fill their room, only the k largest of them stay, and the k-th becomes
+//      the threshold. A later entry must exceed it, because ties go to the lower index. So every
+//      input needs only O(k) memory, and a threshold that is too low does no harm. (prune)
+//   3. If there are fewer than k candidates, the threshold was too high. A second pass takes its
+//      threshold from a sample of the residual. If that is too high as well, a third pass starts
+//      from zero, which always succeeds. The k largest candidates are the result.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -27,28 +29,28 @@ using kernels::Candidates;
 using selectors::Cut;
 using selectors::cut_of;
 
-// What one slot remembers between steps.
+// The state of one slot between steps.
 struct Carried {
   std::uint64_t n = 0, k = 0;
-  float threshold = 0.0F;  // the k-th magnitude; 0: there was none
-  float growth = 1.0F;     // expected of the next threshold, as a factor: residuals fill up
-  float margin = 0.04F;    // the next pass starts this fraction below what is expected
+  float threshold = 0.0F;  // the k-th magnitude; 0 if there was none
+  float growth = 1.0F;     // expected ratio of the next threshold to this one: residuals fill up
+  float margin = 0.04F;    // the next pass starts this fraction below the expected threshold
 
   static constexpr float kLeastMargin = 0.001F, kLargestMargin = 0.5F;
-  static constexpr float kLargestGrowth = 1.25F;  // more is a jump, and says nothing of the next
+  static constexpr float kLargestGrowth = 1.25F;  // more is a jump, which predicts nothing
 
   // The order above which entries become candidates of the next step.
   std::uint32_t start(std::size_t next_n, std::size_t next_k) const {
     if (next_n != n || threshold == 0.0F) return 0;
     float t = threshold * growth * (1.0F - margin);
-    // Exact where k falls as 1/t^2. Lighter tails give too many candidates, which pruning mends;
-    // heavier ones, which are rare, cost a second pass.
+    // This is exact if the number of entries above t falls as 1/t^2. Lighter tails give too many
+    // candidates, which are pruned. Heavier tails, which are rare, cost a second pass.
     if (next_k > k) t *= std::sqrt(static_cast<float>(k) / static_cast<float>(next_k));
     return kernels::order(t);
   }
 
-  // The margin settles where candidates are 1.08 to 1.3 times k: fewer risk a second pass, more
-  // cost time.
+  // ratio: candidates / k. The margin settles where the ratio is 1.08 to 1.3. Fewer candidates risk
+  // a second pass, and more cost time.
   void adapt(double ratio) {
     if (ratio < 1.0) {
       margin *= 2.0F;
@@ -60,7 +62,7 @@ struct Carried {
     margin = std::clamp(margin, kLeastMargin, kLargestMargin);
   }
 
-  // Takes over what a step found; no threshold: 0.
+  // Records the result of a step. A threshold of 0 means that the step found none.
   void update(std::size_t new_n, std::size_t new_k, float new_threshold) {
     const bool follows = n == new_n && k == new_k && threshold > 0.0F;
     const float grown = follows ? new_threshold / threshold : 1.0F;
@@ -103,13 +105,13 @@ class Exact final : public Selector {
                    kernels::Sums& sums);
 
   selectors::PerSlot<Carried> carried_;
-  std::vector<std::uint32_t> orders_;  // scratch, never shrunk: one for each candidate
+  std::vector<std::uint32_t> orders_;  // scratch, one for each candidate; never shrinks
   Candidates candidates_;              // of this step
-  bool pruned_ = false;                // in this pass
+  bool pruned_ = false;                // whether this pass has dropped candidates
 };
 
-// Candidates lie in the output. Room for 2 k of them makes a prune, O(k), free room for k more; the
-// constant keeps prunes rare for small k.
+// Candidates are stored in the output. With room for 2 k, each prune takes O(k) and frees room for
+// k more. The constant keeps prunes rare for small k.
 void Exact::reserve(std::size_t n, std::size_t k, SparseBuffer& out) {
   const std::size_t room = std::min(2 * k + 16384, n) + kernels::kBlock;
   if (orders_.size() < room + kernels::kSlack) orders_.resize(room + kernels::kSlack);
@@ -118,11 +120,12 @@ void Exact::reserve(std::size_t n, std::size_t k, SparseBuffer& out) {
   candidates_ = {out.indices().data(), out.values().data(), 0, room};
 }
 
-// A threshold that about k entries, and hardly ever fewer, will pass; 0 if a sample cannot tell.
+// A threshold that about k entries exceed, and hardly ever fewer. 0 if n is too small or k too
+// large for a sample.
 std::uint32_t Exact::sampled(const kernels::Pass& pass, std::size_t k) {
-  constexpr std::size_t kSample = 16384;  // fits in orders_, whatever k
+  constexpr std::size_t kSample = 16384;  // fits in orders_ for every k
   if (pass.n < 4 * kSample) return 0;
-  // Of the k largest the sample holds x, with a deviation below sqrt(x).
+  // The sample contains about x of the k largest, with a standard deviation below sqrt(x).
   const double x =
       static_cast<double>(kSample) / static_cast<double>(pass.n) * static_cast<double>(k);
   const auto rank = static_cast<std::size_t>(x + 4.0 * std::sqrt(x) + 4.0);
@@ -133,11 +136,11 @@ std::uint32_t Exact::sampled(const kernels::Pass& pass, std::size_t k) {
   }
   const auto at = orders_.begin() + static_cast<std::ptrdiff_t>(rank);
   std::nth_element(orders_.begin(), at, orders_.begin() + kSample, std::greater<>());
-  // Entries that equal it must pass as well.
+  // Entries that equal the threshold must pass as well.
   return *at == 0 ? 0 : *at - 1;
 }
 
-// Leaves the k largest candidates; returns the order of the k-th. Requires: 0 < k < count.
+// Keeps only the k largest candidates. Returns the order of the k-th. Requires: 0 < k < count.
 std::uint32_t Exact::prune(std::size_t k) {
   const Cut cut = cut_of(candidates_.value, candidates_.count, k, orders_);
   kernels::keep_above(candidates_, cut.order, cut.ties);
@@ -191,7 +194,7 @@ SelectReport Exact::select(const SelectTask& task, SparseBuffer& out) {
     ++report.passes;
   }
   const std::size_t kept = std::min(k, candidates_.count);
-  Cut cut;  // keeps all: none is zero
+  Cut cut;  // keeps all candidates, because none is zero
   if (candidates_.count > k) {
     cut = cut_of(candidates_.value, candidates_.count, k, orders_);
     report.threshold = selectors::magnitude_of(cut.order);

@@ -1,4 +1,4 @@
-// Internal: what `gaussian` carries from one step of a slot to the next, on any device.
+// Internal: the state that `gaussian` carries from one step of a slot to the next, on any device.
 #pragma once
 
 #include <bit>
@@ -12,19 +12,21 @@
 
 namespace skim::selectors {
 
-// The deviation of the normal distribution around 0 whose tail agrees with the count
-// and the smallest entry of the last selection. Derived: as gradients are not normal, it is not
-// their deviation, but it follows them when they or k change a little.
+// The standard deviation of a normal distribution around 0 whose tail has the count and the
+// smallest entry of the last selection. Gradients are not normal, so this is not their deviation.
+// It still gives a good threshold when the gradients or k change a little. The published rule has
+// no such fit.
 struct Fit {
   std::uint64_t n = 0;
-  double deviation = 0.0;  // 0: there were too few non-zeros
+  double deviation = 0.0;  // 0 if there were too few non-zeros
 
-  // Of a normal distribution around 0 with deviation 1, the magnitude that `count` of n entries
-  // pass.
+  // The magnitude that `count` of n entries exceed, under a normal distribution around 0 with
+  // deviation 1.
   static double quantile(double count, std::size_t n) {
     return normal_upper_quantile(0.5 * count / static_cast<double>(n));
   }
-  // If `count` of n entries have this order or a larger one; 0 if none would be finite.
+  // The deviation at which `count` of n entries have this order or a larger one; 0 if it would not
+  // be finite.
   static double deviation_of(std::uint32_t order, std::size_t count, std::size_t n) {
     const double z = quantile(static_cast<double>(count), n);
     if (order > kernels::kLargestFinite || z <= 0.0) return 0.0;

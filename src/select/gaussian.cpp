@@ -1,6 +1,6 @@
-// Gaussian_k: the threshold that a fitted normal distribution gives, in its robust form and in the
-// two published ones. S. Shi, X. Chu, K. C. Cheung, S. See, "Understanding Top-k Sparsification in
-// Distributed Deep Learning", arXiv 1911.08772.
+// Gaussian_k takes its threshold from a fitted normal distribution. This file has a robust form and
+// the two published forms: S. Shi, X. Chu, K. C. Cheung, S. See, "Understanding Top-k
+// Sparsification in Distributed Deep Learning", arXiv 1911.08772.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -16,9 +16,10 @@ using selectors::Fit;
 using selectors::order_of;
 using selectors::Rule;
 
-// Robust form, derived: the accumulating pass collects above the threshold of the last fit. Too
-// many candidates are cut to k; too few cost a pass with a fit to this step's entries and, where
-// these are far from normal, a last one from zero, which cannot fail.
+// The robust form, which is not in the paper. The accumulating pass collects the entries above the
+// threshold of the last fit. If there are too many candidates, the k largest are kept. If there are
+// too few, a second pass uses a fit to this step's entries. If these are far from normal and there
+// are still too few, a third pass starts from zero, which always succeeds.
 class Gaussian final : public Rule {
  public:
   Gaussian() : Rule(SelectAlgo::gaussian) {}
@@ -34,7 +35,7 @@ class Gaussian final : public Rule {
     const std::size_t n = task.grad.n, k = task.keep.k;
     const std::size_t least = (2 * k + 2) / 3, most = 4 * k / 3;
     Fit& fit = fits_[task.id.slot];
-    // A little more than k: too many cost less than too few.
+    // A little more than k, because too many candidates cost less than too few.
     const double wanted = static_cast<double>(k) + 2.0 * std::sqrt(static_cast<double>(k));
     const double z = Fit::quantile(std::min(wanted, static_cast<double>(n)), n);
 
@@ -50,7 +51,7 @@ class Gaussian final : public Rule {
       collect(above);
       if (candidates_.count < least && above > floor_) collect(0);
     }
-    // Where room ran out on the way, the count says nothing of how many passed.
+    // After pruning, the count no longer tells how many entries passed the threshold.
     if (candidates_.count > most || (pruned_ && candidates_.count > k)) keep_largest(k);
     const std::size_t kept = candidates_.count;
     fit.n = n;
@@ -61,8 +62,9 @@ class Gaussian final : public Rule {
   selectors::PerSlot<Fit> fits_;
 };
 
-// As published: from the mean and the deviation of this step's entries, then at most three rounds
-// that halve the threshold or raise it by half. What was counted last is sent, however much it is.
+// The published form. The first threshold follows from the mean and the deviation of this step's
+// entries. At most three rounds then halve the threshold or raise it by half. All entries above the
+// last threshold are sent, however many there are.
 class PublishedGaussian final : public Rule {
  public:
   explicit PublishedGaussian(bool two_sided)
@@ -80,7 +82,8 @@ class PublishedGaussian final : public Rule {
     const double threshold =
         mean + std::sqrt(variance) * normal_upper_quantile(two_sided_ ? 0.5 * tail : tail);
 
-    // All that three rounds can come to: round r, after u raises, counts factor r (r + 1) / 2 + u.
+    // All factors that three rounds can reach. Round r (from 0), after u raises, counts with factor
+    // number r (r + 1) / 2 + u.
     constexpr std::array kFactors = {1.0, 0.5, 1.5, 0.25, 0.75, 2.25};
     std::array<std::uint32_t, kFactors.size()> orders;
     std::array<std::size_t, kFactors.size()> counts;

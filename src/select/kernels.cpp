@@ -1,14 +1,15 @@
 // The loops over n of selection, compiled for every CPU target and dispatched per loop at run time.
 //
-// Bitwise equality between targets rests on two things: the virtual lanes of Sums, and that no
-// product is contracted into an addition (-ffp-contract=off for this file: g++ contracts even
-// intrinsics).
+// All targets give the same bits for two reasons. Sums are added in virtual lanes (see Sums). And
+// no multiplication is fused with an addition: this file is compiled with -ffp-contract=off,
+// because g++ contracts even intrinsics.
 #include "select/kernels.hpp"
 
 #include <cstddef>
 #include <cstring>
 
-// Vectors of unknown length cannot be kept in arrays; such CPUs run the fixed-length target.
+// Vectors of unknown length cannot be stored in arrays. CPUs with such vectors run the fixed-length
+// target.
 #ifndef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #endif
@@ -23,15 +24,15 @@
 namespace skim::kernels {
 namespace {
 
-constexpr std::size_t kWord = 64;  // entries that one word of bits stands for
+constexpr std::size_t kWord = 64;  // entries for each 64-bit word of a bit mask
 static_assert(kBlock % kWord == 0 && kBlock / kWord <= 32 && kWord % kVirtualLanes == 0);
 
-// Below this a float sum of squares may have lost terms to underflow: each of the block's 1024
-// terms by at most 2^-150, which is nothing next to 2^-100.
+// A float sum of squares below this may have lost terms to underflow. Each of the block's 1024
+// terms loses at most 2^-150, which is negligible in a sum of 2^-100 or more.
 constexpr float kTinySum = 0x1p-100F;
 
-// For a mask of up to 8 lanes, the lanes that are set, in order. Highway 1.0.3 has such tables,
-// too, but as local constants that g++ copies to the stack for every vector: 10 times slower.
+// The set lanes of each mask of up to 8 lanes, in order. Highway 1.0.3 has such tables, too. But
+// they are local constants that g++ copies to the stack for every vector, which is 10 times slower.
 struct PackTable {
   std::uint8_t lane[256][8] = {};
   constexpr PackTable() {
@@ -75,10 +76,10 @@ using VI = hn::Vec<DI>;
 using MI = hn::Mask<DI>;
 
 constexpr std::size_t kLanes = hn::MaxLanes(DF());
-// Entries between two looks for trouble: as many as registers hold.
+// Entries between two checks for non-finite values: as many as the registers hold.
 constexpr std::size_t kRow = kLanes >= 16 ? 64 : 32;
 static_assert(kRow % kVirtualLanes == 0 && kWord % kRow == 0);
-constexpr std::size_t kVectors = kRow / kLanes;        // of one row
+constexpr std::size_t kVectors = kRow / kLanes;        // in one row
 constexpr std::size_t kSums = kVirtualLanes / kLanes;  // accumulators of one sum
 static_assert(kLanes <= kSlack);
 
@@ -89,7 +90,7 @@ HWY_INLINE VI Signed(std::uint32_t order) {
 HWY_INLINE VI Magnitude(VF v) { return hn::And(hn::BitCast(DI(), v), Signed(0x7fffffffU)); }
 HWY_INLINE VI Order(VF v) { return hn::Min(Magnitude(v), Signed(kOrderOfNan)); }
 
-// The lanes in `keep` come first.
+// Moves the lanes in `keep` to the front.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V Pack(D d, V v, MI keep) {
   if constexpr (kLanes == 4 || kLanes == 8) {
@@ -103,7 +104,8 @@ HWY_INLINE V Pack(D d, V v, MI keep) {
   }
 }
 
-// Appends the lanes in `keep`; writes a whole vector, so kSlack must lie behind the room.
+// Appends the lanes in `keep`. It writes a whole vector, so the arrays need kSlack entries after
+// the room.
 HWY_INLINE void Append(VF value, VI index, MI keep, Candidates& to) {
   const std::size_t count = hn::CountTrue(DI(), keep);
   const VF values = Pack(DF(), value, keep);
@@ -121,17 +123,17 @@ HWY_INLINE void Append(VF value, VI index, MI keep, Candidates& to) {
   to.count += count;
 }
 
-// One bit for each lane, the first one lowest.
+// One bit for each lane. The first lane is the lowest bit.
 HWY_INLINE std::uint64_t Bits(MI mask) {
   std::uint8_t bytes[8] = {};
   hn::StoreMaskBits(DI(), mask, bytes);
   return kLanes > 8 ? std::uint64_t{bytes[0]} | std::uint64_t{bytes[1]} << 8U : bytes[0];
 }
 
-// A row that holds a NaN, an infinity or an overflow, done again.
+// The repaired values of a row in which a NaN, an infinity or an overflow was found.
 struct Repaired {
   float x[kRow];      // adds to the gradient's norm
-  float value[kRow];  // the result, or a candidate that is not finite
+  float value[kRow];  // the result; without a residual it may be non-finite
 };
 template <bool kResidual>
 HWY_NOINLINE void Repair(const Pass& pass, const float* grad, const float* residual, Repaired& out,
@@ -139,7 +141,7 @@ HWY_NOINLINE void Repair(const Pass& pass, const float* grad, const float* resid
   const DF d;
   const DI di;
   const VI largest = Signed(kLargestFinite), infinity = Signed(kLargestFinite + 1);
-  const auto clamp = [&](VF v) {  // of infinities; NaN stays
+  const auto clamp = [&](VF v) {  // replaces infinities; NaN stays
     const auto infinite = hn::RebindMask(d, hn::Eq(Magnitude(v), infinity));
     return hn::IfThenElse(infinite, hn::CopySign(hn::BitCast(d, largest), v), v);
   };
@@ -159,7 +161,7 @@ HWY_NOINLINE void Repair(const Pass& pass, const float* grad, const float* resid
   }
 }
 
-// One row of a pass. Returns its candidates, as bits; `values` gets the results.
+// Processes one row of a pass. Returns a bit mask of its candidates. `values` gets the results.
 template <bool kResidual, bool kScaled>
 HWY_INLINE std::uint64_t Row(const Pass& pass, const float* HWY_RESTRICT grad,
                              float* HWY_RESTRICT values, std::uint32_t above, Sums& sums,
@@ -184,7 +186,7 @@ HWY_INLINE std::uint64_t Row(const Pass& pass, const float* HWY_RESTRICT grad,
     largest = hn::Max(largest, magnitude);
     candidates |= Bits(hn::Gt(magnitude, threshold)) << v * kLanes;
   }
-  // What is not finite in the gradient, or overflows, is larger than any finite float here.
+  // Non-finite gradient entries and overflows have a larger magnitude here than any finite float.
   if (HWY_UNLIKELY(!hn::AllFalse(di, hn::Gt(largest, Signed(kLargestFinite))))) {
     Repaired good;
     Repair<kResidual>(pass, grad, values, good, sums);
@@ -209,9 +211,9 @@ HWY_INLINE std::uint64_t Row(const Pass& pass, const float* HWY_RESTRICT grad,
   return candidates;
 }
 
-// Appends the candidates of a block that starts at entry `at`: bits [kBlock / kWord] words, of
-// which those in `filled` are not zero. A few at a time are written whether they are there or not:
-// cheaper than a branch that is often mispredicted.
+// Appends the candidates of a block that starts at entry `at`. bits: [kBlock / kWord] words.
+// filled: has a bit for each word that is not zero. A word with few candidates writes 2 or 8
+// entries even if it has fewer, which is cheaper than a branch that is often mispredicted.
 HWY_INLINE void AppendBlock(const std::uint64_t* bits, std::uint32_t filled, const float* value,
                             Index at, Candidates& to) {
   for (; filled != 0; filled &= filled - 1) {
@@ -258,7 +260,8 @@ HWY_NOINLINE bool AllZero(const float* x, std::size_t n) {
   return zero;
 }
 
-// The sum of squares over a block [n], from its lanes where those can be trusted.
+// The sum of squares over a block [n]. It is computed again in double if the lanes' sum has over-
+// or underflowed.
 HWY_INLINE double BlockNorm2(const float* x, std::size_t n, float reciprocal,
                              const VF (&sum)[kSums]) {
   float lanes[kVirtualLanes];
@@ -270,7 +273,7 @@ HWY_INLINE double BlockNorm2(const float* x, std::size_t n, float reciprocal,
   return norm2_in_double(x, n, reciprocal);
 }
 
-// Entries [first, last) of a 16-bit gradient as floats, by the arithmetic of from_f16/from_bf16.
+// Converts n entries of a 16-bit gradient to floats, with the arithmetic of from_f16 and from_bf16.
 template <bool kHalf>
 HWY_INLINE void Widen(const std::uint16_t* from, std::size_t n, float* to) {
   const DF d;
@@ -295,7 +298,8 @@ HWY_INLINE void Widen(const std::uint16_t* from, std::size_t n, float* to) {
   for (; i < n; ++i) to[i] = kHalf ? from_f16(from[i]) : from_bf16(from[i]);
 }
 
-// The gradient's entries [at, end) as floats: where they lie, or in `widened`.
+// Entries [at, end) of the gradient as floats. Returns a pointer into the gradient, or `widened` if
+// it had to convert.
 HWY_INLINE const float* BlockOf(const Pass& pass, std::size_t at, std::size_t end, float* widened) {
   if (HWY_LIKELY(pass.type == DType::f32)) return static_cast<const float*>(pass.grad) + at;
   const std::uint16_t* from = static_cast<const std::uint16_t*>(pass.grad) + at;
@@ -310,7 +314,7 @@ HWY_INLINE const float* BlockOf(const Pass& pass, std::size_t at, std::size_t en
 template <bool kResidual, bool kScaled>
 HWY_INLINE std::size_t CollectAs(const Pass& pass, std::size_t first, std::uint32_t above,
                                  Candidates& candidates, Sums& sums) {
-  Candidates to = candidates;  // local, so that stores through it need not be seen by others
+  Candidates to = candidates;  // a local copy, so that the compiler can keep it in registers
   float widened[kBlock], made[kBlock];
   std::size_t at = first;
   for (; at < pass.n && to.count + kBlock <= to.room; at += kBlock) {
@@ -318,7 +322,7 @@ HWY_INLINE std::size_t CollectAs(const Pass& pass, std::size_t first, std::uint3
     const std::size_t padded = (size + kWord - 1) / kWord * kWord;
     const float* grad = BlockOf(pass, at, at + size, widened);
     float* values = kResidual ? pass.residual + at : made;
-    if (size < padded) {  // zeros fill the last word: never candidates, nothing to a norm
+    if (size < padded) {  // zeros fill the last word: no candidates, no effect on norms
       if (grad != widened) std::copy_n(grad, size, widened);
       std::fill(widened + size, widened + padded, 0.0F);
       grad = widened;
@@ -410,10 +414,10 @@ void KeepAbove(const Candidates& from, std::uint32_t cut, std::size_t ties, Cand
   const DF d;
   const DI di;
   const VI vcut = Signed(cut);
-  const Candidates candidates = from;  // `from` and `into` may be one
+  const Candidates candidates = from;  // `from` and `into` may be the same object
   Candidates to = into;
   to.count = 0;
-  // In place, a vector is written at or before where it was read.
+  // This works in place: a vector is written at or before the place where it was read.
   for (std::size_t i = 0; i < candidates.count; i += kLanes) {
     if (i + kLanes <= candidates.count) {
       const VF value = hn::LoadU(d, candidates.value + i);
@@ -431,7 +435,7 @@ void KeepAbove(const Candidates& from, std::uint32_t cut, std::size_t ties, Cand
         continue;
       }
     }
-    // The last vector, or the one in which the ties run out.
+    // One by one: the last vector, and vectors with more ties than may be kept.
     for (std::size_t j = i; j < std::min(i + kLanes, candidates.count); ++j) {
       const std::uint32_t o = order(candidates.value[j]);
       if (o < cut || (o == cut && ties == 0)) continue;
@@ -464,7 +468,7 @@ std::size_t collect(const Pass& pass, std::size_t first, std::uint32_t above,
 }
 
 double norm2(const float* x, std::size_t n) {
-  Index index[kSlack];  // nothing passes, but Append may write its empty vector
+  Index index[kSlack];  // stays empty, but Append may write a vector past its end
   float value[kSlack];
   Candidates none{index, value, 0, kBlock};
   Sums sums;

@@ -42,7 +42,8 @@ void check(const SelectTask& task) {
 }
 
 kernels::Pass accumulation(const SelectTask& task) noexcept {
-  // Where most cache lines get an entry of the mean, zeros are cheaper written with those.
+  // If most cache lines get an entry of the mean, it is cheaper to write the zeros together with
+  // the mean.
   const bool clear = task.clear && !task.residual.empty() && task.keep.k < task.grad.n / 32;
   return {.grad = task.grad.data,
           .type = task.grad.dtype,
@@ -57,13 +58,13 @@ Cut cut_of(std::span<std::uint32_t> orders, std::size_t k) {
   const auto kth = orders.begin() + static_cast<std::ptrdiff_t>(k - 1);
   std::nth_element(orders.begin(), kth, orders.end(), std::greater<>());
   const std::uint32_t order = *kth;
-  // Everything above the k-th is left of it.
+  // All larger orders are to the left of the k-th.
   const auto above = std::count_if(orders.begin(), kth, [&](std::uint32_t o) { return o > order; });
   return {order, k - static_cast<std::size_t>(above)};
 }
 
-// A sample brackets the k-th so narrowly that few orders remain to be
-// partitioned (Floyd and Rivest 1975); if it misses, all of them are.
+// A sample brackets the k-th so narrowly that only few orders must be partitioned (Floyd and Rivest
+// 1975). If the bracket misses the k-th, all orders are partitioned.
 Cut cut_of(const float* value, std::size_t n, std::size_t k, std::vector<std::uint32_t>& scratch) {
   constexpr std::size_t kSmall = 4096, kSample = 2048;
   if (n > kSmall) {
@@ -71,7 +72,7 @@ Cut cut_of(const float* value, std::size_t n, std::size_t k, std::vector<std::ui
     const std::size_t stride = n / size;
     for (std::size_t i = 0; i < size; ++i) scratch[i] = kernels::order(value[i * stride]);
     const std::span sample(scratch.data(), size);
-    // The k-th's rank in the sample is q size, with a deviation of sqrt(q (1-q) size).
+    // The k-th has about rank q size in the sample, with a deviation of sqrt(q (1-q) size).
     const double q = static_cast<double>(k) / static_cast<double>(n);
     const double m = static_cast<double>(size);
     const double margin = 4.0 * std::sqrt(q * (1.0 - q) * m) + 2.0;
@@ -161,7 +162,7 @@ SelectReport accumulate(const SelectTask& task) {
   selectors::check(task);
   kernels::Pass pass = selectors::accumulation(task);
   pass.clear = nullptr;
-  // Nothing passes the threshold, but a store may touch what lies behind the last candidate.
+  // No entry passes the threshold, but a store may write past the last candidate.
   std::array<Index, kernels::kBlock + kernels::kSlack> index{};
   std::array<float, kernels::kBlock + kernels::kSlack> value{};
   kernels::Candidates none{index.data(), value.data(), 0, kernels::kBlock};
@@ -192,7 +193,7 @@ void split_top_k(const SparseView& s, std::size_t k, SparseBuffer& kept, SparseB
       std::ranges::count_if(s.value, [](float v) { return kernels::order(v) > 0; }));
   selectors::Cut cut{kernels::kAboveAll, 0};
   if (k >= non_zero) {
-    cut = {0, 0};  // order 0 belongs to no entry that is kept or dropped
+    cut = {0, 0};  // keeps all non-zeros; zeros, whose order is 0, go to neither list
   } else if (k > 0) {
     scratch.resize(nnz);
     cut = selectors::cut_of(s.value.data(), nnz, k, scratch);
@@ -200,13 +201,14 @@ void split_top_k(const SparseView& s, std::size_t k, SparseBuffer& kept, SparseB
   const std::size_t most_kept = std::min(k, non_zero);
   kept.set_dim(s.dim);
   dropped.set_dim(s.dim);
-  // Of those that tie with the k-th, the ones in front of this place are kept.
+  // Entries that tie with the k-th are kept if they come before this place.
   std::size_t tie_end = 0;
   for (std::size_t ties = cut.ties; ties > 0; ++tie_end) {
     ties -= kernels::order(s.value[tie_end]) == cut.order ? 1U : 0U;
   }
-  // Every entry is written to both lists, and counts in one or none: no branch that depends on
-  // values, which come in no order. So each list needs room for one more than it will have.
+  // Every entry is written to both lists, and then counted in at most one. This avoids branches on
+  // the values, which would be mispredicted. So each list needs room for one more entry than it
+  // will have.
   kept.resize(most_kept + 1);
   dropped.resize(non_zero - most_kept + 1);
   const Index* const index = s.index.data();

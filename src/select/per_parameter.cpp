@@ -1,4 +1,4 @@
-// Any rule, inside every parameter of a bucket instead of over all of it.
+// Applies any rule to each parameter of a bucket on its own, instead of to the whole bucket.
 #include <algorithm>
 #include <cstddef>
 #include <limits>
@@ -29,7 +29,7 @@ class PerParameter final : public Selector {
   SparseBuffer part_, whole_;
 };
 
-// The rule's slots: one for every parameter of every bucket.
+// The rule has one slot for every parameter of every bucket.
 constexpr Slot kParametersPerSlot = 65536;
 
 void check_layout(const SelectTask& task) {
@@ -50,8 +50,9 @@ void check_layout(const SelectTask& task) {
                    ", n=" + std::to_string(task.grad.n) + ")");
 }
 
-// floor(length k / n) each; what is left goes, one each, to the largest remainders. None gets more
-// than its length: only a quotient that is not whole has a remainder.
+// Each parameter gets floor(length k / n) entries. The rest goes to the parameters with the largest
+// remainders, one entry each. No parameter gets more than its length, because only a quotient that
+// is not whole has a remainder.
 void PerParameter::share_out(std::size_t k, std::size_t n, std::span<const Segment> layout) {
   share_.resize(layout.size());
   by_remainder_.resize(layout.size());

@@ -1,4 +1,4 @@
-// Internal: what a selector carries from step to step, and how it is saved.
+// Internal: the state that a selector carries from step to step, and its saved format.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,9 @@
 
 namespace skim::selectors {
 
-// What a rule remembers of every slot. State has each(state, f), which calls f for every field, and
-// valid(). Saved as a section (state.hpp): number of slots; for each, ascending: slot, fields.
+// A rule's state for every slot. State must have each(state, f), which calls f for every field, and
+// valid(). The saved section (state.hpp) has the number of slots, then each slot and its fields, in
+// ascending order of slots.
 template <class State>
 class PerSlot {
  public:
@@ -30,7 +31,7 @@ class PerSlot {
     }
     section.end();
   }
-  // Throws: StateError (nothing changed).
+  // Throws: StateError; nothing has changed then.
   void load(std::istream& in, std::string_view magic) {
     SectionReader section(in, "select: the saved thresholds", magic, kVersion);
     const auto slots = section.get<std::uint64_t>();

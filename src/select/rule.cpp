@@ -1,4 +1,4 @@
-// The course of a step of a rule.
+// One step of a rule.
 #include "select/rule.hpp"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Rules that draw lots: the sampled threshold of DGC, and random-k.
+// Rules that use random numbers: the sampled threshold of DGC, and random-k.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -12,11 +12,14 @@ namespace {
 
 using selectors::Rule;
 
-// Y. Lin et al., "Deep Gradient Compression", ICLR 2018, section 5: the threshold is the k/n
-// quantile of a strided sample. The sample is drawn before the accumulating pass, which can then
-// collect. More than k candidates are cut to the k largest (published: above 1.3 k; below, to the
-// first k by index, which favours low ones). Fewer than 0.8 k: the threshold falls by factors of
-// 0.8, as published, of which one pass counts seven; then everything is a candidate.
+// Y. Lin et al., "Deep Gradient Compression", ICLR 2018, section 5: the threshold is the value that
+// a fraction k/n of a strided sample exceeds. The sample is drawn before the accumulating pass, so
+// that the pass can collect candidates.
+//
+// With more than k candidates, the k largest are kept. The paper does this only above 1.3 k; below,
+// it keeps the first k by index, which favours low indices. With fewer than 0.8 k candidates, the
+// threshold falls by factors of 0.8, as published. One pass counts seven such thresholds. If none
+// of them is low enough, every entry becomes a candidate.
 class Dgc final : public Rule {
  public:
   explicit Dgc(std::uint64_t seed) : Rule(SelectAlgo::dgc), seed_(seed) {}
@@ -30,11 +33,12 @@ class Dgc final : public Rule {
     return r;
   }
 
-  // Smallest of the sample's top k/n. About 1 % of the entries, more where few are kept.
+  // The smallest order in the sample's top k/n. The sample has about 1 % of the entries, or more if
+  // k is small.
   std::uint32_t sampled(StepId id, std::size_t k) {
     const std::size_t n = pass_.n;
     const std::size_t wanted = std::max(n / 100, (2 * n + k - 1) / k);
-    // A multiple of 32 plus 1: not in step with the rows of a weight matrix.
+    // A multiple of 32 plus 1, so that it does not divide the row length of a weight matrix.
     const std::size_t stride = (n + 32 * wanted - 1) / (32 * wanted) * 32 + 1;
     std::size_t size = 0;
     for (std::size_t i = Random(seed_, id).below(std::min(stride, n)); i < n; i += stride) {
@@ -51,7 +55,7 @@ class Dgc final : public Rule {
   void pick(const SelectTask& task) override {
     const std::size_t k = task.keep.k;
     const std::uint32_t threshold = sampled(task.id, k);
-    // What equals the threshold passes.
+    // Entries that equal the threshold must pass as well.
     const std::uint32_t above = threshold == 0 ? 0 : threshold - 1;
     accumulate(above);
     if (10 * candidates_.count < 8 * k && above > floor_) {
@@ -71,9 +75,10 @@ class Dgc final : public Rule {
   std::uint64_t seed_;
 };
 
-// k indices, every set of k with the same probability (rand_k of S. U. Stich, J.-B. Cordonnier, M.
-// Jaggi, "Sparsified SGD with Memory", NeurIPS 2018): R. W. Floyd's algorithm (CACM 30, 1987), its
-// set a bit per entry, so that k draws and a look at n / 64 words give them in order.
+// Selects k indices; every set of k has the same probability (rand_k of S. U. Stich, J.-B.
+// Cordonnier, M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018). It uses R. W. Floyd's
+// algorithm (CACM 30, 1987) with one bit per entry as the set. So k draws and a scan of n / 64
+// words give the indices in order.
 class RandomK final : public Rule {
  public:
   explicit RandomK(std::uint64_t seed) : Rule(SelectAlgo::randomk), seed_(seed) {}

@@ -1,5 +1,6 @@
-// Rules that search for a threshold between the mean or zero and the largest magnitude: RedSync and
-// MSTopK. Seven counts in one pass answer three rounds of bisection.
+// RedSync and MSTopK, which search for a threshold below the largest magnitude. RedSync starts from
+// the mean, MSTopK from zero. One pass counts seven thresholds, which is enough for three rounds of
+// bisection.
 #include <algorithm>
 #include <array>
 
@@ -12,8 +13,9 @@ namespace {
 using selectors::order_of;
 using selectors::Rule;
 
-// J. Fang, H. Fu, G. Yang, C.-J. Hsieh, "RedSync", arXiv 1808.04357, as the authors of arXiv
-// 1911.08772 released it for comparison: thresholds mean |u| + ratio (max |u| - mean |u|).
+// J. Fang, H. Fu, G. Yang, C.-J. Hsieh, "RedSync", arXiv 1808.04357, as implemented by the authors
+// of arXiv 1911.08772 for their comparison. Its thresholds are mean |u| + ratio (max |u| - mean
+// |u|).
 class RedSync final : public Rule {
  public:
   explicit RedSync(bool trim)
@@ -29,8 +31,8 @@ class RedSync final : public Rule {
     collect(trim_ ? trimmed(at, task.keep.k) : bisected(at, task.keep.k));
   }
 
-  // Ratio 0.8, then 0.2 less until k entries pass. Below the mean the next step is hardly ever
-  // above zero, so that everything is sent.
+  // The ratio starts at 0.8 and falls by 0.2 until k entries pass. After ratio 0, the next
+  // threshold would hardly ever be above zero, so everything is sent.
   template <class F>
   std::uint32_t trimmed(F at, std::size_t k) {
     std::array<std::uint32_t, 5> orders;
@@ -44,8 +46,8 @@ class RedSync final : public Rule {
     return 0;
   }
 
-  // Ratios in [low, high] of [0, 1] are halved until the count lies between k and 2 k or the
-  // interval is at most 0.2 wide: three rounds, so that eighths are enough.
+  // Bisects the ratio in [0, 1] until the count lies between k and 2 k, or the interval is at most
+  // 0.2 wide. That takes at most three rounds, so multiples of 1/8 are enough.
   template <class F>
   std::uint32_t bisected(F at, std::size_t k) {
     std::array<std::uint32_t, 7> orders;
@@ -67,9 +69,10 @@ class RedSync final : public Rule {
 };
 
 // S. Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters",
-// arXiv 2010.10458: bisects for the lowest threshold that at most k entries pass and the highest
-// that more pass, takes all above the former and fills up with a run, at a random place, of those
-// between the two. From 0, not the mean: the mean's count may be below k.
+// arXiv 2010.10458. It bisects for two thresholds: the lowest that at most k entries pass, and the
+// highest that more than k pass. It selects all entries above the former. The rest is a run, at a
+// random place, of the entries between the two. The bisection starts from 0 instead of the mean,
+// because fewer than k entries may be above the mean.
 class MsTopK final : public Rule {
  public:
   explicit MsTopK(std::uint64_t seed) : Rule(SelectAlgo::mstopk), seed_(seed) {}
@@ -77,7 +80,7 @@ class MsTopK final : public Rule {
  private:
   static constexpr int kRounds = 30;
 
-  // What is known of a bisection: more than k entries pass low, at most k pass high.
+  // The state of a bisection: more than k entries pass low, and at most k pass high.
   struct Interval {
     double low, high;
     std::uint32_t low_order, high_order;
@@ -111,7 +114,8 @@ class MsTopK final : public Rule {
     const std::size_t n = task.grad.n, k = task.keep.k;
     accumulate();
     const kernels::Moments m = moments();
-    // An upper bound: some may be below keep.threshold or, with a residual, not finite.
+    // This is an upper bound. Some entries may be below keep.threshold. With a residual, the
+    // non-finite gradient entries are counted although they add nothing.
     const std::size_t non_zero = m.count + sums_.non_finite;
     Interval in{static_cast<double>(selectors::magnitude_of(floor_)),
                 static_cast<double>(m.largest_abs),
@@ -120,14 +124,14 @@ class MsTopK final : public Rule {
                 non_zero,
                 0};
     int rounds = 0;
-    // Over all entries, until few enough remain to be collected.
+    // Bisect over all entries until there are few enough to collect.
     while (rounds < kRounds && in.low < in.high && in.above_low > std::max(4 * k, n / 64)) {
       three_rounds(in, k, [&](auto orders, std::span<std::size_t> c) { count_above(orders, c); });
       rounds += 3;
     }
     collect(in.low_order);
     in.above_low = candidates_.count;
-    if (in.above_low <= k) return;  // there are no more non-zeros
+    if (in.above_low <= k) return;  // there are at most k non-zeros
     for (; rounds < kRounds && in.above_high < k; rounds += 3) {
       three_rounds(in, k, [&](auto orders, std::span<std::size_t> c) {
         kernels::count_above(candidate_values(), orders, c);

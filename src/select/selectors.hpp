@@ -1,4 +1,4 @@
-// Internal: what the selection rules share.
+// Internal: functions that the selection rules share.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace skim::selectors {
 
-// make_selector is the one switch over these.
+// Only make_selector calls these.
 std::unique_ptr<Selector> make_exact();
 std::unique_ptr<Selector> make_gaussian();
 std::unique_ptr<Selector> make_published_gaussian(bool two_sided);
@@ -23,16 +23,17 @@ std::unique_ptr<Selector> make_mstopk(std::uint64_t seed);
 std::unique_ptr<Selector> make_threshold(float threshold);
 std::unique_ptr<Selector> make_randomk(std::uint64_t seed);
 std::unique_ptr<Selector> make_blocktopk(std::size_t block);
-// Selects by `rule` inside every parameter of a bucket.
+// Applies `rule` to each parameter of a bucket on its own.
 std::unique_ptr<Selector> make_per_parameter(std::unique_ptr<Selector> rule);
 
-// The preconditions of Selector::select. Throws: InvalidArgument.
+// Checks the preconditions of Selector::select. Throws: InvalidArgument.
 void check(const SelectTask& task);
 
 // The pass that adds the task's gradient to its residual.
 kernels::Pass accumulation(const SelectTask& task) noexcept;
 
-// Where a top-k is cut: what is above `order` is kept, and the first `ties` that equal it.
+// The boundary of a top-k. Entries above `order` are kept, and the first `ties` entries equal to
+// it.
 struct Cut {
   std::uint32_t order = 0;
   std::size_t ties = 0;
@@ -40,7 +41,7 @@ struct Cut {
 // The cut inside a set of orders, given that k of them are kept. Reorders them. Requires:
 // 0 < k <= orders.size().
 Cut cut_of(std::span<std::uint32_t> orders, std::size_t k);
-// The same over values. Requires: n + kernels::kSlack <= scratch.size().
+// The same for values. Requires: n + kernels::kSlack <= scratch.size().
 Cut cut_of(const float* value, std::size_t n, std::size_t k, std::vector<std::uint32_t>& scratch);
 
 float magnitude_of(std::uint32_t order);

@@ -10,9 +10,9 @@
 namespace skim {
 namespace {
 
-// Magnitudes are taken to be exponential, so that a share r of them passes -mean ln r. With several
-// stages the first keeps a quarter and each further one fits what exceeds the stage before, which
-// follows any tail more closely.
+// The rule assumes that magnitudes are exponential, so that a fraction r of them exceeds -mean ln
+// r. With several stages, the first one keeps a quarter of the entries. Each further stage fits the
+// entries that exceed the threshold before it. More stages follow the tail more closely.
 class Sidco final : public selectors::Rule {
  public:
   explicit Sidco(int stages) : Rule(SelectAlgo::sidco), stages_(stages) {}
@@ -25,9 +25,9 @@ class Sidco final : public selectors::Rule {
   static constexpr std::uint32_t kPeriod = 5, kMostStages = 8;
 
   struct Adaptation {
-    std::uint32_t stages = 1, steps = 0;  // steps of this period
-    double achieved = 0.0;                // sum of count / k over them
-    // |ln(achieved / wanted)| of the last period with 1, 2, ... stages; 0: not tried yet.
+    std::uint32_t stages = 1, steps = 0;  // steps: done in this period
+    double achieved = 0.0;                // sum of count / k over these steps
+    // |ln(achieved / wanted)| of the last period with 1, 2, ... stages; 0 if not tried yet.
     std::array<double, kMostStages> error{};
 
     template <class Self, class F>
@@ -43,9 +43,10 @@ class Sidco final : public selectors::Rule {
              std::ranges::all_of(error, [](double e) { return std::isfinite(e) && e >= 0.0; });
     }
 
-    // Every kPeriod steps, as published, if the mean is off by more than 20 %. To which number of
-    // stages is derived: each is tried once, then the best so far. The count alone does not tell:
-    // for too many sent, a tail heavier than exponential wants more stages, a lighter one fewer.
+    // As published, the number of stages may change every kPeriod steps, if the mean count is off
+    // by more than 20 %. How the new number is chosen is our own: each number is tried once, then
+    // the best so far is used. The count alone does not tell the direction. If too many entries are
+    // sent, a tail heavier than exponential needs more stages, and a lighter tail needs fewer.
     void observe(double ratio) {
       achieved += ratio;
       if (++steps < kPeriod) return;

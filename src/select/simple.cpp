@@ -11,7 +11,7 @@ using kernels::Candidates;
 using selectors::Rule;
 
 // N. Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", INTERSPEECH
-// 2015: everything that is at least as large, however much.
+// 2015. Selects all entries of at least the threshold, however many there are.
 class Threshold final : public Rule {
  public:
   explicit Threshold(float threshold) : Rule(SelectAlgo::threshold), threshold_(threshold) {}
@@ -28,10 +28,11 @@ class Threshold final : public Rule {
   float threshold_;
 };
 
-// The k largest of every chunk of `block` entries, as SparseLoCo (arXiv 2508.15706) and DeMo (B.
-// Peng, J. Quesnelle, D. P. Kingma, arXiv 2411.19870) select. Entries up to x get floor(x k / n) of
-// k, so that a chunk has its share to within one. A chunk is accumulated and cut while it is in the
-// cache; what it collects starts from the cut of the one before.
+// Selects the largest entries of every chunk of `block` entries, as in SparseLoCo (arXiv
+// 2508.15706) and DeMo (B. Peng, J. Quesnelle, D. P. Kingma, arXiv 2411.19870). The first x entries
+// get floor(x k / n) of the k, so the number for a chunk is proportional to its size, to within
+// one. Each chunk is accumulated and cut while it is in the cache. Its threshold for candidates
+// comes from the cut of the chunk before.
 class BlockTopK final : public Rule {
  public:
   explicit BlockTopK(std::size_t block) : Rule(SelectAlgo::blocktopk), block_(block) {}
@@ -62,7 +63,8 @@ class BlockTopK final : public Rule {
       given += share;
       Candidates chunk{candidates_.index + candidates_.count, candidates_.value + candidates_.count,
                        0, size + kernels::kBlock};
-      // A quarter of a binary order below the last cut.
+      // The last cut less a quarter of an octave: 2^21 is a quarter of the step from one exponent
+      // to the next.
       std::uint32_t above = std::max(floor_, last_cut - std::min(last_cut, 1U << 21U));
       if (share == 0) above = kernels::kAboveAll;
       kernels::collect(part(pass_, at, size), 0, above, chunk, sums_);

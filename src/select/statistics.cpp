@@ -1,8 +1,9 @@
-// Moments and counts over n values, compiled for every CPU target like kernels.cpp, and the same
-// bits on all of them by the same means: 32 virtual lanes in blocks of kBlock.
+// Moments and counts over n values, compiled for every CPU target like kernels.cpp. All targets
+// give the same bits, because they all sum in 32 virtual lanes over blocks of kBlock.
 #include "select/statistics.hpp"
 
-// Vectors of unknown length cannot be kept in arrays; such CPUs run the fixed-length target.
+// Vectors of unknown length cannot be stored in arrays. CPUs with such vectors run the fixed-length
+// target.
 #ifndef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #endif
@@ -17,8 +18,8 @@
 namespace skim::kernels {
 namespace {
 
-// Entries [at, at + n) as floats: where they lie, or in `room`; followed by zeros up to a multiple
-// of kVirtualLanes.
+// Entries [at, at + n) as floats, followed by zeros up to a multiple of kVirtualLanes. Returns a
+// pointer into the values, or `room` if it had to copy.
 const float* block_of(const Pass& values, std::size_t at, std::size_t n, float (&room)[kBlock]) {
   if (values.type == DType::f32 && values.reciprocal == 1.0F && n % kVirtualLanes == 0) {
     return static_cast<const float*>(values.grad) + at;

@@ -17,29 +17,36 @@ EXCHANGES = ("auto", *_core.exchanges)
 DEFAULT = [*(hook for hook in HOOKS if hook != "barrier"), "skim-auto"]
 
 DDP = """\
-Time of a training step under PyTorch's DistributedDataParallel, with one communication hook after the other.
+Measures the time of a training step under PyTorch's DistributedDataParallel for several communication hooks.
 
-The model is an MLP of six 1024 x 1024 layers and one of 10: 6.3 million parameters. A step is forward, backward,
-exchange and SGD on a batch of 32 a rank, each rank a process with one thread.
+The model is an MLP with six layers of 1024 x 1024 and one of 1024 x 10: 6.3 million parameters. A step is forward,
+backward, exchange and SGD on a batch of 32 per rank. Each rank is a process with one thread.
 
-Every hook has processes and a model of its own, with the same seed. All of them stay, waiting, while one after the
-other takes its turn in each round, so that whatever else the machine does hits all alike. Ratios are within a round;
-their median counts. A hook whose processes crash or do not answer is out of the rest of that run. Each process takes
-some 0.4 GB of memory.
+Every hook has its own processes and its own model, with the same seed. In each round the hooks take turns, while the
+processes of the other hooks wait. So other load on the machine affects all hooks alike. Each round gives the ratio of
+a hook's step time to that of the hook none; the table shows the median of these ratios. If a process of a hook crashes
+or does not answer, the hook is left out of the rest of that run. Each process takes about 0.4 GB of memory.
 """
 
 RATE = """\
-With --rate the ranks are hosts in network namespaces, each with a shaped link to one switch. That needs root, Linux and
-iproute2 (with --latency also a C++ compiler). It makes the namespaces skimddp0, skimddp1, .. and skimddp-switch, with
-addresses 10.77.9.x inside them and the folder /run/skim-cluster-skimddp, changes nothing else of the machine's network,
-and removes them at the end, also after Ctrl-C or SIGTERM.
+With --rate each rank is a host in a network namespace, with a shaped link to one switch. This needs root, Linux and
+iproute2, and with --latency also a C++ compiler. It makes the namespaces skimddp0, skimddp1, .. and skimddp-switch,
+with addresses 10.77.9.x inside them, and the folder /run/skim-cluster-skimddp. It removes them at the end, also after
+Ctrl-C or SIGTERM. It changes nothing else in the machine's network.
 
-JSON: an array with an object for each hook. hook, exchange and density (skim's, else null), link, ranks, buckets;
-step_ms, the median over all timed steps, and min_ms, where the slowest rank counts in each step; ratio_to_none, the
-median over rounds of the hook's median over none's; runs, failures (crashed, hung or refused), failure (the first
-one's reason); weights_equal (all ranks' parameters bit by bit, at the end of every run; null: none ended, or
-hook none or barrier); sent_bytes a step over TCP, headers aside, by the rank that sent most (null where the system does
-not tell); parts_ms (skim: its own times a step) and decisions (skim: what each bucket did last).
+JSON: an array with one object per hook.
+  hook, link, ranks, buckets
+  exchange, density   of skim; null for other hooks
+  step_ms, min_ms     median and minimum over all timed steps; the slowest rank counts in each step
+  ratio_to_none       the hook's median step time / that of none, in each round; the median over rounds
+  runs, failures      number of runs, and of runs in which the hook crashed, hung or refused
+  failure             reason of the first failure, or null
+  weights_equal       whether the parameters of all ranks were equal bit by bit at the end of every run; null for the
+                      hooks none and barrier, and if no run ended
+  sent_bytes          bytes per step over TCP, without headers, of the rank that sent most; null if the system does
+                      not count them
+  parts_ms            skim's own times per step
+  decisions           skim's last decision for each bucket
 """
 
 
@@ -56,23 +63,25 @@ def main() -> int:
     )
     ddp.error = _refuse  # type: ignore[assignment, method-assign]
     add = ddp.add_argument
-    add("--json", metavar="FILE", help="write the results there")
+    add("--json", metavar="FILE", help="write the results to this file")
     add("--hooks", type=_hooks, default=DEFAULT, metavar="LIST",
-        help="of none (no communication), barrier (ranks wait for one another, and exchange nothing), allreduce, fp16, "
-        f"bf16, powersgd, skim (with --exchange), skim-EXCHANGE; default: {','.join(DEFAULT)}")  # fmt: skip
-    add("--ranks", type=_whole(1, 250), default=2, metavar="P", help="processes (2)")
-    add("--rate", type=_rate, metavar="RATE", help="of the link of every rank, each way: 1gbit, 100mbit, ..; loopback")
-    add("--latency", type=_latency, metavar="TIME", help="one way, with --rate: 0.2ms, 50us, ..; none")
-    add("--density", type=_density, default=0.001, metavar="D", help="share of entries that skim sends (0.001)")
+        help="comma-separated: none (no communication), barrier (ranks wait for one another but exchange nothing), "
+        "allreduce, fp16, bf16, powersgd, skim (with --exchange), skim-EXCHANGE; "
+        f"default: {','.join(DEFAULT)}")  # fmt: skip
+    add("--ranks", type=_whole(1, 250), default=2, metavar="P", help="number of ranks (2)")
+    add("--rate", type=_rate, metavar="RATE",
+        help="rate of each rank's link, in each direction: 1gbit, 100mbit, .. (loopback)")  # fmt: skip
+    add("--latency", type=_latency, metavar="TIME", help="one-way latency, with --rate: 0.2ms, 50us, .. (none)")
+    add("--density", type=_density, default=0.001, metavar="D", help="fraction of entries that skim sends (0.001)")
     add("--exchange", choices=EXCHANGES, default="allgather", metavar="KIND",
-        help="of hook skim: one of " + ", ".join(EXCHANGES) + " (allgather)")  # fmt: skip
+        help="exchange of the hook skim: one of " + ", ".join(EXCHANGES) + " (allgather)")  # fmt: skip
     add("--bucket-mb", type=_size, default=25.0, metavar="MB", help="bucket_cap_mb of DDP (25, as DDP)")
-    add("--steps", type=_whole(1, 10**6), default=20, metavar="N", help="timed steps of a hook in a round (20)")
-    add("--rounds", type=_whole(1, 10**6), default=5, metavar="N", help="rounds of a run (5)")
+    add("--steps", type=_whole(1, 10**6), default=20, metavar="N", help="timed steps per hook and round (20)")
+    add("--rounds", type=_whole(1, 10**6), default=5, metavar="N", help="rounds per run (5)")
     add("--warm-up", type=_whole(0, 10**6), default=40, metavar="N", help="steps before the first round (40)")
-    add("--runs", type=_whole(1, 10**6), default=1, metavar="N", help="times that all processes start anew (1)")
+    add("--runs", type=_whole(1, 10**6), default=1, metavar="N", help="runs; each starts all processes anew (1)")
     add("--timeout", type=_whole(1, 10**6), default=120, metavar="S",
-        help="seconds after which a hook that does not end its round has failed (120)")  # fmt: skip
+        help="seconds that a hook may take for one round; after that it has failed (120)")  # fmt: skip
     arguments = parser.parse_args()
     if arguments.latency and not arguments.rate:
         _refuse("--latency needs --rate")
@@ -121,7 +130,7 @@ def _hooks(text: str) -> list[str]:
                 + ", ".join(f"skim-{kind}" for kind in EXCHANGES)
             )
     if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"a hook twice in '{text}'")
+        raise argparse.ArgumentTypeError(f"'{text}' names a hook twice")
     return names
 
 

@@ -1,4 +1,4 @@
-"""What python -m skim.bench ddp does: processes for each hook, turns, statistics."""
+"""The measurement of python -m skim.bench ddp: the processes of each hook, their turns, and the statistics."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from typing import IO, Any
 
 from skim.bench._rank import Outcome, Task, Turn
 
-NAME, NET = "skimddp", "10.77.9"  # of the namespaces and of the addresses in them
-SCRIPT = pathlib.Path(__file__).with_name("cluster")  # scripts/cluster/cluster of the sources
+NAME, NET = "skimddp", "10.77.9"  # prefixes of the namespaces' names and of the addresses in them
+SCRIPT = pathlib.Path(__file__).with_name("cluster")  # installed copy of scripts/cluster/cluster
 
-# Not -m: what a module that runs as __main__ sends over a pipe is of types that nobody else knows.
+# Not python -m: classes of a module that runs as __main__ cannot be unpickled at the other end of the pipe.
 RANK = "from skim.bench import _rank; _rank.main()"
 
 
 class NoLink(Exception):
-    """The link that was asked for cannot be made; says why."""
+    """The requested link cannot be made. The message says why."""
 
 
 class Failed(Exception):
-    """A rank of a group crashed, refused or did not answer; says which and why."""
+    """A rank of a group crashed, refused or did not answer. The message says which and why."""
 
 
 class Loopback:
@@ -42,12 +42,12 @@ class Loopback:
     address = "127.0.0.1"
 
     def on_host(self, rank: int) -> list[str]:
-        """What stands before the command of a rank."""
+        """The words to put before the command of a rank."""
         return []
 
 
 class Namespaces(Loopback):
-    """Ranks on hosts of a cluster that `cluster_of` has made."""
+    """Ranks on the hosts of a cluster that link_of has made."""
 
     device = "e0"
     address = f"{NET}.1"
@@ -61,7 +61,7 @@ class Namespaces(Loopback):
 
 @contextlib.contextmanager
 def link_of(rate: str | None, latency: str | None, ranks: int) -> Iterator[Loopback]:
-    """The link, for as long as the block lasts. Raises NoLink."""
+    """Makes the link, and removes it at the end of the block. Raises NoLink."""
     if rate is None:
         yield Loopback()
         return
@@ -69,7 +69,7 @@ def link_of(rate: str | None, latency: str | None, ranks: int) -> Iterator[Loopb
     os.environ.update(SKIM_CLUSTER=NAME, SKIM_CLUSTER_NET=NET)
 
     def cluster(*arguments: str) -> None:
-        # In a session of its own: Ctrl-C is for us, who then wait until it has cleaned up.
+        # In its own session, so that Ctrl-C reaches only this process. It then waits for the clean-up.
         done = subprocess.run(
             ["bash", str(SCRIPT), *arguments], capture_output=True, text=True, start_new_session=True
         )
@@ -84,7 +84,7 @@ def link_of(rate: str | None, latency: str | None, ranks: int) -> Iterator[Loopb
 
 
 class Group:
-    """The processes of one hook, from their start until the block ends. Raises Failed."""
+    """The processes of one hook, from their start until end(). All methods but end() raise Failed."""
 
     def __init__(self, task: Task, link: Loopback, timeout: float) -> None:
         self._timeout = timeout
@@ -115,12 +115,12 @@ class Group:
                     stdin=subprocess.DEVNULL,
                     stdout=self._logs[rank],
                     stderr=self._logs[rank],
-                    start_new_session=True,  # Ctrl-C is for us, who end them
+                    start_new_session=True,  # Ctrl-C reaches only this process, which then ends them
                 )
             )
 
     def train(self, steps: int) -> list[Turn]:
-        """Each rank's times of that many steps."""
+        """Trains so many steps and returns each rank's times."""
         self._tell(steps, self._pipes)
         return self._answers(self._pipes)
 
@@ -138,7 +138,7 @@ class Group:
         return outcomes
 
     def end(self) -> None:
-        """Ends what still runs."""
+        """Kills the processes that still run."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -148,11 +148,11 @@ class Group:
 
     def _tell(self, what: Any, pipes: list[Any]) -> None:
         for pipe in pipes:
-            with contextlib.suppress(OSError):  # a rank that has ended: _answers says so
+            with contextlib.suppress(OSError):  # the rank has ended, and _answers will report it
                 pipe.send(what)
 
     def _answers(self, pipes: list[Any]) -> list[Any]:
-        """One of each, or Failed as soon as one rank fails."""
+        """One answer from each pipe, in order. Raises Failed as soon as one rank fails."""
         answers: dict[Any, Any] = {}
         deadline = time.monotonic() + self._timeout
         while len(answers) < len(pipes):
@@ -172,7 +172,10 @@ class Group:
         return [answers[p] for p in pipes]
 
     def _reason(self, first: str) -> str:
-        """That of a rank that crashed, if one did: others then fail too, and may be heard first."""
+        """Says which rank crashed, if one did; otherwise returns `first`.
+
+        After a crash the other ranks fail too, and may be heard before the rank that crashed.
+        """
         deadline = time.monotonic() + 2
         for rank, process in enumerate(self.processes):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -190,7 +193,7 @@ class Group:
 
 
 class Hook:
-    """What was measured of one hook."""
+    """The measurements of one hook."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name = name
@@ -207,11 +210,11 @@ class Hook:
             address="",
             timeout=arguments.timeout,
         )
-        self.steps_s: dict[tuple[int, int], list[float]] = {}  # by run and round; of the slowest rank
-        self.sent: list[float] = []  # bytes a step in each round, of the rank that sent most
+        self.steps_s: dict[tuple[int, int], list[float]] = {}  # (run, round): seconds of each step, on the slowest rank
+        self.sent: list[float] = []  # bytes per step in each round, of the rank that sent most
         self.failures: list[str] = []
-        self.equal: list[bool] = []  # in each run that it ended
-        self.outcomes: list[Outcome] = []  # of the last run that it ended
+        self.equal: list[bool] = []  # for each run that it completed: whether all weights were equal
+        self.outcomes: list[Outcome] = []  # of the last run that it completed
 
     def add(self, run: int, round_: int, turns: list[Turn]) -> None:
         self.steps_s[run, round_] = [max(of_ranks) for of_ranks in zip(*(t.seconds for t in turns))]
@@ -296,7 +299,7 @@ def _measure_once(hooks: list[Hook], link: Loopback, run: int, arguments: argpar
 
 
 def _progress(text: str, *, stays: bool = False) -> None:
-    """One line that the next one replaces on a terminal; elsewhere only what stays."""
+    """Prints a line that the next one replaces on a terminal. Elsewhere prints only lines with `stays`."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="\n" if stays else "", file=sys.stderr, flush=True)
     elif stays:

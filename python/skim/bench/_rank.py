@@ -1,9 +1,13 @@
-"""One rank of python -m skim.bench ddp: a process that takes its turn when it is told to.
+"""One rank of python -m skim.bench ddp: a process that trains when it is told to.
 
-The program's argument is its end of a multiprocessing pipe, by number. It is sent what to do (Task) and, on ranks above
-0, the port of rank 0's store, which rank 0 answers with; when it is ready it answers None. Then it is sent numbers of
-steps, to each of which it answers with a Turn; then None, to which it answers with Outcome; then None, and it ends. An
-exception is sent instead of an answer.
+The program's argument is the file descriptor of its end of a multiprocessing pipe. The messages are:
+
+1. It receives a Task. Rank 0 answers with the port of its store; the other ranks then receive this port.
+2. When it is ready to train, it answers None.
+3. It receives a number of steps, trains them, and answers with a Turn. This repeats.
+4. It receives None and answers with an Outcome. It receives None again, and ends.
+
+If it fails, it sends an exception instead of an answer.
 """
 
 from __future__ import annotations
@@ -28,13 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 import skim
 
 BATCH, WIDTH, LAYERS, CLASSES = 32, 1024, 6, 10
-BATCHES = 8  # that a rank has ready
-SETTLE = 2  # steps before those that count, after others had the processor and its caches
+BATCHES = 8  # prepared on each rank, and used in turn
+SETTLE = 2  # untimed steps at the start of a turn, because other processes had the processor and its caches
 
 
 @dataclasses.dataclass
 class Task:
-    hook: str  # none, allreduce, fp16, bf16, powersgd, skim
+    hook: str  # none, barrier, allreduce, fp16, bf16, powersgd, skim
     exchange: str
     density: float
     rank: int
@@ -48,15 +52,15 @@ class Task:
 @dataclasses.dataclass
 class Turn:
     seconds: list[float]  # of each step
-    sent_bytes: int | None  # in all of these steps
+    sent_bytes: int | None  # in all these steps together; None: not known
 
 
 @dataclasses.dataclass
 class Outcome:
-    weights: str  # a hash
+    weights: str  # hash of the parameters
     buckets: int
-    parts_s: dict[str, float]  # a step; skim's
-    decisions: list[str]  # of each bucket; skim's
+    parts_s: dict[str, float]  # skim: seconds per step of its phases
+    decisions: list[str]  # skim: the last decision for each bucket
 
 
 def serve(pipe: Connection) -> None:
@@ -79,7 +83,7 @@ def serve(pipe: Connection) -> None:
         after = _sent_bytes()
         pipe.send(Turn(seconds, None if before is None or after is None else after - before))
     pipe.send(trainer.outcome())
-    pipe.recv()  # nobody leaves before all have answered
+    pipe.recv()  # no rank leaves before all have answered
     if trainer.compression is not None:
         trainer.compression.close()
     dist.destroy_process_group()
@@ -106,7 +110,7 @@ class _Trainer:
                 self.ddp, density=task.density, exchange=task.exchange, timeout=task.timeout
             )
         elif task.hook == "powersgd":
-            # From the first step after the one that forms buckets anew: the default is 1000 dense steps.
+            # Start right after the step that rebuilds the buckets. The default is after 1000 dense steps.
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
             self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         else:
@@ -150,7 +154,7 @@ class _Trainer:
         return Outcome(digest.hexdigest(), len(sizes.split(",")), parts, decisions)
 
 
-# Without annotations: DDP compares them with the types themselves, which these are not as strings.
+# No annotations: DDP compares them with types, but here they would be strings (see the __future__ import).
 def _no_exchange(state, bucket):  # type: ignore[no-untyped-def]
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -158,13 +162,13 @@ def _no_exchange(state, bucket):  # type: ignore[no-untyped-def]
 
 
 def _wait_only(state, bucket):  # type: ignore[no-untyped-def]
-    """What every exchange costs at least: each rank waits, bucket by bucket, for the slowest."""
+    """Waits for the slowest rank at each bucket, which every exchange must do. Exchanges no gradient."""
     met = dist.all_reduce(torch.zeros(1), async_op=True).get_future()
     return met.then(lambda _: bucket.buffer())
 
 
 def _sent_bytes() -> int | None:
-    """What this process has sent over the TCP connections that it has now; None where that is not told."""
+    """Bytes that this process has sent over its open TCP connections; None if the system does not count them."""
     if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return None
     total = 0
@@ -185,8 +189,8 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     try:
         serve(pipe)
-    except EOFError:  # whoever measured has gone
+    except EOFError:  # the measuring process has ended
         os._exit(1)
-    except Exception as e:  # noqa: BLE001 - it is told, whatever it is
+    except Exception as e:  # noqa: BLE001 - every failure is reported
         pipe.send(RuntimeError(f"{type(e).__name__}: {e}"))
-        os._exit(1)  # without waiting for threads of a hook that is stuck
+        os._exit(1)  # does not wait for threads of a hook that hangs
