@@ -38,8 +38,6 @@
 namespace skim::tool {
 namespace {
 
-using bench::median;
-
 constexpr int kUsageError = 2;
 constexpr std::string_view kNthElement = "std::nth_element", kTorchTopk = "torch.topk";
 

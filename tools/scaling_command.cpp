@@ -303,7 +303,8 @@ struct Row {
 Row row_for(const Contender& c, const ScalingOptions& o, const Setting& s, const Trial& t) {
   Row r{.name = c.name, .counts_as = c.name, .rounds_s = c.seconds};
   for (double& seconds : r.rounds_s) seconds /= o.time_scale;
-  r.exchange_s = bench::median(r.rounds_s);
+  std::vector<double> any_order = r.rounds_s;
+  r.exchange_s = median(any_order);
   r.sent_bytes = c.sent_bytes;
   r.result_entries = c.result_entries;
   constexpr double kFewestTicks = 50.0;  // usually of 10 ms; fewer are not reliable
@@ -343,7 +344,7 @@ std::optional<Paired> pair_with_best(const Row& automatic, const std::vector<Row
     ratios.push_back((automatic.select_s + automatic.rounds_s[i]) /
                      (best->select_s + best->rounds_s[i]));
   }
-  return Paired{best->name, bench::median(ratios), bench::median_interval(ratios)};
+  return Paired{best->name, median(ratios), bench::median_interval(ratios)};
 }
 
 std::vector<Row> rows_of(const ScalingOptions& o, const Setting& s, const Trial& t) {

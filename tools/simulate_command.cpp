@@ -121,7 +121,7 @@ Selections select(const SimulateOptions& o, int ranks, std::size_t k) {
                      all.of_rank.emplace_back());
     seconds.push_back(processor_s() - start);
   }
-  all.seconds = bench::median(std::move(seconds));
+  all.seconds = median(seconds);
   return all;
 }
 
@@ -191,7 +191,7 @@ Outcome simulate(const SimulateOptions& o, const std::string& name, const Select
     if (step >= kWarm) seconds.push_back(1e-9 * static_cast<double>(end - begin));
     begin = end;
   }
-  outcome.exchange_s = bench::median(std::move(seconds));
+  outcome.exchange_s = median(seconds);
   for (const Course& c : courses) {
     outcome.most.sent_bytes =
         std::max(outcome.most.sent_bytes, c.after.sent_bytes - c.before.sent_bytes);

@@ -123,8 +123,8 @@ WireResult measure(const WireCase& c, const CodecOptions& options, double second
     encode.push_back(ns(t1 - t0));
     decode.push_back(ns(t2 - t1));
   }
-  result.encode_ns = bench::median(encode);
-  result.decode_ns = bench::median(decode);
+  result.encode_ns = median(encode);
+  result.decode_ns = median(decode);
   return result;
 }
 
