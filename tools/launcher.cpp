@@ -260,11 +260,11 @@ int launch(int ranks, const std::vector<std::string>& arguments) {
   close(err[1]);
   close(report[1]);
   int exec_error = 0;
-  ssize_t got = 0;
+  ssize_t reported = 0;
   do {
-    got = read(report[0], &exec_error, sizeof exec_error);
-  } while (got < 0 && errno == EINTR);
-  if (got == sizeof exec_error) {
+    reported = read(report[0], &exec_error, sizeof exec_error);
+  } while (reported < 0 && errno == EINTR);
+  if (reported == sizeof exec_error) {
     waitpid(child, nullptr, 0);
     throw Error("cannot start " + std::to_string(ranks) + " ranks: '" + mpirun() +
                 "': " + std::strerror(exec_error) + " (install openmpi-bin, or take --ranks 1)");
