@@ -33,7 +33,7 @@ def main():
     loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if accelerator.num_processes > 1:
-        skim.attach(model, density=0.01)  # prepare() made it a DistributedDataParallel
+        skim.attach(model, density=0.01, optimizer=optimizer)  # prepare() made it a DistributedDataParallel
 
     step = 0
     while step < options.steps:

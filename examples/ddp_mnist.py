@@ -41,8 +41,8 @@ def main():
     torch.manual_seed(dist.get_rank())  # for batches that differ between ranks; DDP copies rank 0's parameters
     model = torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     model = torch.nn.parallel.DistributedDataParallel(model)
-    skim.attach(model, density=0.01)  # 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    skim.attach(model, density=0.01, optimizer=optimizer)  # 2
     for step in range(1, steps + 1):
         batch = torch.randint(len(images), (32,))
         loss = torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])

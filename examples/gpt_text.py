@@ -1,10 +1,11 @@
-"""Trains a small GPT on single characters with AdamW. Gradients go through Skim, or with --no-skim through DDP itself.
+"""Trains a small GPT on single characters with AdamW. Gradients go through Skim, or for comparison another way.
 
 torchrun --nproc-per-node 2 examples/gpt_text.py --density 0.01
 SKIM_DATA names the folder that holds tinyshakespeare/input.txt. Without it the text is random words.
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import sys
@@ -13,6 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 
 import skim
@@ -88,7 +90,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--exchange", choices=["auto", *skim.exchanges], default="auto")
-    parser.add_argument("--no-skim", action="store_true", help="use DDP's own dense all-reduce")
+    parser.add_argument("--gradients", choices=["skim", "dense", "fp16", "alone"], default="skim",
+                        help="sent by Skim; whole, by DDP; whole, as 16-bit floats; not at all: each rank trains alone")
+    parser.add_argument("--keep-momentum", action="store_true", help="skim: leave the momentum to the optimizer")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16, help="sequences per rank and step")
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate; warm-up, then cosine")
@@ -103,18 +107,24 @@ def main():
     torch.manual_seed(options.seed)
     ddp = nn.parallel.DistributedDataParallel(GPT(letters))
     torch.manual_seed(1000 * options.seed + 1 + dist.get_rank())  # for batches that differ between ranks
-    if not options.no_skim:
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=options.lr, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.lr, options.steps, pct_start=0.1, cycle_momentum=False
+    )
+    if options.gradients == "fp16":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if options.gradients == "skim":
+        momentum = {} if options.keep_momentum else {"optimizer": optimizer}
         try:
-            skim.attach(ddp, density=options.density, exchange=options.exchange)
+            skim.attach(ddp, density=options.density, exchange=options.exchange, **momentum)
         except skim.InvalidArgument as e:
             sys.exit(str(e))
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=options.lr, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.steps, pct_start=0.1)
     start = time.perf_counter()
     for step in range(1, options.steps + 1):
-        loss = ddp(*batch_of(train, options.batch))
-        optimizer.zero_grad()
-        loss.backward()
+        with ddp.no_sync() if options.gradients == "alone" else contextlib.nullcontext():
+            loss = ddp(*batch_of(train, options.batch))
+            optimizer.zero_grad()
+            loss.backward()
         optimizer.step()
         schedule.step()
         if step % max(1, options.steps // 10) == 0 or step == 1:
@@ -124,7 +134,7 @@ def main():
     loss = validation_loss(ddp.module, held_out)
     if dist.get_rank() == 0:
         print(f"validation loss {loss:.4f}")
-        if not options.no_skim:
+        if options.gradients == "skim":
             print(skim.report(ddp))
     dist.destroy_process_group()
 

@@ -130,11 +130,11 @@ class Journal {
 // Momentum correction of one bucket (FeedbackOptions::momentum_correction). `next(i)` returns an
 // entry of the gradient. `ahead` is the output of Nesterov's form, and null for the plain form.
 template <class Next>
-void advance(const Next& next, float reciprocal, float momentum, std::size_t n, float* m,
+void advance(const Next& next, float factor, float momentum, std::size_t n, float* m,
              float* ahead) {
   const auto finite = [&](std::size_t i) {
     // The product comes first: inside the condition it would not be vectorised.
-    const float g = next(i), x = clamped(g * reciprocal);
+    const float g = next(i), x = clamped(g * factor);
     return std::abs(g) <= std::numeric_limits<float>::max() ? x : 0.0F;
   };
   if (ahead == nullptr) {
@@ -194,6 +194,11 @@ ErrorFeedback::ErrorFeedback(FeedbackOptions options) : impl_(std::make_unique<I
   SKIM_EXPECTS(in_range(options.momentum_correction, 1.0F) && options.momentum_correction != 1.0F,
                "feedback: momentum_correction must be in [0, 1) (" +
                    std::to_string(options.momentum_correction) + ")");
+  SKIM_EXPECTS(in_range(options.momentum_dampening, 1.0F) && options.momentum_dampening != 1.0F,
+               "feedback: momentum_dampening must be in [0, 1) (" +
+                   std::to_string(options.momentum_dampening) + ")");
+  SKIM_EXPECTS(options.momentum_correction > 0.0F || options.momentum_dampening == 0.0F,
+               "feedback: momentum_dampening needs momentum_correction > 0");
   SKIM_EXPECTS(
       in_range(options.local_clip, std::numeric_limits<float>::max()),
       "feedback: local_clip must be finite and >= 0 (" + std::to_string(options.local_clip) + ")");
@@ -318,7 +323,7 @@ GradView ErrorFeedback::begin(Slot slot, GradView grad, double norm2, int ranks)
   float* const m = impl_->velocity.data() + s.at;
   float* const ahead = o.nesterov_correction ? impl_->ahead.data() : nullptr;
   const auto run = [&](const auto& next) {
-    advance(next, 1.0F / grad.scale, o.momentum_correction, s.n, m, ahead);
+    advance(next, (1.0F - o.momentum_dampening) / grad.scale, o.momentum_correction, s.n, m, ahead);
   };
   const auto* const floats = static_cast<const float*>(grad.data);
   const auto* const bits = static_cast<const std::uint16_t*>(grad.data);
@@ -393,11 +398,9 @@ void ErrorFeedback::end_step() noexcept {
   impl_->journal.clear();
   impl_->masked.clear();
   if (!impl_->open_dense) return;
-  const bool mask = impl_->options.momentum_correction > 0.0F && impl_->options.factor_masking;
   for (auto& [slot, s] : impl_->slots) {
     if (s.delivered && s.n > 0) {
       std::memset(impl_->arena.data() + s.at, 0, s.n * sizeof(float));
-      if (mask) std::memset(impl_->velocity.data() + s.at, 0, s.n * sizeof(float));
     }
     s.delivered = false;
   }

@@ -187,10 +187,14 @@ void check_training_options(const train::TrainOptions& t) {
   }
   if (t.nesterov && t.momentum <= 0.0) throw InvalidArgument("--nesterov needs --momentum > 0");
   const FeedbackOptions& f = t.feedback;
-  if (f.momentum_correction <= 0.0F && (f.nesterov_correction || !f.factor_masking)) {
-    throw InvalidArgument(
-        std::string(f.nesterov_correction ? "--nesterov-correction" : "--no-factor-masking") +
-        " needs --momentum-correction > 0");
+  if (f.momentum_correction <= 0.0F) {
+    const char* const needs = f.nesterov_correction          ? "--nesterov-correction"
+                              : !f.factor_masking            ? "--no-factor-masking"
+                              : f.momentum_dampening != 0.0F ? "--momentum-dampening"
+                                                             : nullptr;
+    if (needs != nullptr) {
+      throw InvalidArgument(std::string(needs) + " needs --momentum-correction > 0");
+    }
   }
   if (t.dense_sum == DenseSum::vendor && !is_available(Backend::mpi)) {
     throw InvalidArgument("--dense-sum vendor: this build has no MPI");

@@ -32,8 +32,9 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o, M
   for (const torch::Tensor& p : model.parameters()) {
     (o.bias_decay || takes_weight_decay(p) ? decayed : plain).push_back(p);
   }
-  const auto groups = [&](auto options) {
-    options.weight_decay(o.weight_decay);
+  const float correction = o.feedback.momentum_correction;
+  const auto groups = [&](auto options, double weight_decay) {
+    options.weight_decay(weight_decay);
     auto without = options;
     without.weight_decay(0.0);
     std::vector<torch::optim::OptimizerParamGroup> list;
@@ -42,18 +43,22 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o, M
     return list;
   };
   const double lr = o.learning_rate.base;
+  // Momentum correction takes the place of the first moment.
+  const std::tuple<double, double> betas{correction > 0.0F ? 0.0 : 0.9, 0.999};
   switch (o.optimizer) {
     case OptimizerKind::sgd: {
       const auto s = torch::optim::SGDOptions(lr).momentum(o.momentum).nesterov(o.nesterov);
-      return std::make_unique<torch::optim::SGD>(groups(s), s);
+      // Momentum sums up the decay, too: 1 / (1 - momentum) of it arrives in the end.
+      const double sum = (1.0 - o.feedback.momentum_dampening) / (1.0 - correction);
+      return std::make_unique<torch::optim::SGD>(groups(s, sum * o.weight_decay), s);
     }
     case OptimizerKind::adam: {
-      const torch::optim::AdamOptions s(lr);
-      return std::make_unique<torch::optim::Adam>(groups(s), s);
+      const auto s = torch::optim::AdamOptions(lr).betas(betas);
+      return std::make_unique<torch::optim::Adam>(groups(s, o.weight_decay), s);
     }
     case OptimizerKind::adamw: {
-      const torch::optim::AdamWOptions s(lr);
-      return std::make_unique<torch::optim::AdamW>(groups(s), s);
+      const auto s = torch::optim::AdamWOptions(lr).betas(betas);
+      return std::make_unique<torch::optim::AdamW>(groups(s, o.weight_decay), s);
     }
   }
   throw InvalidArgument("unknown optimizer");

@@ -214,15 +214,21 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
     throw InvalidArgument("--residual-decay needs residuals: leave out --no-feedback");
   }
   r.feedback = o.feedback;
+  if (o.feedback.momentum_correction > 0.0F) {
+    if (o.optimizer == OptimizerKind::sgd && o.momentum > 0.0) {
+      throw InvalidArgument(
+          "--momentum and --momentum-correction exclude each other: both are the momentum of sgd; "
+          "leave out --momentum");
+    }
+    // Adam's first moment is a mean, not a sum.
+    if (o.optimizer != OptimizerKind::sgd && o.feedback.momentum_dampening == 0.0F) {
+      r.feedback.momentum_dampening = o.feedback.momentum_correction;
+    }
+  }
   if (is_dense(o)) {
     r.feedback.residual_decay = 1.0F;
-    // Factor masking clears the whole velocity in every dense step. Except with Nesterov, the
-    // velocity is then the gradient, so the correction is not needed.
-    if (!o.feedback.nesterov_correction && o.feedback.factor_masking) {
-      r.feedback.momentum_correction = 0.0F;
-    }
-    // A dense sum leaves no residual, so feedback would only cost a second copy of the gradient.
-    r.feedback.enabled = o.feedback.enabled && r.feedback.momentum_correction > 0.0F;
+    // A dense sum leaves nothing behind: without momentum it needs no second copy of the gradient.
+    r.feedback.enabled = o.feedback.enabled && o.feedback.momentum_correction > 0.0F;
   }
   r.dense_sum = o.dense_sum;
   r.dense_below = o.dense_below;

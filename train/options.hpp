@@ -159,8 +159,8 @@ struct RunLength {
 RunLength run_length(const TrainOptions& options, std::int64_t steps_per_epoch);
 
 // The options of the library's reducer on this rank. A dense exchange delivers everything in every
-// step, so it gets no residual and no decay. It gets no momentum correction either, unless that
-// matters when nothing is held back.
+// step, so it gets no residual and no decay, except for momentum correction. With momentum
+// correction, Adam's velocity gets 1 - beta1 of each gradient, unless momentum_dampening is set.
 // Throws: InvalidArgument: options that do not go together.
 ReducerOptions reducer_options(const TrainOptions& options, int rank = 0);
 

@@ -282,6 +282,16 @@ class Run {
     checkpoint_ = write_checkpoint(options_.checkpoint, done_, comm_, shared, own).string();
   }
 
+  template <class T>
+  static T read(const nlohmann::json& meta, const char* key, const fs::path& dir) {
+    try {
+      return meta.at(key).get<T>();
+    } catch (const nlohmann::json::exception&) {
+      throw StateError((dir / "meta.json").string() + ": the file is damaged: no valid '" + key +
+                       "'");
+    }
+  }
+
   void resume() {
     const fs::path dir = latest_checkpoint(options_.checkpoint);
     const nlohmann::json meta = read_json(dir / "meta.json");
@@ -295,7 +305,7 @@ class Run {
                          meta["identity"][key].dump() + ", this run has " + value.dump());
       }
     }
-    const int old_ranks = meta.at("ranks").get<int>();
+    const int old_ranks = read<int>(meta, "ranks", dir);
     try {
       torch::load(model_, (dir / "model.pt").string());
       torch::load(*optimizer_, (dir / "optimizer.pt").string());
@@ -311,6 +321,15 @@ class Run {
         const torch::NoGradGuard no_grad;
         std::size_t next = 1;
         for (torch::Tensor b : model_->buffers()) b.copy_(tensors.at(next++));
+      } else if (comm_.rank() == 0) {
+        // The losses since the last evaluation belong to the group; the bytes are counted anew.
+        for (int r = 0; r < old_ranks; ++r) {
+          std::vector<torch::Tensor> tensors;
+          torch::load(tensors, (dir / file_of(r, "pt")).string());
+          const auto sums = tensors.at(0).accessor<double, 1>();
+          loss_sum_ += sums[0];
+          loss_count_ += static_cast<std::int64_t>(sums[1]);
+        }
       }
     } catch (const c10::Error& e) {
       throw StateError(dir.string() + ": a file is missing or damaged: " +
@@ -328,15 +347,16 @@ class Run {
     reducer_.load(streams);
     // With another number of ranks, a step has another number of examples. The run continues after
     // the examples already seen.
-    done_ = meta.at("examples").get<std::int64_t>() / (ranks_ * options_.batch);
+    done_ = read<std::int64_t>(meta, "examples", dir) / (ranks_ * options_.batch);
     first_ = old_ranks == comm_.size() ? 0 : done_;
-    const auto evaluated = meta.at("evaluated_step").get<std::int64_t>();
+    const auto evaluated = read<std::int64_t>(meta, "evaluated_step", dir) *
+                           training_ranks(options_, old_ranks) / ranks_;
     evaluation_ = {.step = evaluated,
                    .epoch = length_.epoch(evaluated),
-                   .train_loss = meta.at("train_loss").get<double>(),
-                   .test_loss = meta.at("test_loss").get<double>(),
-                   .test_accuracy = meta.at("test_accuracy").get<double>()};
-    skipped_ = meta.at("skipped").get<std::uint64_t>();
+                   .train_loss = read<double>(meta, "train_loss", dir),
+                   .test_loss = read<double>(meta, "test_loss", dir),
+                   .test_accuracy = read<double>(meta, "test_accuracy", dir)};
+    skipped_ = read<std::uint64_t>(meta, "skipped", dir);
     checkpoint_ = dir.string();
     if (comm_.rank() == 0 && observer_.on_resume) observer_.on_resume(done_);
   }

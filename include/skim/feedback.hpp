@@ -16,15 +16,18 @@ struct FeedbackOptions {
 
   // Momentum correction (Lin et al., Deep Gradient Compression, ICLR 2018, section 3.2), in [0, 1).
   // 0 turns it off. Each entry has a velocity m, a residual v and a gradient g:
-  //   m = momentum_correction * m + g;  v = v + m
-  //   with nesterov_correction:  m = momentum_correction * (m + g);  v = v + (m + g)
-  // Use it in place of the optimizer's momentum. It takes one more float per parameter.
-  // nesterov_correction takes another float for each entry of the largest bucket.
+  //   g' = (1 - momentum_dampening) * g
+  //   m = momentum_correction * m + g';  v = v + m
+  //   with nesterov_correction:  m = momentum_correction * (m + g');  v = v + (m + g')
+  // Use it in place of the optimizer's momentum: SGD's, or the first moment of Adam, for which
+  // momentum_correction and momentum_dampening are both beta1. It takes one more float per
+  // parameter. nesterov_correction takes another float for each entry of the largest bucket.
   float momentum_correction = 0.0F;
+  float momentum_dampening = 0.0F;  // in [0, 1)
   bool nesterov_correction = false;
   // Momentum factor masking (section 3.3): m becomes 0 for each entry of this rank that was
-  // delivered. An entry was not delivered if the exchange gives it back whole, or if it was rounded
-  // to 0.
+  // selected and delivered. An entry was not delivered if the exchange gives it back whole, or if
+  // it was rounded to 0. A dense sum masks nothing: no entry waited, so no velocity is stale.
   bool factor_masking = true;
   // Local gradient clipping (section 3.2); 0 turns it off. The gradient of a bucket with n of the
   // model's N entries is scaled down to a norm of at most local_clip * sqrt(n / (P * N)). If one
@@ -49,8 +52,8 @@ struct FeedbackOptions {
 // is multiplied by `residual_decay`.
 class ErrorFeedback {
  public:
-  // Throws: InvalidArgument: an option is out of its range, or momentum_correction or
-  // residual_decay is set without a residual.
+  // Throws: InvalidArgument: an option is out of its range, momentum_correction or residual_decay
+  // is set without a residual, or momentum_dampening without momentum_correction.
   explicit ErrorFeedback(FeedbackOptions options = {});
   ~ErrorFeedback();
   ErrorFeedback(ErrorFeedback&&) noexcept;
@@ -91,14 +94,13 @@ class ErrorFeedback {
   // residual -= sent, then residual += returned.
   //   sent      the entries that this rank handed to the exchange, rounded to wire precision
   //   returned  the part of the group's mass that the exchange gave back to this rank
-  // With factor_masking the velocity of delivered entries becomes 0.
+  // With factor_masking the velocity of the entries that were delivered becomes 0.
   // Returns the change of |residual|^2. If !enabled, does nothing and returns 0.
   // Cost: O(nnz). Throws: InvalidArgument: unknown slot, a dim that differs.
   double commit(Slot slot, const SparseView& sent, const SparseView& returned);
 
-  // Says that the whole residual was delivered (a dense sum). end_step() sets the residual to zero,
-  // and with factor_masking the velocity too. They keep their values until then, so a rollback
-  // needs no copy.
+  // Says that the whole residual was delivered (a dense sum). end_step() sets the residual to zero.
+  // It keeps its values until then, so a rollback needs no copy. The velocity stays as it is.
   void commit_all(Slot slot);
 
   // A step commits bucket by bucket, and end_step() completes it. rollback_step() undoes the step's

@@ -133,11 +133,15 @@ void each_field(Options& o, F&& f) {
   f("feedback", o.enabled,
     FieldInfo{"keep what is not sent for the next step; without: it is lost"});
   f("momentum_correction", o.momentum_correction,
-    FieldInfo{"momentum of each rank, before selection, in place of the optimizer's; 0: none",
+    FieldInfo{"momentum of each rank, before selection, in place of sgd's momentum or Adam's "
+              "beta1; 0: none",
+              kBelowOne});
+  f("momentum_dampening", o.momentum_dampening,
+    FieldInfo{"share of each gradient that its velocity leaves out [sgd 0, Adam: its beta1]",
               kBelowOne});
   f("nesterov_correction", o.nesterov_correction, FieldInfo{"Nesterov form of it"});
   f("factor_masking", o.factor_masking,
-    FieldInfo{"clear the momentum of entries that were delivered"});
+    FieldInfo{"clear the velocity of entries that were delivered"});
   f("local_clip", o.local_clip,
     FieldInfo{"each rank's gradient is clipped to a norm of X / sqrt(P) before selection; 0: none",
               kNotNegative});

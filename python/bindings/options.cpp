@@ -56,6 +56,8 @@ void bind_options(nb::module_& m) {
                               "  enabled              False: no residual is kept\n"
                               "  momentum_correction  in [0, 1); 0: off. Use it in place of the "
                               "optimizer's momentum\n"
+                              "  momentum_dampening   in [0, 1): the velocity gets 1 - this of "
+                              "each gradient. For Adam, beta1\n"
                               "  nesterov_correction  True: momentum correction in the Nesterov "
                               "form\n"
                               "  factor_masking       True: the velocity of an entry becomes 0 "
@@ -68,14 +70,15 @@ void bind_options(nb::module_& m) {
       .def(
           "__init__",
           [](FeedbackOptions* self, bool enabled, float momentum_correction,
-             bool nesterov_correction, bool factor_masking, float local_clip,
-             float residual_decay) {
-            new (self) FeedbackOptions{enabled,        momentum_correction, nesterov_correction,
-                                       factor_masking, local_clip,          residual_decay};
+             float momentum_dampening, bool nesterov_correction, bool factor_masking,
+             float local_clip, float residual_decay) {
+            new (self) FeedbackOptions{
+                enabled,        momentum_correction, momentum_dampening, nesterov_correction,
+                factor_masking, local_clip,          residual_decay};
           },
           nb::kw_only(), "enabled"_a = true, "momentum_correction"_a = 0.0F,
-          "nesterov_correction"_a = false, "factor_masking"_a = true, "local_clip"_a = 0.0F,
-          "residual_decay"_a = 1.0F);
+          "momentum_dampening"_a = 0.0F, "nesterov_correction"_a = false, "factor_masking"_a = true,
+          "local_clip"_a = 0.0F, "residual_decay"_a = 1.0F);
 
   nb::class_<CodecOptions>(m, "CodecOptions",
                            "Options of a Codec.\n"

@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
+from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, take_out
 from skim._report import Report
 from skim._transport import connect
 
@@ -34,6 +35,7 @@ class Options:
     chooser: Any = None
     select: Any = "exact"
     values: str = "f32"
+    optimizer: Any = None
     momentum_correction: float = 0.0
     nesterov_correction: bool = False
     local_clip: float = 0.0
@@ -47,8 +49,22 @@ class Options:
     def __post_init__(self) -> None:
         if self.non_finite not in ("pass-on", "raise"):
             raise _core.InvalidArgument(f"non_finite: no '{self.non_finite}'; there are: pass-on, raise")
+        if self.optimizer is None:
+            return
+        object.__setattr__(self, "optimizer", inner_optimizer(self.optimizer))
+        for name in ("momentum_correction", "nesterov_correction", "local"):
+            if getattr(self, name):
+                raise _core.InvalidArgument(
+                    f"skim: optimizer and {name} exclude each other: momentum correction is then the optimizer's momentum"
+                )
+
+    def momentum(self) -> Correction:
+        if self.optimizer is not None:
+            return correction_for(self.optimizer)
+        return Correction(self.momentum_correction, nesterov=self.nesterov_correction)
 
     def reducer(self, comm: _core.Communicator) -> _core.Reducer:
+        momentum = self.momentum()
         exchange, chooser = self.exchange, self.chooser
         if chooser is not None and isinstance(exchange, str) and exchange != "auto":
             raise _core.InvalidArgument(f"skim: chooser needs exchange='auto', not '{exchange}'")
@@ -72,8 +88,9 @@ class Options:
             chooser=chooser,
             feedback=_core.FeedbackOptions(
                 enabled=self.error_feedback,
-                momentum_correction=self.momentum_correction,
-                nesterov_correction=self.nesterov_correction,
+                momentum_correction=momentum.correction,
+                momentum_dampening=momentum.dampening,
+                nesterov_correction=momentum.nesterov,
                 local_clip=self.local_clip,
                 residual_decay=self.residual_decay,
             ),
@@ -171,11 +188,15 @@ class Compression:
         self.comm = connect(process_group, timeout=timeout)
         self.reducer = options.reducer(self.comm)
         given = [f"{f.name}={_text(getattr(options, f.name))}" for f in dataclasses.fields(options)]
+        given.append(f"momentum={options.momentum()}")
         same_on_all_ranks(self.comm, "options", given)
         same_on_all_ranks(
             self.comm, "parameters", [f"'{n}' of {k} entries" for n, k in zip(self.names, self.lengths)]
         )
         self.options = options
+        self.momentum = options.momentum()
+        if options.optimizer is not None:
+            take_out(options.optimizer)
         self.writer = writer
         self.epoch = 0.0
         self.statistics = Report(self.comm.rank, self.comm.size)
@@ -244,6 +265,8 @@ class Compression:
             raise self.error
         if index == 0:
             self.finish_step()
+            if self.options.optimizer is not None:
+                expect_taken_out(self.options.optimizer, self.momentum)
             if self.buckets is not None and (not self.buckets or self.buckets[0] != members):
                 self._set_layout(None)
             self._step_open = True

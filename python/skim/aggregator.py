@@ -29,8 +29,8 @@ class Aggregator(Compression):
         residual by this name, or by the tensor's position if there are no names.
     bucket_mb: tensors are compressed together in buckets of up to this many MB (10^6 bytes).
     process_group: of torch.distributed. None: the default one.
-    density, exchange, timeout, writer and the other options: as in skim.attach. updates_of and scaler
-        are replaced by the argument scale below.
+    density, exchange, timeout, writer and the other options: as in skim.attach. The argument scale below
+        stands for scaler and updates_of, also where the optimizer is given.
 
     Raises InvalidArgument if a tensor or an option cannot work.
     """

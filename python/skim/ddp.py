@@ -25,6 +25,7 @@ def attach(
     density: Any = 0.001,
     exchange: Any = "auto",
     *,
+    optimizer: Any = None,
     chooser: Any = None,
     select: Any = "exact",
     values: str = "f32",
@@ -53,6 +54,11 @@ def attach(
         as skim.listed_density(...) or an object of your own (skim.protocols).
     exchange: "auto" chooses the fastest exchange for each bucket. Or a name of skim.exchanges, or
         skim.ExchangeOptions.
+    optimizer: the model's torch.optim.SGD, Adam or AdamW. Momentum correction then takes the place of its
+        momentum (Adam: of its first moment), which becomes 0, so that no momentum counts twice. For SGD,
+        residuals also hold updates (updates_of), and weight_decay becomes what momentum would have made
+        of it. Use it: sparse training is much closer to dense training with it (docs/pytorch.md). Not
+        together with momentum_correction, nesterov_correction and local.
     chooser: skim.ChooserOptions, for exchange="auto" only: the exchanges that it may choose, and the
         time that it may spend on trials.
     select: the rule that selects the entries: one of skim.select_algos, skim.SelectOptions, or an
@@ -99,6 +105,7 @@ def attach(
         chooser=chooser,
         select=select,
         values=values,
+        optimizer=optimizer,
         momentum_correction=momentum_correction,
         nesterov_correction=nesterov_correction,
         local_clip=local_clip,
@@ -109,6 +116,8 @@ def attach(
         total_steps=total_steps,
         local=local,
     )
+    if updates_of is None and isinstance(options.optimizer, torch.optim.SGD) and local_clip == 0.0:
+        updates_of = options.optimizer
     if updates_of is not None and local_clip > 0.0:
         raise _core.InvalidArgument(
             "skim.attach: updates_of and local_clip exclude each other: the limit is for gradients"

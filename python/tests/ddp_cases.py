@@ -308,6 +308,105 @@ def case_residuals_of_updates_do_not_change_with_the_rate():
         check_law(model, given, got)
 
 
+def small_gradients(step):
+    return [c / (1000.0 * SIZE) for c in gradients(step)]
+
+
+def trained(make_optimizer, steps, **attach):
+    """The parameters after so many steps, and the optimizer."""
+    inner = Linear()
+    optimizer = make_optimizer(inner.parameters())
+    model = attached(inner, attach={"optimizer": optimizer, **attach})
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(small_gradients(step)).backward()
+        optimizer.step()
+    return flat(inner.parameters()), optimizer
+
+
+def mean_gradients(step):
+    mean = torch.cat(small_gradients(step))
+    dist.all_reduce(mean)
+    return mean / SIZE
+
+
+def case_momentum_of_sgd_moves_into_the_correction():
+    kinds = [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}]
+    for kind in kinds:
+        w = torch.zeros(sum(LENGTHS), requires_grad=True)
+        plain = torch.optim.SGD([w], lr=0.1, **kind)
+        for step in range(8):
+            w.grad = mean_gradients(step)
+            if step == 0 and kind.get("dampening"):
+                w.grad *= 0.5  # PyTorch does not dampen the first gradient; momentum correction does
+            plain.step()
+        dense, optimizer = trained(lambda p: torch.optim.SGD(p, lr=0.1, **kind), 8, exchange="dense")
+        torch.testing.assert_close(dense, w.detach().double(), rtol=1e-4, atol=1e-4)
+        [group] = optimizer.param_groups
+        assert (group["momentum"], group["dampening"], group["nesterov"]) == (0.0, 0.0, False), group
+        sparse, _ = trained(lambda p: torch.optim.SGD(p, lr=0.1, **kind), 8)
+        assert not torch.equal(sparse, dense)
+    [group] = trained(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3), 1)[1].param_groups
+    assert abs(group["weight_decay"] - 1e-2) < 1e-9, group
+
+
+def case_first_moment_of_adam_moves_into_the_correction():
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        w, m, v = (torch.zeros(sum(LENGTHS)) for _ in range(3))
+        clear = torch.ones(sum(LENGTHS), dtype=bool)  # Adam makes much of a sum that is 0 but for rounding
+        for step in range(8):
+            m = 0.8 * m + 0.2 * mean_gradients(step)
+            clear &= m.abs() > 1e-4
+            v = 0.99 * v + 0.01 * m * m
+            w -= 0.1 * m / ((v / (1 - 0.99 ** (step + 1))).sqrt() + 1e-8)
+        dense, optimizer = trained(
+            lambda p: kind(p, lr=0.1, betas=(0.8, 0.99), weight_decay=0.0), 8, exchange="dense"
+        )
+        assert clear.double().mean() > 0.9
+        torch.testing.assert_close(dense[clear], w.double()[clear], rtol=1e-3, atol=1e-3)
+        assert optimizer.param_groups[0]["betas"] == (0.0, 0.99)
+
+
+def case_momentum_never_counts_twice():
+    wrong = skim.InvalidArgument
+
+    def sgd(momentum=0.9, inner=None):
+        inner = inner if inner is not None else Linear()
+        return inner, torch.optim.SGD(inner.parameters(), lr=0.1, momentum=momentum)
+
+    inner, optimizer = sgd()
+    expect(wrong, "optimizer and momentum_correction exclude", skim.attach, DDP(inner), optimizer=optimizer, momentum_correction=0.9)
+    expect(wrong, "not Rprop", skim.attach, DDP(inner), optimizer=torch.optim.Rprop(inner.parameters()))
+    groups = [{"params": [p], "momentum": 0.1 * i} for i, p in enumerate(inner.parameters())]
+    expect(wrong, "differ in momentum (0.0, 0.1", skim.attach, DDP(inner), optimizer=torch.optim.SGD(groups, lr=0.1))
+
+    # A scheduler that sets it.
+    inner, optimizer = sgd()
+    model = attached(inner, attach={"optimizer": optimizer})
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    try:
+        model(small_gradients(0)).backward()
+        raise AssertionError("backward did not raise")
+    except RuntimeError as e:
+        assert "cycle_momentum=False" in str(e), e
+
+    # A run that goes on: the state remembers.
+    inner, optimizer = sgd()
+    attached(inner, attach={"optimizer": optimizer})
+    other, again = sgd(0.0)
+    again.load_state_dict(optimizer.state_dict())
+    assert skim.compression_of(attached(other, attach={"optimizer": again})).momentum.correction == 0.9
+    # The state of a run without Skim, loaded afterwards.
+    plain_state = sgd()[1].state_dict()
+    model = attached(inner := Linear(), attach={"optimizer": (optimizer := sgd(inner=inner)[1])})
+    optimizer.load_state_dict(plain_state)
+    model(small_gradients(0)).backward()
+    assert optimizer.param_groups[0]["momentum"] == 0.0
+
+    aggregator = skim.Aggregator(Linear().parameters(), optimizer=sgd()[1])
+    assert aggregator.momentum.correction == 0.9
+
+
 def case_raise_where_a_gradient_is_not_finite():
     model = attached(attach={"non_finite": "raise"})
     c = gradients(0)

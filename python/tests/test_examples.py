@@ -87,7 +87,7 @@ class Examples(unittest.TestCase):
         self.assertRegex(output, r"validation loss \d\.\d+\n")
 
     def test_gpt_text_dense(self):
-        output = self.run_example("gpt_text.py", "--steps", "30", "--no-skim", "--batch", "4")
+        output = self.run_example("gpt_text.py", "--steps", "30", "--gradients", "dense", "--batch", "4")
         self.assertEqual(self.tensors, 0)
         self.assert_falls(output, 0.9)
         self.assertNotIn("skim:", output)

@@ -133,7 +133,7 @@ class Training(Case):
             (["--measure-delta", 1, "--no-feedback"], ["--measure-delta", "--no-feedback"]),
             (["--exchange", "ring"], ["--exchange", "ring"]),
             (["--exchange", "hierarchical"], ["hierarchical", "one host"]),
-            (["--checkpoint", self.dir], ["--checkpoint", "none"]),
+            (["--checkpoint", self.dir], ["--checkpoint", "leave it out"]),
             (["--resume"], ["--resume"]),
             (["--model", "alexnet"], ["alexnet", "lenet5"]),
             (["--data", "mnist", "--data-dir", self.dir], ["mnist"]),

@@ -145,6 +145,9 @@ class Usage(Case):
         self.assert_refused(train("--select-stages", "none"), "--select-stages", "none")
         self.assert_refused(train("--momentum-correction", "1"), "--momentum-correction", "[0, 1)")
         self.assert_refused(train("--nesterov-correction"), "--momentum-correction > 0")
+        self.assert_refused(train("--momentum-dampening", "0.5"), "--momentum-correction > 0")
+        self.assert_refused(train("--momentum", "0.9", "--momentum-correction", "0.9"),
+                            "--momentum and --momentum-correction exclude each other")
         self.assert_refused(train("--no-factor-masking"), "--momentum-correction > 0")
         self.assert_refused(train("--local-clip", "-2"), "--local-clip", ">= 0")
         self.assert_refused(train("--residual-decay", "1.5"), "--residual-decay", "[0, 1]")
@@ -364,14 +367,16 @@ class Runs(Case):
             self.assertNotIn(changed, runs)
             runs.append(changed)
         self.assertEqual(losses(*sparse, "--local-clip", 1e6, "--residual-decay", 1), plain)
-        # Delivered whole and masked in every step, the velocity is the gradient.
-        self.assertEqual(losses("--exchange", "dense", *momentum), dense)
-        # Without masks it is the optimizer's momentum, but for rounding.
-        ours = losses("--exchange", "dense", *momentum, "--no-factor-masking")
+        # Where everything is delivered it is the optimizer's momentum, but for rounding.
+        ours = losses("--exchange", "dense", *momentum)
         theirs = losses("--exchange", "dense", "--momentum", 0.9)
         self.assertNotEqual(ours, dense)
         for a, b in zip(ours, theirs):
             self.assertAlmostEqual(a, b, places=4)
+        # Weight decay is part of the momentum, too. Here it takes all but e^-3 of the weights.
+        decay = ["--exchange", "dense", "--steps", 300, "--lr", 0.01, "--weight-decay", 0.1]
+        ours, theirs = losses(*decay, *momentum), losses(*decay, "--momentum", 0.9)
+        self.assertAlmostEqual(sum(ours[-20:]), sum(theirs[-20:]), delta=0.02 * sum(theirs[-20:]))
 
     def test_servers(self):
         def losses(ranks, *arguments):
@@ -548,7 +553,7 @@ class Checkpoints(Case):
                 self.assertTrue(self.state(folder) == residuals, "the residuals differ")
 
     def test_all_state_resumes_bit_identically(self):
-        local = ["--momentum-correction", 0.8, "--nesterov-correction", "--local-clip", 1,
+        local = ["--momentum", 0, "--momentum-correction", 0.8, "--nesterov-correction", "--local-clip", 1,
                  "--residual-decay", 0.9, "--per-parameter", "--select", "gaussian",
                  "--value-code", "q2", "--rounding", "stochastic"]
         server = ["--exchange", "param-server", "--server", "sharded", "--memory", "updates",
@@ -577,6 +582,37 @@ class Checkpoints(Case):
         # 24 steps of 2 x 8 examples are 16 of 3 x 8.
         self.assertIn("resumed after step 16", done.stdout)
         self.assertEqual((run["ranks"], run["steps"]), (3, 30))
+
+    def test_losses_of_another_number_of_ranks_count(self):
+        # For one rank, 12 steps of two ranks are 24 steps, and they were evaluated.
+        folder, summary = self.dir / "half", self.dir / "s"
+        run = [*self.RUN, "--eval-epochs", 0, "--checkpoint", folder, "--summary", summary]
+        self.assert_ok(train(*run, "--steps", 12))
+        meta = folder / (folder / "latest").read_text().strip() / "meta.json"
+        losses = json.loads(summary.read_text())[0]
+        self.assert_ok(train(*run, "--ranks", 1, "--steps", 24, "--resume"))
+        again = json.loads(summary.read_text())[0]
+        self.assertEqual([again[key] for key in ("steps", "train_loss", "test_loss")],
+                         [24, losses["train_loss"], losses["test_loss"]], "it is evaluated already")
+
+        changed = json.loads(meta.read_text())
+        changed.pop("skipped")
+        meta.write_text(json.dumps(changed))
+        self.assert_refused(train(*run, "--ranks", 1, "--resume"), "meta.json", "skipped", status=1)
+
+    def test_losses_before_an_evaluation_on_another_number_of_ranks_count(self):
+        folder, metrics, summary = self.dir / "half", self.dir / "m", self.dir / "s"
+        arguments = [*self.RUN, "--eval-epochs", 0, "--checkpoint", folder, "--summary", summary]
+        run = self.start(*arguments, "--metrics", metrics)
+        self.wait_for_step(run, metrics, 3)
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=LIMIT)
+        losses = [line["loss"] for line in lines(metrics)]
+        self.assert_ok(train(*arguments, "--ranks", 1, "--steps", 2 * len(losses), "--resume"))
+        again = json.loads(summary.read_text())[0]
+        self.assertEqual(again["steps"], 2 * len(losses))
+        # Nothing was left to train. The metrics have the losses of rank 0, the summary the mean over both.
+        self.assertAlmostEqual(again["train_loss"], sum(losses) / len(losses), delta=0.3)
 
     def test_what_does_not_fit_is_refused(self):
         self.straight()

@@ -1,0 +1,94 @@
+"""Moves an optimizer's momentum to where gradients are compressed: momentum correction takes its place."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from skim import _core
+
+# In a parameter group, and so in the optimizer's state_dict: momentum, dampening and Nesterov form as
+# the optimizer had them. A group with this key has no momentum of its own any more.
+KEY = "skim_momentum"
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """FeedbackOptions of the same names, without "momentum_"."""
+
+    correction: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The torch.optim optimizer inside a wrapper that keeps it as `optimizer`, as accelerate's does."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def correction_for(optimizer: Any) -> Correction:
+    """The momentum of an SGD, Adam or AdamW, also if it was taken out before. Changes nothing.
+
+    Raises InvalidArgument for another optimizer, and if parameter groups differ in momentum.
+    """
+    if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)):
+        raise _core.InvalidArgument(
+            f"skim: optimizer must be torch.optim.SGD, Adam or AdamW, not {type(optimizer).__name__}; for another one "
+            "leave out optimizer, and set its momentum to 0 if you pass momentum_correction"
+        )
+    found = {_of_group(group) for group in optimizer.param_groups}
+    if len(found) > 1:
+        values = ", ".join(str(c.correction) for c in sorted(found, key=lambda c: c.correction))
+        raise _core.InvalidArgument(
+            f"skim: the optimizer's parameter groups differ in momentum ({values}), and there is one momentum "
+            "correction for the whole model; make them equal"
+        )
+    return found.pop()
+
+
+def take_out(optimizer: Any) -> None:
+    """Sets the momentum of every group to 0, and remembers it under KEY. A second call changes nothing.
+
+    SGD's momentum also sums up the weight decay, to 1 / (1 - momentum) of it. The group's weight_decay
+    becomes as much.
+    """
+    for group in optimizer.param_groups:
+        if KEY in group:
+            continue
+        had = _of_group(group)
+        group[KEY] = dataclasses.astuple(had)
+        if "betas" in group:
+            group["betas"] = (0.0, group["betas"][1])
+            continue
+        group["momentum"], group["dampening"], group["nesterov"] = 0.0, 0.0, False
+        group["weight_decay"] *= (1.0 - had.dampening) / (1.0 - had.correction)
+
+
+def expect_taken_out(optimizer: Any, correction: Correction) -> None:
+    """Call it before a step. Takes momentum out again if a state_dict has brought it back.
+
+    Raises InvalidArgument if somebody else sets it, or if it is another one now.
+    """
+    if correction_for(optimizer) != correction:
+        raise _core.InvalidArgument(
+            f"skim: the optimizer's momentum is another one now ({correction_for(optimizer)}) than when skim got the "
+            f"optimizer ({correction}); load its state before skim.attach"
+        )
+    for group in optimizer.param_groups:
+        if KEY in group and (group["betas"][0] if "betas" in group else group["momentum"]) != 0.0:
+            raise _core.InvalidArgument(
+                "skim: something sets the optimizer's momentum, which momentum correction has replaced, so it would "
+                "count twice; make the learning-rate scheduler with cycle_momentum=False, or leave out optimizer"
+            )
+    take_out(optimizer)
+
+
+def _of_group(group: dict[str, Any]) -> Correction:
+    if KEY in group:
+        return Correction(*group[KEY])
+    if "betas" in group:  # the first moment is a mean of gradients, not a sum
+        return Correction(float(group["betas"][0]), float(group["betas"][0]))
+    return Correction(float(group["momentum"]), float(group["dampening"]), bool(group["nesterov"]))
