@@ -93,6 +93,10 @@ def main():
     parser.add_argument("--gradients", choices=["skim", "dense", "fp16", "alone"], default="skim",
                         help="sent by Skim; whole, by DDP; whole, as 16-bit floats; not at all: each rank trains alone")
     parser.add_argument("--keep-momentum", action="store_true", help="skim: leave the momentum to the optimizer")
+    parser.add_argument("--local-steps", type=int, default=0, metavar="H",
+                        help="skim: exchange updates every H steps, instead of gradients")
+    parser.add_argument("--ahead", type=float, default=1.0, help="local steps: skim.LocalSteps has it")
+    parser.add_argument("--outer-lr", type=float, default=1.0, help="local steps: skim.LocalSteps has it")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16, help="sequences per rank and step")
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate; warm-up, then cosine")
@@ -100,6 +104,8 @@ def main():
     options = parser.parse_args()
     if options.steps < 1 or options.batch < 1:
         parser.error("--steps and --batch must be at least 1")
+    if options.local_steps < 0 or (options.local_steps > 0 and options.gradients != "skim"):
+        parser.error("--local-steps must be at least 1, with --gradients skim")
 
     data, letters = text()
     train, held_out = data.split([len(data) * 9 // 10, len(data) - len(data) * 9 // 10])
@@ -113,28 +119,39 @@ def main():
     )
     if options.gradients == "fp16":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    if options.gradients == "skim":
-        momentum = {} if options.keep_momentum else {"optimizer": optimizer}
-        try:
-            skim.attach(ddp, density=options.density, exchange=options.exchange, **momentum)
-        except skim.InvalidArgument as e:
-            sys.exit(str(e))
+    compression, model = {"density": options.density, "exchange": options.exchange}, ddp
+    local = None
+    try:
+        if options.local_steps > 0:
+            model = ddp.module
+            local = skim.LocalSteps(
+                model, optimizer, options.local_steps, ahead=options.ahead, outer_lr=options.outer_lr, **compression
+            )
+        elif options.gradients == "skim":
+            skim.attach(ddp, **compression, **({} if options.keep_momentum else {"optimizer": optimizer}))
+    except skim.InvalidArgument as e:
+        sys.exit(str(e))
+    step_of = local if local is not None else optimizer
     start = time.perf_counter()
     for step in range(1, options.steps + 1):
         with ddp.no_sync() if options.gradients == "alone" else contextlib.nullcontext():
-            loss = ddp(*batch_of(train, options.batch))
+            loss = model(*batch_of(train, options.batch))
             optimizer.zero_grad()
             loss.backward()
-        optimizer.step()
+        step_of.step()
         schedule.step()
         if step % max(1, options.steps // 10) == 0 or step == 1:
             mean = mean_over_ranks(loss)
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {mean:.4f}, {time.perf_counter() - start:.1f} s", flush=True)
+    if local is not None:
+        local.finish()
     loss = validation_loss(ddp.module, held_out)
     if dist.get_rank() == 0:
         print(f"validation loss {loss:.4f}")
-        if options.gradients == "skim":
+        if local is not None:
+            print(local.report())
+        elif options.gradients == "skim":
             print(skim.report(ddp))
     dist.destroy_process_group()
 

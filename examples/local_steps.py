@@ -1,9 +1,8 @@
 """Local steps: each rank trains by itself. Every H steps the ranks exchange how far their parameters have moved.
 
-A round has three parts, as in SparseLoCo (arXiv 2508.15706). Each rank takes H local AdamW steps. An aggregator then
-averages the changes of the parameters since the last round, compressed with error feedback. The mean is the gradient of
-an outer SGD step. SparseLoCo uses no outer momentum; --outer-momentum adds Nesterov momentum, as in DiLoCo
-(arXiv 2311.08105). SparseLoCo's selection in chunks is not part of this example.
+The options are SparseLoCo's (arXiv 2508.15706): AdamW on every rank, few entries of the changes, 2-bit values, a
+residual that fades. SparseLoCo's selection in chunks is not part of this example. With --density 1 --values f32
+--outer-lr 0.7 --outer-momentum 0.9 it is DiLoCo (arXiv 2311.08105).
 
 torchrun --nproc-per-node 2 examples/local_steps.py
 """
@@ -25,6 +24,7 @@ def main():
     parser.add_argument("--density", type=float, default=0.0156, help="fraction of the changes that is sent")
     parser.add_argument("--values", choices=skim.value_codes, default="q2", help="value code of the changes")
     parser.add_argument("--residual-decay", type=float, default=0.95, help="factor of the residual in every round")
+    parser.add_argument("--ahead", type=float, default=0.0, help="part of the residual that a rank applies at once")
     parser.add_argument("--outer-lr", type=float, default=1.0)
     parser.add_argument("--outer-momentum", type=float, default=0.0)
     options = parser.parse_args()
@@ -34,17 +34,14 @@ def main():
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     images, labels = (part[rank::size] for part in digits("train"))  # each rank has its own part of the data
-    torch.manual_seed(0)  # the same initial parameters on all ranks
-    model = torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     torch.manual_seed(1 + rank)
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    shared = [p.detach().clone() for p in model.parameters()]  # equal on all ranks after every round
-    momentum = options.outer_momentum
-    outer = torch.optim.SGD(shared, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0)
+    model = torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     try:
-        aggregator = skim.Aggregator(
-            shared, density=options.density, values=options.values, residual_decay=options.residual_decay
-        )
+        local = skim.LocalSteps(
+            model, optimizer, options.local_steps, options.density, values=options.values, ahead=options.ahead,
+            residual_decay=options.residual_decay, outer_lr=options.outer_lr, outer_momentum=options.outer_momentum,
+        )  # fmt: skip
     except skim.InvalidArgument as e:
         sys.exit(str(e))
 
@@ -53,24 +50,18 @@ def main():
         for _ in range(options.local_steps):
             batch = torch.randint(len(images), (32,))
             loss = torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])
-            inner.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            inner.step()
+            local.step()  # the last one of a round exchanges
             mean_loss += loss.item() / options.local_steps
-        for start, p in zip(shared, model.parameters()):
-            start.grad = start - p.detach()
-        if not aggregator.step():
-            sys.exit("local_steps: a parameter has become NaN or infinite")
-        outer.step()
-        for start, p in zip(shared, model.parameters()):
-            p.data.copy_(start)
         if rank == 0 and (round_ % 5 == 0 or round_ == 1):
             print(f"round {round_}: loss {mean_loss:.4f}", flush=True)
 
+    local.finish()
     images, labels = digits("t10k")
     right = (model(images).argmax(1) == labels).float().mean()
     if rank == 0:
-        sent = aggregator.report()
+        sent = local.report()
         each = sent.sent_bytes / (options.rounds * options.local_steps)
         print(f"test accuracy {100 * right:.2f} %, {each:.0f} bytes sent a local step\n{sent}")
     dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Top-k sparsified data-parallel training.
 
-Under PyTorch, start with skim.attach (DistributedDataParallel) or skim.Aggregator (any training loop).
+Under PyTorch, start with skim.attach (DistributedDataParallel), skim.LocalSteps (local steps between exchanges) or
+skim.Aggregator (any training loop).
 
 Reducer replaces this rank's gradient by the group's mean gradient. It sends the k largest of its n entries and keeps
 the rest in a residual. Its parts can be used alone: Selector, ErrorFeedback, Codec, Exchange, Chooser, the density
@@ -150,6 +151,7 @@ _TORCH = {
     "state_template": "skim.ddp",
     "compression_of": "skim.ddp",
     "Aggregator": "skim.aggregator",
+    "LocalSteps": "skim.local_steps",
     "connect": "skim._transport",
 }
 

@@ -781,6 +781,170 @@ def case_aggregator():
     expect(skim.InvalidArgument, "no 'skip'", skim.Aggregator, differences, non_finite="skip")
 
 
+# ---- local steps
+
+
+def local_steps(inner=None, make_optimizer=lambda p: torch.optim.SGD(p, lr=1.0), **options):
+    inner = inner if inner is not None else Linear()
+    options = {"density": 0.02, "exchange": "allgather", "timeout": 60.0, "bucket_mb": BUCKET_MB, **options}
+    return inner, skim.LocalSteps(inner, make_optimizer(inner.parameters()), **options)
+
+
+def one_local_step(model, local, step, scale=1.0, **how):
+    local.optimizer.zero_grad()
+    model([scale * c for c in gradients(step)]).backward()
+    local.step(**how)
+
+
+def shared(local):
+    with local.shared() as model:
+        return flat(model.parameters())
+
+
+def everywhere(tensor):
+    of_ranks = [torch.zeros_like(tensor) for _ in range(SIZE)]
+    dist.all_gather(of_ranks, tensor)
+    return of_ranks
+
+
+def case_local_steps_conserve_what_ranks_moved():
+    # The gradients do not depend on the parameters, so each rank moves by their sum, wherever it starts.
+    for options in ({"every": 1, "ahead": 0.0}, {"every": 1}, {"every": 3, "ahead": 0.5}, {"every": 2, "exchange": "gtopk"}):
+        model, local = local_steps(**options)
+        moved = torch.zeros(sum(LENGTHS)).double()
+        for step in range(6):
+            one_local_step(model, local, step)
+            moved += flat(gradients(step))
+            if (step + 1) % local.every == 0:
+                x, e = shared(local), flat(local.residuals().values())
+                assert all(torch.equal(x, of_rank) for of_rank in everywhere(x)), "ranks have different x"
+                same(total(moved), total(e) - SIZE * x)
+                assert torch.equal(flat(model.parameters()), (x.float() - local.ahead * e.float()).double())
+
+
+def case_local_steps_of_everything_are_data_parallel_sgd():
+    reference = DDP(Linear())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    model, local = local_steps(make_optimizer=lambda p: torch.optim.SGD(p, lr=0.5), density=1.0, exchange="dense")
+    for step in range(4):
+        one_local_step(model, local, step)
+        optimizer.zero_grad()
+        reference(gradients(step)).backward()
+        optimizer.step()
+        same(flat(model.parameters()), flat(reference.parameters()))
+
+
+def case_the_outer_step_is_nesterov():
+    model, local = local_steps(
+        every=2, density=1.0, exchange="dense", outer_lr=0.5, outer_momentum=0.75, ahead=0.0
+    )
+    x = torch.zeros(sum(LENGTHS)).requires_grad_()
+    outer = torch.optim.SGD([x], lr=0.5, momentum=0.75, nesterov=True)
+    for step in range(8):
+        one_local_step(model, local, step)
+        if step % 2 == 1:
+            x.grad = total(torch.cat(gradients(step)) + torch.cat(gradients(step - 1))) / SIZE
+            outer.step()
+            torch.testing.assert_close(shared(local), x.detach().double(), rtol=1e-5, atol=0.1)
+
+
+def case_ranks_may_take_unequal_numbers_of_local_steps():
+    model, local = local_steps(every=4)
+    moved = torch.zeros(sum(LENGTHS)).double()
+    for step in range(7):
+        idle = step % 4 >= 2 and RANK % 2 == 0
+        if idle:
+            local.step(idle=True)
+        else:
+            one_local_step(model, local, step)
+            moved += flat(gradients(step))
+    local.finish()  # in the middle of a round
+    same(total(moved), total(flat(local.residuals().values())) - SIZE * flat(model.parameters()))
+    expect(skim.InvalidArgument, "after finish()", local.step)
+
+
+def case_a_replica_is_never_saved_by_mistake():
+    model, local = local_steps(every=2)
+    for step in range(3):
+        one_local_step(model, local, step)
+    own, x = flat(model.parameters()), shared(local)
+    assert not torch.equal(own, x)
+    assert torch.equal(flat(model.state_dict().values()), x)
+    assert torch.equal(flat(nn.Sequential(model).state_dict().values()), x)
+    assert torch.equal(flat(model.parameters()), own), "saving changes nothing"
+    with local.shared():
+        expect(skim.InvalidArgument, "inside shared()", local.step)
+    assert torch.equal(flat(copy.deepcopy(model).state_dict().values()), own), "a copy is a model like any other"
+    model.load_state_dict({name: torch.ones_like(p) for name, p in model.named_parameters()})
+    assert torch.equal(shared(local), torch.ones_like(x))
+
+
+def adamw(p):
+    return torch.optim.AdamW(p, lr=0.01)
+
+
+def case_local_steps_resume_bit_by_bit():
+    for stop in (4, 5):  # between rounds, and in the middle of one
+        options = {"every": 2, "ahead": 0.7, "outer_momentum": 0.5, "make_optimizer": adamw}
+        model, local = local_steps(**options)
+        for step in range(stop):
+            one_local_step(model, local, step, 1e-3)
+        saved = [pickle.loads(pickle.dumps(s)) for s in (model.state_dict(), local.optimizer.state_dict(), local.state_dict())]
+        other, again = local_steps(**options)
+        other.load_state_dict(saved[0])
+        again.optimizer.load_state_dict(saved[1])
+        again.load_state_dict(saved[2])
+        for step in range(stop, 9):
+            one_local_step(model, local, step, 1e-3)
+            one_local_step(other, again, step, 1e-3)
+        assert torch.equal(flat(model.parameters()), flat(other.parameters()))
+        assert torch.equal(shared(local), shared(again))
+        expect(skim.StateError, "no 'shared'", again.load_state_dict, {"round": torch.tensor([0])})
+
+
+def case_local_steps_go_on_on_another_number_of_ranks():
+    for stop in (4, 5):
+        model, local = local_steps(every=2)
+        for step in range(stop):
+            one_local_step(model, local, step)
+        states = [None] * SIZE
+        dist.all_gather_object(states, local.state_dict())
+        of_all = {key: value for state in states for key, value in state.items()}
+        x, e, own = shared(local), flat(local.residuals().values()), flat(model.parameters())
+        alone = [dist.new_group([r]) for r in range(SIZE)]
+        other, again = local_steps(every=2, process_group=alone[RANK])
+        if SIZE > 1:
+            again.load_state_dict(of_all)
+            assert torch.equal(shared(again), x)
+            torch.testing.assert_close(flat(again.residuals().values()), total(e) / SIZE)
+            torch.testing.assert_close(flat(other.parameters()), total(own) / SIZE, rtol=1e-6, atol=1e-3)
+
+
+def case_a_replica_that_is_not_finite_changes_nothing():
+    model, local = local_steps(every=1, ahead=0.0)
+    one_local_step(model, local, 0)
+    x = shared(local)
+    with torch.no_grad():
+        if RANK == SIZE - 1:
+            model.w[0][7] = torch.nan
+        model.w[1].sub_(8.0)
+    assert not local.exchange()
+    assert torch.equal(shared(local), x)
+    assert torch.equal(flat(model.parameters()), x), "the replica starts anew"
+    before = total(flat(local.residuals().values()))
+    assert local.exchange(), "what was finite is still there"
+    same(total(flat(local.residuals().values())), before - SIZE * (x - shared(local)))
+
+
+def case_local_steps_refuse():
+    wrong, inner = skim.InvalidArgument, Linear()
+    optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
+    expect(wrong, "give the model without it", skim.LocalSteps, DDP(inner), optimizer)
+    for name, value in (("every", 0), ("every", 1.5), ("ahead", 1.5), ("outer_lr", 0.0), ("outer_momentum", 1.0)):
+        expect(wrong, f"{name} must be", skim.LocalSteps, inner, optimizer, **{name: value})
+    expect(wrong, "no momentum correction", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)
+
+
 def main():
     global RANK, SIZE
     torch.set_num_threads(1)

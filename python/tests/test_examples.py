@@ -28,6 +28,7 @@ def seen(make, tensors_of):
     return made
 skim.attach = seen(skim.attach, lambda model: model.parameters())
 skim.Aggregator = seen(skim.Aggregator, list)
+skim.LocalSteps = seen(skim.LocalSteps, lambda model: model.parameters())
 sys.argv.pop(0)
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -85,6 +86,14 @@ class Examples(unittest.TestCase):
         self.assertGreater(self.tensors, 20)
         self.assert_falls(output, 0.9)
         self.assertRegex(output, r"validation loss \d\.\d+\n")
+
+    def test_gpt_text_with_local_steps(self):
+        output = self.run_example(
+            "gpt_text.py", "--steps", "30", "--local-steps", "4", "--exchange", "allgather", "--batch", "4"
+        )
+        self.assertGreater(self.tensors, 20)
+        self.assert_falls(output, 0.9)
+        self.assertIn("8 steps", output)  # rounds; the last one is of two local steps
 
     def test_gpt_text_dense(self):
         output = self.run_example("gpt_text.py", "--steps", "30", "--gradients", "dense", "--batch", "4")
