@@ -87,7 +87,7 @@ class LocalSteps:
         ):
             if not is_allowed:
                 raise _core.InvalidArgument(f"skim.LocalSteps: {name} must be {allowed}, not {value}")
-        if options.get("optimizer") is not None or options.get("momentum_correction"):
+        if options.get("momentum_correction"):
             raise _core.InvalidArgument(
                 "skim.LocalSteps: no momentum correction here: the optimizer has its momentum on every rank already"
             )

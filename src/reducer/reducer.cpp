@@ -122,45 +122,34 @@ struct Reducer::Impl {
 
   // The data path of docs/architecture.md. Returns whether the sum is finite.
   bool reduce_sparse(Exchange& exchange, StepReport& report, GradView grad) {
+    const Slot slot = report.id.slot;
     const Keep keep = keep_of(density, grad.n);
-    const std::int64_t begin = enter("select");
+    Phases phases(*this);
     const SelectReport chosen =
         local->select({report.id, grad, keep, density.at_most_k, comm.size()}, mine);
     codec.quantize(mine, report.id, comm.rank());
     tell_group(report, chosen, chosen.kept_norm2);
-    const std::int64_t selected = enter("exchange");
-    const ExchangeResult got = exchange.run(report.id, mine.view(), keep, report.group, comm);
-    const std::int64_t exchanged = enter("apply");
-    const double change = local->commit(report.id.slot, mine.view(), got.returned);
-    const float factor = grad.scale / static_cast<float>(contributors());
-    const bool sparse = got.dense_sum.empty();
-    const bool finite = sparse ? local->apply(report.id, got.sum, factor, grad)
-                               : local->apply(report.id, got.dense_sum.span(), factor, grad);
-    take_times(report, begin, selected, exchanged);
-
-    report.k = keep.k;
-    report.sent_nnz = mine.nnz();
-    report.sum_nnz = sparse ? got.sum.nnz() : got.dense_sum.n;
-    report.union_nnz = holder != nullptr ? holder->union_nnz() : 0;
-    report.threshold = chosen.threshold;
-    // The two norms are rounded differently, so their ratio may exceed 1.
-    report.capture =
-        chosen.total_norm2 > 0.0 ? std::min(1.0, chosen.kept_norm2 / chosen.total_norm2) : 1.0;
-    const bool keeps = !local->residual(report.id.slot).empty();
-    report.residual_norm = keeps ? std::sqrt(std::max(0.0, chosen.total_norm2 + change)) : 0.0;
+    phases.enter("exchange", report.select_ns);
+    const ExchangeResult sum = exchange.run(report.id, mine.view(), keep, report.group, comm);
+    phases.enter("apply", report.exchange_ns);
+    const double change = local->commit(slot, mine.view(), sum.returned);
+    const bool finite = sum.dense_sum.empty() ? apply(report.id, sum.sum, grad)
+                                              : apply(report.id, sum.dense_sum.span(), grad);
+    phases.end(report.apply_ns);
+    describe(report, keep, chosen, sum, change);
     return finite;
   }
 
   // Sums residual and gradient together, with all entries.
   bool reduce_dense(StepReport& report, GradView grad) {
     const Slot slot = report.id.slot;
-    const std::int64_t begin = enter("select");
+    Phases phases(*this);
     const SelectReport accumulated =
         local->accumulate({.id = report.id, .grad = grad, .keep = {}, .ranks = comm.size()});
     take_held(slot);
     const std::span<float> data = local->whole(report.id, grad);
     tell_group(report, accumulated, accumulated.total_norm2);
-    const std::int64_t selected = enter("exchange");
+    phases.enter("exchange", report.select_ns);
     or_abort(comm, [&] {
       std::array<std::byte, kFrameStatsBytes> note{};
       encode_stats(report.group, note);
@@ -168,16 +157,36 @@ struct Reducer::Impl {
       comm.allreduce_sum(data, options.dense_sum, note, notes);
       gather_notes(report.group);
     });
-    const std::int64_t exchanged = enter("apply");
+    phases.enter("apply", report.exchange_ns);
     local->commit_all(slot);
-    const bool finite =
-        local->apply(report.id, data, grad.scale / static_cast<float>(contributors()), grad);
-    take_times(report, begin, selected, exchanged);
+    const bool finite = apply(report.id, data, grad);
+    phases.end(report.apply_ns);
 
     report.dense = true;
     report.k = report.sent_nnz = report.sum_nnz = grad.n;
     report.capture = 1.0;
     return finite;
+  }
+
+  // grad becomes the mean. sum: a SparseView or a span of all entries.
+  template <class Sum>
+  bool apply(StepId id, const Sum& sum, const GradView& grad) {
+    const int ranks = holder != nullptr ? holder->contributors(comm.size()) : comm.size();
+    return local->apply(id, sum, grad.scale / static_cast<float>(ranks), grad);
+  }
+
+  void describe(StepReport& report, const Keep& keep, const SelectReport& chosen,
+                const ExchangeResult& sum, double change) const {
+    report.k = keep.k;
+    report.sent_nnz = mine.nnz();
+    report.sum_nnz = sum.dense_sum.empty() ? sum.sum.nnz() : sum.dense_sum.n;
+    report.union_nnz = holder != nullptr ? holder->union_nnz() : 0;
+    report.threshold = chosen.threshold;
+    // The two norms are rounded differently, so their ratio may exceed 1.
+    report.capture =
+        chosen.total_norm2 > 0.0 ? std::min(1.0, chosen.kept_norm2 / chosen.total_norm2) : 1.0;
+    const bool keeps = !local->residual(report.id.slot).empty();
+    report.residual_norm = keeps ? std::sqrt(std::max(0.0, chosen.total_norm2 + change)) : 0.0;
   }
 
   void expect_reducible(Slot slot, const GradView& grad) const {
@@ -225,21 +234,25 @@ struct Reducer::Impl {
     combine(step_stats, report.group);
   }
 
-  // Returns the time in ns.
-  std::int64_t enter(const char* phase) const {
-    if (options.on_phase) options.on_phase(phase);
-    return comm.now_ns();
-  }
-  void take_times(StepReport& report, std::int64_t begin, std::int64_t selected,
-                  std::int64_t exchanged) const {
-    report.select_ns = selected - begin;
-    report.exchange_ns = exchanged - selected;
-    report.apply_ns = comm.now_ns() - exchanged;
-  }
+  // Tells on_phase where a bucket is, and measures its phases. The first one is "select".
+  class Phases {
+   public:
+    explicit Phases(const Impl& impl) : impl_(impl) { begin("select"); }
+    // Ends the phase, which took ns, and begins another.
+    void enter(const char* phase, std::int64_t& ns) {
+      end(ns);
+      begin(phase);
+    }
+    void end(std::int64_t& ns) const { ns = impl_.comm.now_ns() - start_; }
 
-  int contributors() const {
-    return holder != nullptr ? holder->contributors(comm.size()) : comm.size();
-  }
+   private:
+    void begin(const char* phase) {
+      if (impl_.options.on_phase) impl_.options.on_phase(phase);
+      start_ = impl_.comm.now_ns();
+    }
+    const Impl& impl_;
+    std::int64_t start_ = 0;
+  };
 
   // Adds the mass that the exchange holds of the slot to this rank's residual. Returns whether
   // there was any.
