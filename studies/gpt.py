@@ -20,15 +20,16 @@ import sys
 SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "examples/gpt_text.py"
 METHODS = {
     "dense": ["--gradients", "dense"],
-    "momentum correction, 1 %": ["--density", "0.01"],
-    "updates, ahead, 1 %": ["--local-steps", "1", "--density", "0.01"],
-    "momentum after the sum, 1 %": ["--keep-momentum", "--density", "0.01"],
-    "one rank alone": ["--gradients", "alone"],
-    "momentum correction, 0.1 %": ["--density", "0.001"],
-    "updates, ahead, 0.1 %": ["--local-steps", "1", "--density", "0.001"],
-    "momentum after the sum, 0.1 %": ["--keep-momentum", "--density", "0.001"],
-    "15 local steps, 1 %": ["--local-steps", "15", "--density", "0.15"],
     "dense, 16 bit": ["--gradients", "fp16"],
+    "one rank alone": ["--gradients", "alone"],
+    "momentum after the sum, k = 1 %": ["--keep-momentum", "--density", "0.01"],
+    "momentum correction, k = 1 %": ["--density", "0.01"],
+    "momentum correction, k = 2.8 %, 4 bit": ["--density", "0.028", "--values", "q4"],
+    "momentum after the sum, k = 2.8 %, 4 bit": ["--keep-momentum", "--density", "0.028", "--values", "q4"],
+    "momentum correction, k = 0.23 %, 4 bit": ["--density", "0.0023", "--values", "q4"],
+    "updates, ahead, k = 2.8 %, 4 bit": ["--local-steps", "1", "--density", "0.028", "--values", "q4"],
+    "updates, ahead, k = 0.23 %, 4 bit": ["--local-steps", "1", "--density", "0.0023", "--values", "q4"],
+    "15 local steps, ahead, k = 42 %, 4 bit": ["--local-steps", "15", "--density", "0.42", "--values", "q4"],
 }
 SHARE = {"dense": 1.0, "dense, 16 bit": 0.5, "one rank alone": 0.0}
 
@@ -51,7 +52,7 @@ def run(method, rate, seed, options):
     loss = float(re.search(r"validation loss ([\d.]+)", done.stdout)[1])
     less = re.search(r"([\d.]+) times less than dense", done.stdout)
     every = options_of(arguments).get("--local-steps", "1")
-    return {"table": "gpt-runs", "command": f"torchrun --nproc-per-node {options.ranks} examples/gpt_text.py "
+    return {"table": "gpt", "command": f"torchrun --nproc-per-node {options.ranks} examples/gpt_text.py "
             + " ".join(arguments), "method": method, "ranks": options.ranks, "steps": options.steps, "lr": rate,
             "seed": seed, "validation_loss": loss, "share": 1 / (float(less[1]) * int(every)) if less else SHARE[method]}
 

@@ -130,6 +130,22 @@ def sweep(folder):
     return [found[down] for down in sorted(found)]
 
 
+def gpt(folder):
+    """A row for each method of gpt.py: the loss of the first seed at every rate, and of all seeds at the best rate."""
+    by_method = {}
+    for row in lines(folder, "gpt.jsonl"):
+        by_method.setdefault(row["method"], []).append(row)
+    found = []
+    for method, rows in by_method.items():
+        first = {row["lr"]: row["validation_loss"] for row in rows if row["seed"] == 0}
+        best = min(first, key=first.get)
+        at_best = [row for row in rows if row["lr"] == best]
+        one = {"method": method, "seeds": len(at_best), "percent": 100 * statistics.mean(row["share"] for row in at_best)}
+        found.append(one | {f"loss_{rate:g}": loss for rate, loss in first.items()}
+                     | over([row["validation_loss"] for row in at_best], "loss"))
+    return [row | {"behind": row["loss"] - found[0]["loss"]} for row in found]
+
+
 @functools.cache
 def study_of(task, memory, keep):
     return adaptive_k.Study(task, memory, keep, only_kept=True)
@@ -397,9 +413,11 @@ TABLES = [
             "hook": "{hook}"} | {f"{link}, P = {p}": "{step_over_none_%s %s:.2f}" % (link, p)
                                  for p in (2, 4) for link in ("loopback", "1 Gbit/s")})
       for name in ("ddp-0.001", "ddp-0.01")),
-    Table("pytorch.md", "gpt", wide(kept("pytorch.jsonl", "gpt"), ("run", "times_less"), "lr"), {
-        "run": "{run}"} | {f"loss, lr {lr:g}": "{validation_loss_%g:.3f}" % lr for lr in (0.001, 0.003, 0.01, 0.03)} | {
-            "sends less than dense": "{times_less} ×"}),
+    Table("pytorch.md", "gpt", gpt, {
+        "method": "{method}", "bytes": "{percent:.3g} %"} | {
+            f"rate {rate:g}": ("{loss_%g:.3f}" % rate,) for rate in (0.005, 0.01, 0.02)} | {
+                "seeds": "{seeds}", "loss": ("{loss:.3f} ± {loss_deviation:.3f}", "{loss:.3f}"),
+                "behind dense": "{behind:+.3f}"}),
 
     Table("frames.md", "index-sizes", kept("frames.jsonl", "index-sizes"), {
         "index set": "{index_set}", "n": "{n:,}", "k": "{k:,}", "code taken": "{code}",
