@@ -2,6 +2,7 @@
 """Does a small GPT under AdamW reach dense loss? examples/gpt_text.py, run after run.
 
   studies/gpt.py FILE [--steps 1000] [--batch 8] [--ranks 2] [--rates 0.005,0.01,0.02] [--seeds 0,1,2]
+                 [--methods METHOD METHOD ...]
 
 Every method gets the same steps and the same examples, and is tuned by equally many trials: seed 0 runs at every
 rate, and the rate with the least validation loss runs with the other seeds, too. (Tiny Shakespeare has no third
@@ -65,6 +66,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rates", type=lambda text: [float(x) for x in text.split(",")], default=[0.005, 0.01, 0.02])
     parser.add_argument("--seeds", type=lambda text: [int(x) for x in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--script", type=pathlib.Path, default=SCRIPT, help=argparse.SUPPRESS)
     options = parser.parse_args()
 
@@ -83,9 +85,9 @@ def main():
         return row["validation_loss"]
 
     first, *others = options.seeds
-    best = {m: min(options.rates, key=lambda rate, m=m: loss_of(m, rate, first)) for m in METHODS}
+    best = {m: min(options.rates, key=lambda rate, m=m: loss_of(m, rate, first)) for m in options.methods}
     for seed in others:
-        for method in METHODS:
+        for method in options.methods:
             loss_of(method, best[method], seed)
 
 
