@@ -52,7 +52,7 @@ inline std::size_t kept(double density, std::size_t n) {
 }
 
 // A counter-based generator (SplitMix64): entry i of any array can be made alone.
-inline std::uint64_t hash(std::uint64_t i) noexcept { return mix((i + 1) * kStride); }
+inline std::uint64_t hash(std::uint64_t i) noexcept { return mix((i + 1) * kSplitMixStride); }
 
 // Magnitudes by a table of their quantiles, with straight lines between: fast, and equal on all
 // machines.

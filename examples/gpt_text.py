@@ -96,8 +96,6 @@ def main():
     parser.add_argument("--keep-momentum", action="store_true", help="skim: leave the momentum to the optimizer")
     parser.add_argument("--local-steps", type=int, default=0, metavar="H",
                         help="skim: exchange updates every H steps, instead of gradients")
-    parser.add_argument("--ahead", type=float, default=1.0, help="local steps: skim.LocalSteps has it")
-    parser.add_argument("--outer-lr", type=float, default=1.0, help="local steps: skim.LocalSteps has it")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16, help="sequences per rank and step")
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate; warm-up, then cosine")
@@ -126,9 +124,7 @@ def main():
     try:
         if options.local_steps > 0:
             model = ddp.module
-            local = skim.LocalSteps(
-                model, optimizer, options.local_steps, ahead=options.ahead, outer_lr=options.outer_lr, **compression
-            )
+            local = skim.LocalSteps(model, optimizer, options.local_steps, **compression)
         elif options.gradients == "skim":
             skim.attach(ddp, **compression, **({} if options.keep_momentum else {"optimizer": optimizer}))
     except skim.InvalidArgument as e:

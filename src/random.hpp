@@ -11,7 +11,7 @@ namespace skim {
 // SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators",
 // OOPSLA 2014): what its state grows by, 2^64 / golden ratio; and its finaliser, a bijection that
 // spreads every bit.
-inline constexpr std::uint64_t kStride = 0x9e3779b97f4a7c15U;
+inline constexpr std::uint64_t kSplitMixStride = 0x9e3779b97f4a7c15U;
 constexpr std::uint64_t mix(std::uint64_t x) noexcept {
   x = (x ^ (x >> 30U)) * 0xbf58476d1ce4e5b9U;
   x = (x ^ (x >> 27U)) * 0x94d049bb133111ebU;
@@ -29,7 +29,7 @@ class Random {
   Random(std::uint64_t seed, StepId id, std::uint64_t stream) noexcept : Random(seed, id) {
     state_ = next() ^ stream;
   }
-  std::uint64_t next() noexcept { return mix(state_ += kStride); }
+  std::uint64_t next() noexcept { return mix(state_ += kSplitMixStride); }
   // Uniform in [0, bound), exactly (D. Lemire, "Fast Random Integer Generation in an Interval",
   // 2019). Requires: 0 < bound < 2^32.
   std::size_t below(std::size_t bound) noexcept {

@@ -35,10 +35,6 @@ METHODS = {
 SHARE = {"dense": 1.0, "dense, 16 bit": 0.5, "one rank alone": 0.0}
 
 
-def options_of(arguments):
-    return dict(zip(arguments[:-1], arguments[1:]))
-
-
 def run(method, rate, seed, options):
     """The row of one run."""
     arguments = ["--steps", options.steps, "--batch", options.batch, "--lr", f"{rate:g}", "--seed", seed,
@@ -52,10 +48,10 @@ def run(method, rate, seed, options):
         sys.exit(f"gpt: {method}, rate {rate:g}, seed {seed}: ended with {done.returncode}")
     loss = float(re.search(r"validation loss ([\d.]+)", done.stdout)[1])
     less = re.search(r"([\d.]+) times less than dense", done.stdout)
-    every = options_of(arguments).get("--local-steps", "1")
+    local = re.search(r"--local-steps (\d+)", " ".join(arguments))
     return {"table": "gpt", "command": f"torchrun --nproc-per-node {options.ranks} examples/gpt_text.py "
             + " ".join(arguments), "method": method, "ranks": options.ranks, "steps": options.steps, "lr": rate,
-            "seed": seed, "validation_loss": loss, "share": 1 / (float(less[1]) * int(every)) if less else SHARE[method]}
+            "seed": seed, "validation_loss": loss, "share": 1 / (float(less[1]) * (int(local[1]) if local else 1)) if less else SHARE[method]}
 
 
 def main():

@@ -14,10 +14,10 @@ namespace skim::train {
 class Random {
  public:
   constexpr Random(std::initializer_list<std::uint64_t> key) noexcept {
-    for (const std::uint64_t part : key) state_ = mix(state_ + part + kStride);
+    for (const std::uint64_t part : key) state_ = mix(state_ + part + kSplitMixStride);
   }
 
-  constexpr std::uint64_t next() noexcept { return mix(state_ += kStride); }
+  constexpr std::uint64_t next() noexcept { return mix(state_ += kSplitMixStride); }
 
   // In [0, n). Requires: 0 < n < 2^32. The bias is below n / 2^32, which is negligible here.
   constexpr std::uint64_t below(std::uint64_t n) noexcept { return ((next() >> 32U) * n) >> 32U; }

@@ -188,13 +188,13 @@ class Compression:
         self.comm = connect(process_group, timeout=timeout)
         self.reducer = options.reducer(self.comm)
         given = [f"{f.name}={_text(getattr(options, f.name))}" for f in dataclasses.fields(options)]
-        given.append(f"momentum={options.momentum()}")
+        self.momentum = options.momentum()
+        given.append(f"momentum={self.momentum}")
         same_on_all_ranks(self.comm, "options", given)
         same_on_all_ranks(
             self.comm, "parameters", [f"'{n}' of {k} entries" for n, k in zip(self.names, self.lengths)]
         )
         self.options = options
-        self.momentum = options.momentum()
         if options.optimizer is not None:
             take_out(options.optimizer)
         self.writer = writer

@@ -72,10 +72,11 @@ def expect_taken_out(optimizer: Any, correction: Correction) -> None:
 
     Raises InvalidArgument if somebody else sets it, or if it is another one now.
     """
-    if correction_for(optimizer) != correction:
+    now = correction_for(optimizer)
+    if now != correction:
         raise _core.InvalidArgument(
-            f"skim: the optimizer's momentum is another one now ({correction_for(optimizer)}) than when skim got the "
-            f"optimizer ({correction}); load its state before skim.attach"
+            f"skim: the optimizer's momentum was {correction} when skim got it and is {now} now; load its state "
+            "before skim.attach"
         )
     for group in optimizer.param_groups:
         if KEY in group and (group["betas"][0] if "betas" in group else group["momentum"]) != 0.0:

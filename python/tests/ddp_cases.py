@@ -403,8 +403,14 @@ def case_momentum_never_counts_twice():
     model(small_gradients(0)).backward()
     assert optimizer.param_groups[0]["momentum"] == 0.0
 
-    aggregator = skim.Aggregator(Linear().parameters(), optimizer=sgd()[1])
+    class Wrapper:  # as accelerate's
+        def __init__(self):
+            self.optimizer = sgd()[1]
+
+    wrapped = Wrapper()
+    aggregator = skim.Aggregator(Linear().parameters(), optimizer=wrapped)
     assert aggregator.momentum.correction == 0.9
+    assert wrapped.optimizer.param_groups[0]["momentum"] == 0.0
 
 
 def case_raise_where_a_gradient_is_not_finite():

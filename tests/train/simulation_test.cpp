@@ -210,6 +210,42 @@ TEST(simulation, splits_examples_as_a_group_does) {
   EXPECT_EQ(courses.size(), enumerators<Split>().size());
 }
 
+// ---- momentum correction ------------------------------------------------------------------------
+
+// Adam whose first moment is each rank's: m without bias correction, v that of the mean of m.
+TEST(simulation, adam_with_momentum_correction_is_its_loop_written_out) {
+  TrainOptions o = options("dense");
+  o.optimizer = OptimizerKind::adam;
+  o.learning_rate.base = 0.01;
+  o.feedback.momentum_correction = 0.9F;
+  const Course got = by_simulation(o, {.ranks = 1});
+
+  const auto model = make_model(model_options(o.model, data().info(), o.seed));
+  Sampler sampler(data().info().train_size, 1, o.batch, o.seed);
+  std::vector<Tensor> m, v;
+  for (const Tensor& p : model->parameters()) {
+    m.push_back(torch::zeros_like(p));
+    v.push_back(torch::zeros_like(p));
+  }
+  ASSERT_EQ(got.losses.size(), 8U);
+  for (std::int64_t step = 0; step < 8; ++step) {
+    model->zero_grad();
+    const Batch batch = data().train_batch(sampler.examples(0, step, 0), 0);
+    const Tensor loss = cross_entropy(model->forward(batch.input), batch.target);
+    EXPECT_NEAR(got.losses[static_cast<std::size_t>(step)], loss.item<double>(), 1e-3) << step;
+    loss.backward();
+    const torch::NoGradGuard no_grad;
+    const double seen = 1.0 - std::pow(0.999, static_cast<double>(step + 1));
+    std::size_t i = 0;
+    for (Tensor p : model->parameters()) {
+      m[i] = 0.9 * m[i] + 0.1 * p.grad();
+      v[i] = 0.999 * v[i] + 0.001 * m[i] * m[i];
+      p.sub_(0.01 * m[i] / ((v[i] / seen).sqrt() + 1e-8));
+      ++i;
+    }
+  }
+}
+
 // ---- delta --------------------------------------------------------------------------------------
 
 // Plain SGD on sums of what the ranks' accumulated gradients have among their k largest, and
