@@ -6,6 +6,7 @@
 #include <torch/utils.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <optional>
