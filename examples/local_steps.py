@@ -1,7 +1,7 @@
 """Local steps: each rank trains by itself. Every H steps the ranks exchange how far their parameters have moved.
 
 The options are SparseLoCo's (arXiv 2508.15706): AdamW on every rank, few entries of the changes, 2-bit values, a
-residual that fades. SparseLoCo's selection in chunks is not part of this example. With --density 1 --values f32
+residual that fades. SparseLoCo's selection in chunks is not part of this example. With --density 1 --value-code f32
 --outer-lr 0.7 --outer-momentum 0.9 it is DiLoCo (arXiv 2311.08105).
 
 torchrun --nproc-per-node 2 examples/local_steps.py
@@ -22,7 +22,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--local-steps", type=int, default=15, metavar="H")
     parser.add_argument("--density", type=float, default=0.0156, help="fraction of the changes that is sent")
-    parser.add_argument("--values", choices=skim.value_codes, default="q2", help="value code of the changes")
+    parser.add_argument("--value-code", choices=skim.value_codes, default="q2", help="value code of the changes")
     parser.add_argument("--residual-decay", type=float, default=0.95, help="factor of the residual in every round")
     parser.add_argument("--ahead", type=float, default=0.0, help="part of the residual that a rank applies at once")
     parser.add_argument("--outer-lr", type=float, default=1.0)
@@ -39,7 +39,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     try:
         local = skim.LocalSteps(
-            model, optimizer, options.local_steps, options.density, values=options.values, ahead=options.ahead,
+            model, optimizer, options.local_steps, options.density, value_code=options.value_code, ahead=options.ahead,
             residual_decay=options.residual_decay, outer_lr=options.outer_lr, outer_momentum=options.outer_momentum,
         )  # fmt: skip
     except skim.InvalidArgument as e:

@@ -25,12 +25,12 @@ METHODS = {
     "one rank alone": ["--gradients", "alone"],
     "momentum after the sum, k = 1 %": ["--keep-momentum", "--density", "0.01"],
     "momentum correction, k = 1 %": ["--density", "0.01"],
-    "momentum correction, k = 2.8 %, 4 bit": ["--density", "0.028", "--values", "q4"],
-    "momentum after the sum, k = 2.8 %, 4 bit": ["--keep-momentum", "--density", "0.028", "--values", "q4"],
-    "momentum correction, k = 0.23 %, 4 bit": ["--density", "0.0023", "--values", "q4"],
-    "updates, ahead, k = 2.8 %, 4 bit": ["--local-steps", "1", "--density", "0.028", "--values", "q4"],
-    "updates, ahead, k = 0.23 %, 4 bit": ["--local-steps", "1", "--density", "0.0023", "--values", "q4"],
-    "15 local steps, ahead, k = 42 %, 4 bit": ["--local-steps", "15", "--density", "0.42", "--values", "q4"],
+    "momentum correction, k = 2.8 %, 4 bit": ["--density", "0.028", "--value-code", "q4"],
+    "momentum after the sum, k = 2.8 %, 4 bit": ["--keep-momentum", "--density", "0.028", "--value-code", "q4"],
+    "momentum correction, k = 0.23 %, 4 bit": ["--density", "0.0023", "--value-code", "q4"],
+    "updates, ahead, k = 2.8 %, 4 bit": ["--local-steps", "1", "--density", "0.028", "--value-code", "q4"],
+    "updates, ahead, k = 0.23 %, 4 bit": ["--local-steps", "1", "--density", "0.0023", "--value-code", "q4"],
+    "15 local steps, ahead, k = 42 %, 4 bit": ["--local-steps", "15", "--density", "0.42", "--value-code", "q4"],
 }
 SHARE = {"dense": 1.0, "dense, 16 bit": 0.5, "one rank alone": 0.0}
 

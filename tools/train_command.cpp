@@ -112,7 +112,7 @@ class Declare {
     };
     line_.choice(name.c_str(), set, e ? name_of(*e) : train::kAuto, info.what, valid);
   }
-  void add(const std::string& name, const train::KindOrAuto<ExchangeKind, bool>& x,
+  void add(const std::string& name, const KindOrAuto<ExchangeKind, bool>& x,
            const FieldInfo& info) const {
     std::vector<std::string> valid;
     for (const std::string_view n : names_of<ExchangeKind>()) valid.emplace_back(n);

@@ -17,13 +17,6 @@ namespace skim::train {
 // Declared here because models.hpp, which defines the models, includes all of torch.
 std::span<const std::string_view> model_names() noexcept;
 
-// The member for the option `exchange`: a kind, or `auto`.
-template <class Kind, class Flag>
-struct KindOrAuto {
-  Kind& kind;
-  Flag& automatic;
-};
-
 template <auto kNames>
 std::vector<std::string> strings_of() {
   const auto names = kNames();
@@ -86,19 +79,11 @@ void each_optimizer_field(Options& o, F&& f) {
 template <OptionsOf<TrainOptions> Options, class F>
 void each_exchange_field(Options& o, F&& f) {
   const auto of_library = [&](const char* name, auto& member, const FieldInfo& info) {
-    using Member = std::remove_cvref_t<decltype(member)>;
     const std::string_view is(name);
     if (is == "select_seed" || is == "rounding_seed") return;  // `seed` sets them
-    if constexpr (std::is_same_v<Member, ExchangeKind>) {
-      if (is == "exchange") {
-        KindOrAuto both{member, o.automatic};
-        f(name, both, info);
-        return;
-      }
-    }
     f(name, member, info);
   };
-  each_field(o.exchange, of_library);
+  each_field_or_auto(o.exchange, o.automatic, of_library);
   each_field(o.chooser, of_library);
   each_field(o.select, of_library);
   f("select_seeds", o.select_seeds,

@@ -63,6 +63,13 @@ struct FieldInfo {
   bool is_place = false;
 };
 
+// Stands for the member of the option `exchange` where "auto", a chooser, is allowed, too.
+template <class Kind, class Flag>
+struct KindOrAuto {
+  Kind& kind;
+  Flag& automatic;
+};
+
 template <class Options, class Of>
 concept OptionsOf = std::same_as<std::remove_const_t<Options>, Of>;
 
@@ -106,6 +113,21 @@ void each_field(Options& o, F&& f) {
   f("regions_every", o.oktopk.regions_every,
     FieldInfo{"oktopk: steps until the ranks' index ranges are found anew", kPositive});
   each_field(o.codec, f);
+}
+
+// As each_field, where "exchange" may also be "auto": its member is then a KindOrAuto.
+template <OptionsOf<ExchangeOptions> Options, class Flag, class F>
+void each_field_or_auto(Options& o, Flag& automatic, F&& f) {
+  each_field(o, [&](const char* name, auto& member, const FieldInfo& info) {
+    if constexpr (std::same_as<std::remove_cvref_t<decltype(member)>, ExchangeKind>) {
+      if (&member == &o.kind) {
+        KindOrAuto both{member, automatic};
+        f(name, both, info);
+        return;
+      }
+    }
+    f(name, member, info);
+  });
 }
 
 template <OptionsOf<ChooserOptions> Options, class F>

@@ -21,7 +21,6 @@ namespace skim::python {
 namespace nb = nanobind;
 
 void bind_errors(nb::module_& m);
-void bind_options(nb::module_& m);
 void bind_communicator(nb::module_& m);
 void bind_transport(nb::module_& m);
 void bind_reducer(nb::module_& m);

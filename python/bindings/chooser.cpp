@@ -1,9 +1,7 @@
 // The chooser behind exchange="auto": it chooses the exchange of each bucket.
 #include "skim/chooser.hpp"
 
-#include <nanobind/stl/optional.h>
-
-#include "python/bindings/parts.hpp"
+#include "python/bindings/keywords.hpp"
 
 namespace skim::python {
 namespace {
@@ -21,61 +19,25 @@ std::string_view name_at(const BoundChooser& self, std::size_t i) {
 
 }  // namespace
 
-void set_exchange(ReducerOptions& options, const ExchangeChoice& choice,
-                  const std::optional<ChooserOptions>& chooser) {
-  const auto* const name = std::get_if<std::string>(&choice);
-  options.chooser = chooser;
-  if (name != nullptr && *name == "auto") {
-    if (!chooser) options.chooser.emplace();
-  } else {
-    options.exchange = options_of(choice);
-  }
-}
-
 void bind_chooser(nb::module_& m) {
-  nb::class_<ChooserOptions>(m, "ChooserOptions",
-                             "The exchanges that a chooser may choose, and the time that it may "
-                             "spend on trials. Equal on all ranks; of link and local, rank 0's "
-                             "are used on all ranks.")
-      .def(
-          "__init__",
-          [](ChooserOptions* self, const std::vector<std::string>& among,
-             const std::optional<Link>& link, const LocalSpeeds& local, double trial_share) {
-            ChooserOptions o;
-            for (const std::string& name : among) {
-              o.among.push_back(from_name<ExchangeKind>(name, "among"));
-            }
-            o.link = link;
-            o.local = local;
-            o.trial_share = trial_share;
-            new (self) ChooserOptions(std::move(o));
-          },
-          nb::kw_only(), "among"_a = std::vector<std::string>{}, "link"_a = nb::none(),
-          "local"_a = ChooserOptions{}.local, "trial_share"_a = ChooserOptions{}.trial_share,
-          "  among        names of exchanges; none may have holds_mass. Empty: all with "
-          "is_candidate\n"
-          "  link         None: rank 0 measures its link to the last rank before the first "
-          "bucket\n"
-          "  local        speeds of local work in the cost model\n"
-          "  trial_share  fraction of the run's time that trials may take, in [0, 1]; 0: the "
-          "cost\n"
-          "               model alone decides")
-      .def_ro("local", &ChooserOptions::local);
-
+  const auto help = KeywordHelp::of<ChooserKeywords>();
+  const std::string signature =
+      "def __init__(self, comm: Communicator, *, " + help.signature() + ") -> None";
   nb::class_<BoundChooser>(
       m, "Chooser",
       "Chooses the exchange of each bucket by the cost model, which it corrects by the times that "
       "the group measures. Reducer(exchange='auto') has one. Use it from one thread at a time.")
       .def(
           "__init__",
-          [](BoundChooser* self, Communicator& comm, const ChooserOptions& options,
-             const ExchangeOptions& exchange) {
-            new (self) BoundChooser{comm, make_chooser(exchange, options)};
+          [](BoundChooser* self, Communicator& comm, const nb::kwargs& options) {
+            const auto o = KeywordReader("skim.Chooser", options).read<ChooserKeywords>();
+            new (self) BoundChooser{comm, make_chooser(o.exchange, o.chooser)};
           },
-          "comm"_a, "options"_a = ChooserOptions{}, nb::kw_only(), "exchange"_a = ExchangeOptions{},
-          nb::keep_alive<1, 2>(),
-          "exchange: the options of every candidate, except the kind.\n"
-          "Raises InvalidArgument: an option is out of its range, or a candidate holds mass.")
+          "comm"_a, "options"_a, nb::keep_alive<1, 2>(), nb::sig(signature.c_str()),
+          (help.text() +
+           "The options of exchanges are those of every candidate.\n"
+           "Raises InvalidArgument: an option is out of its range, or a candidate holds mass.")
+              .c_str())
       .def_prop_ro(
           "candidates",
           [](const BoundChooser& self) {

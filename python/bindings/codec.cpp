@@ -2,6 +2,7 @@
 #include "skim/codec.hpp"
 
 #include "python/bindings/arrays.hpp"
+#include "python/bindings/keywords.hpp"
 
 namespace skim::python {
 namespace {
@@ -40,9 +41,18 @@ Array<float> quantize(const Codec& self, const Floats& values, std::uint64_t ste
 }  // namespace
 
 void bind_codec(nb::module_& m) {
+  const auto help = KeywordHelp::of<CodecOptions>();
+  const std::string signature = "def __init__(self, *, " + help.signature() + ") -> None";
+  m.attr("value_codes") = names_tuple(names_of<ValueCode>());
+  m.attr("index_codes") = names_tuple(names_of<IndexCode>());
   nb::class_<Codec>(m, "Codec",
                     "Converts sparse gradients to bytes and back (docs/wire-format.md).")
-      .def(nb::init<CodecOptions>(), "options"_a = CodecOptions{})
+      .def(
+          "__init__",
+          [](Codec* self, const nb::kwargs& options) {
+            new (self) Codec(KeywordReader("skim.Codec", options).read<CodecOptions>());
+          },
+          "options"_a, nb::sig(signature.c_str()), help.text().c_str())
       .def("encode", &encode, "indices"_a, "values"_a, "n"_a,
            "Returns the frame of values [k] at indices [k] of n entries. Lossless if quantize "
            "returned the values. Raises InvalidArgument: indices are not strictly ascending, or "

@@ -1,7 +1,7 @@
 // The cost model, and the choice of the cheapest exchange.
 #include "skim/cost.hpp"
 
-#include "python/bindings/parts.hpp"
+#include "python/bindings/keywords.hpp"
 #include "skim/exchange.hpp"
 
 namespace skim::python {
@@ -23,6 +23,16 @@ Load load(int ranks, double n, double k, double k_down, int hosts, const Link& i
 }  // namespace
 
 void bind_cost(nb::module_& m) {
+  nb::class_<Link>(m, "Link",
+                   "A network link. A message takes alpha_s + bytes * beta_s_per_byte seconds.")
+      .def(
+          "__init__",
+          [](Link* self, double alpha_s, double beta_s_per_byte) {
+            new (self) Link{alpha_s, beta_s_per_byte};
+          },
+          "alpha_s"_a, "beta_s_per_byte"_a)
+      .def_rw("alpha_s", &Link::alpha_s)
+      .def_rw("beta_s_per_byte", &Link::beta_s_per_byte);
   nb::class_<LocalSpeeds>(m, "LocalSpeeds", "Seconds per entry of local work on one rank; 0: free.")
       .def(
           "__init__",
@@ -34,6 +44,8 @@ void bind_cost(nb::module_& m) {
               "Per entry of n: adding it to the residual, and finding the largest.")
       .def_ro("merge_s", &LocalSpeeds::merge_s, "Per entry of a frame: decoding, and summing.")
       .def_ro("add_s", &LocalSpeeds::add_s, "Per entry of a dense sum.");
+
+  m.attr("typical_local_speeds") = nb::cast(ChooserOptions{}.local);
 
   nb::class_<Cost>(m, "Cost", "The predicted cost of one exchange. Times are in seconds.")
       .def_ro("rounds", &Cost::rounds, "Dependent communication steps, one after the other.")
@@ -51,40 +63,52 @@ void bind_cost(nb::module_& m) {
       .def_ro("cost", &Choice::cost)
       .def_ro("reason", &Choice::reason, "The cheapest exchanges and their times, in one line.");
 
+  const auto help = KeywordHelp::of<ExchangeOptions>();
+  const std::string load_signature =
+      "ranks: int, n: float, k: float, link: Link, k_down: float = 0.0, local_speeds: LocalSpeeds "
+      "= ..., hosts: int = 0, host_link: Link = ..., ";
   m.def(
       "predict",
-      [](const ExchangeChoice& exchange, int ranks, double n, double k, const Link& link,
-         double k_down, const LocalSpeeds& local, int hosts, const Link& inside) {
-        const ExchangeOptions o = options_of(exchange);
-        return predict(o, load(ranks, n, k, k_down, hosts, inside, o.codec), link, local);
+      [](const nb::object& exchange, int ranks, double n, double k, const Link& link, double k_down,
+         const LocalSpeeds& local_speeds, int hosts, const Link& host_link, nb::kwargs options) {
+        options["exchange"] = exchange;
+        const auto o = KeywordReader("skim.predict", options).read<ExchangeOptions>();
+        return predict(o, load(ranks, n, k, k_down, hosts, host_link, o.codec), link, local_speeds);
       },
       "exchange"_a, nb::kw_only(), "ranks"_a, "n"_a, "k"_a, "link"_a, "k_down"_a = 0.0,
-      "local"_a = LocalSpeeds{}, "hosts"_a = 0, "inside"_a = Link{},
+      "local_speeds"_a = LocalSpeeds{}, "hosts"_a = 0, "host_link"_a = Link{}, "options"_a,
+      nb::sig(("def predict(exchange: str, *, " + load_signature +
+               help.signature_without({"exchange"}) + ") -> Cost")
+                  .c_str()),
       "Predicts the cost of one exchange in which each rank sends k of n entries.\n"
-      "  exchange  a name of skim.exchanges, or ExchangeOptions\n"
+      "  exchange  a name of skim.exchanges\n"
       "  k         in (0, n]; 'dense' ignores it\n"
       "  k_down    entries of the result, if the exchange compresses it, in (0, n]; 0: k\n"
       "  hosts     for 'hierarchical': number of hosts, in [0, ranks]; 0: each rank has its own\n"
-      "  inside    for 'hierarchical': the link between two ranks of one host\n"
+      "  host_link  for 'hierarchical': the link between two ranks of one host\n"
+      "Other arguments: the options of the Exchange.\n"
       "Raises InvalidArgument: a number is out of range.");
   m.def(
       "cheapest",
       [](int ranks, double n, double k, const Link& link, const std::vector<std::string>& among,
-         double k_down, const LocalSpeeds& local, int hosts, const Link& inside,
-         const ExchangeOptions& options) {
+         double k_down, const LocalSpeeds& local_speeds, int hosts, const Link& host_link,
+         const nb::kwargs& options) {
         std::vector<ExchangeKind> kinds;
         for (const std::string& name : among) {
           kinds.push_back(from_name<ExchangeKind>(name, "among"));
         }
-        return cheapest(kinds, options, load(ranks, n, k, k_down, hosts, inside, options.codec),
-                        link, local);
+        const auto o = KeywordReader("skim.cheapest", options).read<ExchangeOptions>();
+        return cheapest(kinds, o, load(ranks, n, k, k_down, hosts, host_link, o.codec), link,
+                        local_speeds);
       },
       nb::kw_only(), "ranks"_a, "n"_a, "k"_a, "link"_a, "among"_a, "k_down"_a = 0.0,
-      "local"_a = LocalSpeeds{}, "hosts"_a = 0, "inside"_a = Link{},
-      "options"_a = ExchangeOptions{},
+      "local_speeds"_a = LocalSpeeds{}, "hosts"_a = 0, "host_link"_a = Link{}, "options"_a,
+      nb::sig(("def cheapest(*, among: collections.abc.Sequence[str], " + load_signature +
+               help.signature_without({"exchange"}) + ") -> Choice")
+                  .c_str()),
       "Returns the exchange with the least total_s; among equals, the first. among: names of "
-      "skim.exchanges. options: of every exchange, except the kind. Other arguments: as in "
-      "predict. Raises InvalidArgument as predict, or if `among` is empty.");
+      "skim.exchanges. Other arguments: as in predict. Raises InvalidArgument as predict, or if "
+      "`among` is empty.");
   m.def("step_seconds", &step_seconds, "compute_s"_a, "cost"_a, "overlap"_a = 0.0,
         "Seconds of a step: compute_s, selection and exchange. A fraction `overlap` of "
         "compute_s, in [0, 1], can hide time of the link.");

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "python/bindings/arrays.hpp"
-#include "python/bindings/parts.hpp"
+#include "python/bindings/keywords.hpp"
 
 namespace skim::python {
 namespace {
@@ -120,19 +120,26 @@ void bind_exchange(nb::module_& m) {
   }
   m.attr("exchanges") = nb::module_::import_("types").attr("MappingProxyType")(rows);
 
+  const auto help = KeywordHelp::of<ExchangeOptions>();
+  const std::string signature =
+      "def __init__(self, comm: Communicator, " + help.signature("*, ") + ") -> None";
   nb::class_<BoundExchange>(
       m, "Exchange",
       "Sums sparse gradients over a group. All ranks call run() in the same order, with equal "
       "step, slot, n, k and k_down. Use it from one thread at a time.")
       .def(
           "__init__",
-          [](BoundExchange* self, const ExchangeChoice& options, Communicator& comm) {
-            new (self) BoundExchange(options_of(options), comm);
+          [](BoundExchange* self, Communicator& comm, const nb::object& kind, nb::kwargs options) {
+            options["exchange"] = kind;
+            new (self) BoundExchange(
+                KeywordReader("skim.Exchange", options).read<ExchangeOptions>(), comm);
           },
-          "options"_a, "comm"_a, nb::keep_alive<1, 3>(),
-          "options: a name of skim.exchanges, or ExchangeOptions.\n"
-          "Raises InvalidArgument: the kind 'dense' (use Communicator.allreduce_sum); an option "
-          "out of range.")
+          "comm"_a, "exchange"_a = name_of(ExchangeOptions{}.kind), "options"_a,
+          nb::keep_alive<1, 2>(), nb::sig(signature.c_str()),
+          (help.text() +
+           "Raises InvalidArgument: exchange='dense' (use Communicator.allreduce_sum); an option "
+           "out of range.")
+              .c_str())
       .def("run", &run, "indices"_a, "values"_a, "n"_a, nb::kw_only(), "k"_a, "k_down"_a = 0,
            "step"_a = 0, "slot"_a = 0, "stats"_a = GroupStats{},
            "Sums sparse gradients over the ranks. Collective.\n"

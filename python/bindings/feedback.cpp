@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 
 #include "python/bindings/arrays.hpp"
+#include "python/bindings/keywords.hpp"
 
 namespace skim::python {
 namespace {
@@ -56,13 +57,21 @@ double commit(Feedback& self, Slot slot, const Numbers& indices, const Floats& v
 }  // namespace
 
 void bind_feedback(nb::module_& m) {
+  const auto help = KeywordHelp::of<FeedbackOptions>();
+  const std::string signature = "def __init__(self, *, " + help.signature() + ") -> None";
   nb::class_<Feedback>(
       m, "ErrorFeedback",
       "Holds a residual for every slot: the entries that were not sent, which are added to the "
       "next step's gradient. No mass is lost. Summed over all ranks, residuals after + delivered "
       "= residuals before + gradients.\n"
       "Use it from one thread at a time.")
-      .def(nb::init<const FeedbackOptions&>(), "options"_a = FeedbackOptions{})
+      .def(
+          "__init__",
+          [](Feedback* self, const nb::kwargs& options) {
+            new (self)
+                Feedback(KeywordReader("skim.ErrorFeedback", options).read<FeedbackOptions>());
+          },
+          "options"_a, nb::sig(signature.c_str()), help.text().c_str())
       .def(
           "set_layout",
           [](Feedback& self, const Layout& layout) {

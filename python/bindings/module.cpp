@@ -8,13 +8,12 @@ NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);
   m.attr("__version__") = SKIM_VERSION;
   bind_errors(m);
-  bind_options(m);
+  bind_cost(m);
   bind_communicator(m);
   bind_transport(m);
   bind_selector(m);
   bind_codec(m);
   bind_feedback(m);
-  bind_cost(m);
   bind_chooser(m);
   bind_schedule(m);
   bind_exchange(m);

@@ -1,17 +1,12 @@
 // Parts of a reducer that Python chooses: the library's, or objects of the user's own.
 #pragma once
 
-#include <nanobind/stl/variant.h>
-
 #include <functional>
 #include <iosfwd>
 #include <memory>
-#include <optional>
 #include <string>
-#include <variant>
 
 #include "python/bindings/bindings.hpp"
-#include "skim/chooser.hpp"
 #include "skim/exchange.hpp"
 #include "skim/local_half.hpp"
 #include "skim/reducer.hpp"
@@ -19,26 +14,6 @@
 #include "skim/select.hpp"
 
 namespace skim::python {
-
-// Options, or the name of a rule or exchange with the default ones.
-using SelectChoice = std::variant<SelectOptions, std::string>;
-using ExchangeChoice = std::variant<ExchangeOptions, std::string>;
-
-inline SelectOptions options_of(const SelectChoice& choice) {
-  if (const auto* o = std::get_if<SelectOptions>(&choice)) return *o;
-  SelectOptions o;
-  o.algo = from_name<SelectAlgo>(std::get<std::string>(choice), "select");
-  return o;
-}
-inline ExchangeOptions options_of(const ExchangeChoice& choice) {
-  if (const auto* o = std::get_if<ExchangeOptions>(&choice)) return *o;
-  ExchangeOptions o;
-  o.kind = from_name<ExchangeKind>(std::get<std::string>(choice), "exchange");
-  return o;
-}
-// Where a chooser may stand too: "auto" is one with the default options.
-void set_exchange(ReducerOptions& options, const ExchangeChoice& choice,
-                  const std::optional<ChooserOptions>& chooser);
 
 struct BoundSelector {
   explicit BoundSelector(const SelectOptions& o) : options(o), selector(make_selector(o)) {}

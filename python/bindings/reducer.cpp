@@ -1,11 +1,10 @@
 // The Reducer: gradient in, mean gradient out.
 #include "skim/reducer.hpp"
 
-#include <nanobind/stl/optional.h>
-
 #include <array>
 
 #include "python/bindings/arrays.hpp"
+#include "python/bindings/keywords.hpp"
 #include "python/bindings/own_local_half.hpp"
 
 namespace skim::python {
@@ -20,8 +19,10 @@ class AnnotatedReducer final : public Reducer {
   using OwnParts = std::array<OwnPart*, 3>;  // null where they are the library's
 
   // own: the objects of the user's in `parts`.
-  AnnotatedReducer(ReducerOptions options, ReducerParts parts, OwnParts own, Communicator& comm)
-      : Reducer(with_phases(std::move(options)), std::move(parts), comm),
+  AnnotatedReducer(const ReducerKeywords& keywords, ReducerParts parts, OwnParts own,
+                   Communicator& comm)
+      : Reducer(with_phases(keywords.options()), std::move(parts), comm),
+        keywords_(keywords),
         comm_(comm),
         own_(own),
         own_local_(dynamic_cast<OwnLocalHalf*>(&local())) {}
@@ -49,6 +50,8 @@ class AnnotatedReducer final : public Reducer {
     listening_ = listening;
     return reduce(slot, view);
   }
+
+  const ReducerKeywords& keywords() const { return keywords_; }
 
   void throw_own_failure() {
     if (own_local_ != nullptr) own_local_->throw_failure();
@@ -108,6 +111,7 @@ class AnnotatedReducer final : public Reducer {
     return o;
   }
 
+  ReducerKeywords keywords_;
   Communicator& comm_;
   nb::object listener_ = nb::none();
   bool listening_ = false;
@@ -191,6 +195,11 @@ void bind_reducer(nb::module_& m) {
       .def_prop_ro("group_gradient_norm2",
                    [](const StepReport& r) { return r.group.gradient_norm2; });
 
+  const auto help = KeywordHelp::of<ReducerKeywords>();
+  const std::string signature =
+      "def __init__(self, comm: Communicator, *, density: float | DensitySchedule | OwnSchedule = "
+      "0.001, selector: Selector | OwnSelector | None = None, local: OwnLocalHalf | None = None, " +
+      help.signature() + ") -> None";
   nb::class_<AnnotatedReducer>(
       m, "Reducer",
       "Replaces this rank's gradient by the group's mean gradient. All ranks must call with the "
@@ -198,53 +207,35 @@ void bind_reducer(nb::module_& m) {
       nb::type_slots(slots))
       .def(
           "__init__",
-          [](AnnotatedReducer* self, Communicator& comm, double density, const SelectChoice& select,
-             const FeedbackOptions& feedback, const ExchangeChoice& exchange,
-             const std::optional<ChooserOptions>& chooser, std::size_t dense_below,
-             const std::string& non_finite, const nb::object& schedule, const nb::object& selector,
-             const nb::object& local) {
-            ReducerOptions o;
-            o.select = options_of(select);
-            o.feedback = feedback;
-            set_exchange(o, exchange, chooser);
-            o.dense_below = dense_below;
-            o.non_finite = from_name<NonFinite>(non_finite, "non_finite");
+          [](AnnotatedReducer* self, Communicator& comm, const nb::object& density,
+             const nb::object& selector, const nb::object& local, const nb::kwargs& options) {
+            const ReducerKeywords keywords = read_reducer_keywords("skim.Reducer", options);
             ReducerParts parts;
-            parts.schedule = schedule.is_none() ? constant_density(density) : schedule_of(schedule);
+            parts.schedule = schedule_of(density);
             if (!selector.is_none()) parts.selector = selector_of(selector);
             if (!local.is_none()) parts.local = local_half_of(local);
             const AnnotatedReducer::OwnParts own{dynamic_cast<OwnPart*>(parts.selector.get()),
                                                  dynamic_cast<OwnPart*>(parts.schedule.get()),
                                                  dynamic_cast<OwnPart*>(parts.local.get())};
-            new (self) AnnotatedReducer(std::move(o), std::move(parts), own, comm);
+            new (self) AnnotatedReducer(keywords, std::move(parts), own, comm);
           },
-          "comm"_a, nb::kw_only(), "density"_a = 0.001, "select"_a = "exact",
-          "feedback"_a = FeedbackOptions{}, "exchange"_a = "allgather", "chooser"_a = nb::none(),
-          "dense_below"_a = ReducerOptions{}.dense_below,
-          "non_finite"_a = name_of(ReducerOptions{}.non_finite), "schedule"_a = nb::none(),
-          "selector"_a = nb::none(), "local"_a = nb::none(), nb::keep_alive<1, 2>(),
-          nb::sig("def __init__(self, comm: Communicator, *, density: float = 0.001, select: "
-                  "SelectOptions | str = 'exact', feedback: FeedbackOptions = ..., exchange: "
-                  "ExchangeOptions | str = 'allgather', chooser: ChooserOptions | None = None, "
-                  "dense_below: int = 4096, non_finite: str = 'skip', schedule: float | "
-                  "DensitySchedule | OwnSchedule | None = None, selector: Selector | OwnSelector | "
-                  "None = None, local: OwnLocalHalf | None = None) -> None"),
-          "  density      fraction k/n of entries that each rank sends, in (0, 1]\n"
-          "  select       a rule of skim.select_algos, or SelectOptions\n"
-          "  exchange     a name of skim.exchanges, ExchangeOptions, or 'auto' for a chooser\n"
-          "  chooser      the options of the chooser; all of `exchange` except the kind then "
-          "still counts\n"
-          "  dense_below  buckets with fewer entries are summed whole\n"
-          "  non_finite   if a gradient of any rank holds NaN or infinity, the step is taken back "
-          "on all\n"
-          "               ranks, and: 'skip': end_step() returns False; 'raise': it raises "
-          "NonFiniteError;\n"
-          "               'pass-on': the mean holds a NaN\n"
-          "  schedule     replaces density\n"
-          "  selector     replaces select; a skim.Selector gives its options only\n"
-          "  local        replaces select, selector and feedback: the local half of a step\n"
-          "skim.protocols has the methods that objects of your own need.\n"
-          "Raises InvalidArgument: an option is out of range, or two parts exclude each other.")
+          "comm"_a, nb::kw_only(), "density"_a.none() = 0.001, "selector"_a = nb::none(),
+          "local"_a = nb::none(), "options"_a, nb::keep_alive<1, 2>(), nb::sig(signature.c_str()),
+          (R"(  density  fraction k/n of entries that each rank sends, in (0, 1], or a schedule of it
+  selector  an object of your own that selects the entries; replaces select
+  local  a local half of your own; replaces select, selector and the options of feedback
+)" + help.text() +
+           R"(  exchange="auto": a chooser takes the exchange of each bucket.
+skim.protocols has the methods that objects of your own need.
+If a gradient of any rank holds NaN or infinity, the step is taken back on all ranks. non_finite
+says what follows. 'skip': end_step() returns False; 'raise': it raises NonFiniteError; 'pass-on':
+the mean holds a NaN.
+Raises InvalidArgument: an option is out of range, or two parts exclude each other.)")
+              .c_str())
+      .def_prop_ro(
+          "options", [](const AnnotatedReducer& self) { return values_of(self.keywords(), true); },
+          nb::sig("def options(self) -> dict[str, typing.Any]"),
+          "The options by their names, as given or by default: those that all ranks need alike.")
       .def(
           "set_layout",
           [](AnnotatedReducer& self, const Layout& layout) { self.set_layout(buckets(layout)); },

@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 
 #include "python/bindings/arrays.hpp"
+#include "python/bindings/keywords.hpp"
 #include "python/bindings/parts.hpp"
 #include "skim/reducer.hpp"
 
@@ -36,24 +37,15 @@ class OwnSchedule final : public DensitySchedule, public OwnPart {
   void load(std::istream& in) override { load_own(in); }
 };
 
-// Options of a reducer that decide what a step costs.
-ReducerOptions costing(const ExchangeChoice& exchange, const std::optional<ChooserOptions>& chooser,
-                       std::size_t dense_below) {
-  ReducerOptions o;
-  set_exchange(o, exchange, chooser);
-  o.dense_below = dense_below;
-  return o;
-}
-
 }  // namespace
 
 std::unique_ptr<DensitySchedule> schedule_of(const nb::object& schedule) {
   double up = 0.0;
-  if (nb::try_cast(schedule, up)) return constant_density(up);
+  if (!PyBool_Check(schedule.ptr()) && nb::try_cast(schedule, up)) return constant_density(up);
   const BoundSchedule* bound = nullptr;
-  if (nb::try_cast(schedule, bound)) return bound->make();
+  if (nb::try_cast(schedule, bound) && bound != nullptr) return bound->make();  // null: None
   SKIM_EXPECTS(nb::hasattr(schedule, "density"),
-               "schedule: needs a float, a skim.DensitySchedule or an object with "
+               "density: must be a number in (0, 1], a skim.DensitySchedule or an object with "
                "density(progress), not " +
                    nb::cast<std::string>(nb::repr(schedule)));
   return std::make_unique<OwnSchedule>(schedule);
@@ -248,30 +240,43 @@ void bind_schedule(nb::module_& m) {
         "Returns k for n entries: floor(density * n), at least 1 and at most n (0 if n is 0). "
         "Raises InvalidArgument for a density outside (0, 1].");
 
+  // The options of the Reducer, without those that are arguments here.
+  const std::string signature =
+      KeywordHelp::of<ReducerKeywords>().signature_without({"link", "local_speeds"});
   m.def(
       "max_step_bytes",
-      [](const std::vector<std::size_t>& lengths, int ranks, const ExchangeChoice& exchange,
-         const std::optional<ChooserOptions>& chooser, std::size_t dense_below, double down) {
-        return max_step_bytes(costing(exchange, chooser, dense_below), ranks, lengths, down);
+      [](const std::vector<std::size_t>& lengths, int ranks, double down,
+         const nb::kwargs& options) {
+        const ReducerKeywords keywords = read_reducer_keywords("skim.max_step_bytes", options);
+        return max_step_bytes(keywords.options(), ranks, lengths, down);
       },
-      "lengths"_a, nb::kw_only(), "ranks"_a, "exchange"_a = "allgather", "chooser"_a = nb::none(),
-      "dense_below"_a = ReducerOptions{}.dense_below, "down"_a = 0.0,
+      "lengths"_a, nb::kw_only(), "ranks"_a, "down"_a = 0.0, "options"_a,
+      nb::sig(("def max_step_bytes(lengths: collections.abc.Sequence[int], *, ranks: int, down: "
+               "float = 0.0, " +
+               signature + ") -> collections.abc.Callable[[float], float]")
+                  .c_str()),
       "Returns a function of the density: the most bytes that the busiest rank sends in a step, "
       "on slots with these numbers of entries. It assumes that no rank selects more than k "
-      "entries (Density.at_most_k). down: Density.down.");
+      "entries (Density.at_most_k). down: Density.down. Other arguments: the options of the "
+      "Reducer.");
   m.def(
       "predicted_seconds",
       [](const std::vector<std::size_t>& lengths, int ranks, const Link& link,
-         const LocalSpeeds& local, double compute_s, const ExchangeChoice& exchange,
-         const std::optional<ChooserOptions>& chooser, std::size_t dense_below, double down) {
-        return predicted_seconds(costing(exchange, chooser, dense_below), ranks, lengths, compute_s,
-                                 link, local, down);
+         const LocalSpeeds& local_speeds, double compute_s, double down,
+         const nb::kwargs& options) {
+        const ReducerKeywords keywords = read_reducer_keywords("skim.predicted_seconds", options);
+        return predicted_seconds(keywords.options(), ranks, lengths, compute_s, link, local_speeds,
+                                 down);
       },
-      "lengths"_a, nb::kw_only(), "ranks"_a, "link"_a, "local"_a = LocalSpeeds{},
-      "compute_s"_a = 0.0, "exchange"_a = "allgather", "chooser"_a = nb::none(),
-      "dense_below"_a = ReducerOptions{}.dense_below, "down"_a = 0.0,
+      "lengths"_a, nb::kw_only(), "ranks"_a, "link"_a, "local_speeds"_a = LocalSpeeds{},
+      "compute_s"_a = 0.0, "down"_a = 0.0, "options"_a,
+      nb::sig(
+          ("def predicted_seconds(lengths: collections.abc.Sequence[int], *, ranks: int, link: "
+           "Link, local_speeds: LocalSpeeds = ..., compute_s: float = 0.0, down: float = 0.0, " +
+           signature + ") -> collections.abc.Callable[[float], float]")
+              .c_str()),
       "Returns a function of the density: compute_s plus the seconds that the cost model "
-      "predicts for a step, without overlap. With a chooser it is the least among its "
+      "predicts for a step, without overlap. With exchange='auto' it is the least among the "
       "candidates. Other arguments: as in max_step_bytes.");
 }
 

@@ -5,6 +5,7 @@
 
 #include "half.hpp"
 #include "python/bindings/arrays.hpp"
+#include "python/bindings/keywords.hpp"
 #include "python/bindings/parts.hpp"
 #include "select/kernels.hpp"
 #include "select/selectors.hpp"
@@ -187,6 +188,8 @@ void bind_selector(nb::module_& m) {
       .def_ro("values", &Selection::values, nb::rv_policy::reference, "float32 [k], none is 0")
       .def_ro("report", &Selection::report);
 
+  const auto help = KeywordHelp::of<SelectOptions>();
+  const std::string signature = "def __init__(self, " + help.signature("*, ") + ") -> None";
   nb::class_<BoundSelector>(
       m, "Selector",
       "Selects the k of n entries to send. skim.select_algos lists the rules. It remembers the "
@@ -194,10 +197,11 @@ void bind_selector(nb::module_& m) {
       nb::is_final())
       .def(
           "__init__",
-          [](BoundSelector* self, const SelectChoice& options) {
-            new (self) BoundSelector(options_of(options));
+          [](BoundSelector* self, const nb::object& rule, nb::kwargs options) {
+            options["select"] = rule;
+            new (self) BoundSelector(KeywordReader("skim.Selector", options).read<SelectOptions>());
           },
-          "options"_a = "exact")
+          "select"_a = "exact", "options"_a, nb::sig(signature.c_str()), help.text().c_str())
       .def("select", &select, "grad"_a, "k"_a, nb::kw_only(), "residual"_a.noconvert() = nb::none(),
            "step"_a = 0, "slot"_a = 0, "threshold"_a = 0.0F, "decay"_a = 1.0F, "scale"_a = 1.0F,
            "layout"_a = Parameters{},
@@ -216,7 +220,7 @@ void bind_selector(nb::module_& m) {
            "  decay       in [0, 1]\n"
            "  step, slot  random rules draw from them; the slot also names the remembered "
            "threshold\n"
-           "  layout      [(parameter, entries), ...], for SelectOptions(per_parameter=True)\n"
+           "  layout      [(parameter, entries), ...], for per_parameter=True\n"
            "Raises InvalidArgument (nothing changed): k > n, lengths differ, an argument is out of "
            "range.")
       .def(
@@ -234,6 +238,7 @@ void bind_selector(nb::module_& m) {
           "state: from save() of a Selector with the same options. Raises StateError (nothing "
           "changed).");
 
+  m.attr("select_algos") = names_tuple(names_of<SelectAlgo>());
   m.def("top_k", &top_k, "x"_a, "k"_a,
         "Returns the indices, ascending, and the values of the k largest magnitudes of x [n]. x "
         "is float32, float16 or bfloat16. Ties go to the lower index. NaN counts as largest. "

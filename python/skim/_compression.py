@@ -30,21 +30,14 @@ _open: weakref.WeakSet[Compression] = weakref.WeakSet()
 class Options:
     """How gradients are compressed. Equal on all ranks. skim.attach describes the fields."""
 
-    density: Any = 0.001
-    exchange: Any = "auto"
-    chooser: Any = None
-    select: Any = "exact"
-    values: str = "f32"
+    density: Any
     optimizer: Any = None
-    momentum_correction: float = 0.0
-    nesterov_correction: bool = False
-    local_clip: float = 0.0
-    error_feedback: bool = True
-    residual_decay: float = 1.0
-    dense_below: int = 4096
-    non_finite: str = "pass-on"
     total_steps: int = 0
+    selector: Any = None
     local: Any = None
+    # If a gradient is NaN or infinite: "pass-on" or "raise".
+    non_finite: str = "pass-on"
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keywords of skim.Reducer
 
     def __post_init__(self) -> None:
         if self.non_finite not in ("pass-on", "raise"):
@@ -52,67 +45,30 @@ class Options:
         if self.optimizer is None:
             return
         object.__setattr__(self, "optimizer", inner_optimizer(self.optimizer))
-        for name in ("momentum_correction", "nesterov_correction", "local"):
-            if getattr(self, name):
+        for name in ("momentum_correction", "momentum_dampening", "nesterov_correction", "local"):
+            if self.others.get(name) or getattr(self, name, None):
                 raise _core.InvalidArgument(
                     f"skim: optimizer and {name} exclude each other: momentum correction is then the optimizer's momentum"
                 )
 
-    def momentum(self) -> Correction:
-        if self.optimizer is not None:
-            return correction_for(self.optimizer)
-        return Correction(self.momentum_correction, nesterov=self.nesterov_correction)
+    def momentum(self) -> Correction | None:
+        """What the optimizer's momentum becomes; None without an optimizer."""
+        return None if self.optimizer is None else correction_for(self.optimizer)
 
     def reducer(self, comm: _core.Communicator) -> _core.Reducer:
         momentum = self.momentum()
-        exchange, chooser = self.exchange, self.chooser
-        if chooser is not None and isinstance(exchange, str) and exchange != "auto":
-            raise _core.InvalidArgument(f"skim: chooser needs exchange='auto', not '{exchange}'")
-        if isinstance(exchange, str):
-            codec = _core.CodecOptions(value=self.values)
-            if exchange == "auto":
-                chooser = chooser or _core.ChooserOptions()
-                exchange = _core.ExchangeOptions(codec=codec)
-            else:
-                exchange = _core.ExchangeOptions(exchange, codec=codec)
-        elif self.values != "f32":
-            raise _core.InvalidArgument(
-                f"skim: values='{self.values}': with ExchangeOptions the codec sets the value code; use "
-                f"ExchangeOptions(..., codec=skim.CodecOptions(value='{self.values}'))"
-            )
-        by_name = isinstance(self.select, (str, _core.SelectOptions))
         reducer = _core.Reducer(
             comm,
-            schedule=self.density,
-            exchange=exchange,
-            chooser=chooser,
-            feedback=_core.FeedbackOptions(
-                enabled=self.error_feedback,
-                momentum_correction=momentum.correction,
-                momentum_dampening=momentum.dampening,
-                nesterov_correction=momentum.nesterov,
-                local_clip=self.local_clip,
-                residual_decay=self.residual_decay,
-            ),
-            dense_below=self.dense_below,
-            non_finite="pass-on",
-            local=self._own_local_half(),
-            **{"select" if by_name else "selector": self.select},
+            density=self.density,
+            selector=self.selector,
+            local=None if self.local is None else self.local(),
+            non_finite="pass-on",  # self.non_finite is heeded when the step ends
+            **self.others,
+            **({} if momentum is None else dataclasses.asdict(momentum)),
         )
         if self.total_steps:
             reducer.set_total_steps(self.total_steps)
         return reducer
-
-    def _own_local_half(self) -> Any:
-        if self.local is None:
-            return None
-        of_the_librarys = ("select", "momentum_correction", "nesterov_correction", "local_clip", "error_feedback", "residual_decay")
-        for f in dataclasses.fields(self):
-            if f.name in of_the_librarys and getattr(self, f.name) != f.default:
-                raise _core.InvalidArgument(
-                    f"skim: local and {f.name} exclude each other: a local half of your own does that itself"
-                )
-        return self.local()
 
 
 def same_on_all_ranks(comm: _core.Communicator, what: str, mine: Sequence[str]) -> None:
@@ -187,10 +143,10 @@ class Compression:
         self.lengths = [p.numel() for p in parameters.values()]
         self.comm = connect(process_group, timeout=timeout)
         self.reducer = options.reducer(self.comm)
-        given = [f"{f.name}={_text(getattr(options, f.name))}" for f in dataclasses.fields(options)]
         self.momentum = options.momentum()
-        given.append(f"momentum={self.momentum}")
-        same_on_all_ranks(self.comm, "options", given)
+        given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "others"}
+        given = {**self.reducer.options, **given}
+        same_on_all_ranks(self.comm, "options", [f"{name}={_text(value)}" for name, value in given.items()])
         same_on_all_ranks(
             self.comm, "parameters", [f"'{n}' of {k} entries" for n, k in zip(self.names, self.lengths)]
         )
@@ -422,7 +378,7 @@ def array(tensor: torch.Tensor) -> Any:
 
 
 def _text(value: Any) -> str:
-    return str(value) if isinstance(value, (str, int, float)) else type(value).__name__
+    return str(value) if isinstance(value, (str, int, float, tuple)) else type(value).__name__
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -16,11 +16,11 @@ KEY = "skim_momentum"
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """FeedbackOptions of the same names, without "momentum_"."""
+    """Options of skim.Reducer."""
 
-    correction: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
+    momentum_correction: float = 0.0
+    momentum_dampening: float = 0.0
+    nesterov_correction: bool = False
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -41,7 +41,7 @@ def correction_for(optimizer: Any) -> Correction:
         )
     found = {_of_group(group) for group in optimizer.param_groups}
     if len(found) > 1:
-        values = ", ".join(str(c.correction) for c in sorted(found, key=lambda c: c.correction))
+        values = ", ".join(str(c.momentum_correction) for c in sorted(found, key=lambda c: c.momentum_correction))
         raise _core.InvalidArgument(
             f"skim: the optimizer's parameter groups differ in momentum ({values}), and there is one momentum "
             "correction for the whole model; make them equal"
@@ -64,7 +64,7 @@ def take_out(optimizer: Any) -> None:
             group["betas"] = (0.0, group["betas"][1])
             continue
         group["momentum"], group["dampening"], group["nesterov"] = 0.0, 0.0, False
-        group["weight_decay"] *= (1.0 - had.dampening) / (1.0 - had.correction)
+        group["weight_decay"] *= (1.0 - had.momentum_dampening) / (1.0 - had.momentum_correction)
 
 
 def expect_taken_out(optimizer: Any, correction: Correction) -> None:

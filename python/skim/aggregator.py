@@ -29,7 +29,7 @@ class Aggregator(Compression):
         residual by this name, or by the tensor's position if there are no names.
     bucket_mb: tensors are compressed together in buckets of up to this many MB (10^6 bytes).
     process_group: of torch.distributed. None: the default one.
-    density, exchange, timeout, writer and the other options: as in skim.attach. The argument scale below
+    density, exchange and all others: as in skim.attach. The argument scale below
         stands for scaler and updates_of, also where the optimizer is given.
 
     Raises InvalidArgument if a tensor or an option cannot work.
@@ -41,6 +41,11 @@ class Aggregator(Compression):
         density: Any = 0.001,
         exchange: Any = "auto",
         *,
+        optimizer: Any = None,
+        total_steps: int = 0,
+        non_finite: str = "pass-on",
+        selector: Any = None,
+        local: Any = None,
         bucket_mb: float = 25.0,
         process_group: Any = None,
         timeout: float = 1800.0,
@@ -48,9 +53,10 @@ class Aggregator(Compression):
         **options: Any,
     ) -> None:
         named = _named(tensors)
-        super().__init__(
-            named, Options(density=density, exchange=exchange, **options), process_group, timeout, writer
+        compressed = Options(
+            density, optimizer, total_steps, selector, local, non_finite, {"exchange": exchange, **options}
         )
+        super().__init__(named, compressed, process_group, timeout, writer)
         self.tensors = list(named.values())
         self._set_layout(_buckets(self.tensors, bucket_mb * 1e6))
 

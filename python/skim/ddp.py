@@ -26,23 +26,16 @@ def attach(
     exchange: Any = "auto",
     *,
     optimizer: Any = None,
-    chooser: Any = None,
-    select: Any = "exact",
-    values: str = "f32",
     scaler: Any = None,
     updates_of: Any = None,
-    momentum_correction: float = 0.0,
-    nesterov_correction: bool = False,
-    local_clip: float = 0.0,
-    error_feedback: bool = True,
-    residual_decay: float = 1.0,
-    dense_below: int = 4096,
-    non_finite: str = "pass-on",
     total_steps: int = 0,
+    non_finite: str = "pass-on",
+    selector: Any = None,
     local: Any = None,
     timeout: float = 1800.0,
     writer: Any = None,
     dry_run: bool | int = False,
+    **options: Any,
 ) -> Any:
     """Compresses the gradients of a DistributedDataParallel model from now on.
 
@@ -52,38 +45,34 @@ def attach(
 
     density: the fraction k/n of gradient entries that each rank sends, in (0, 1]. Or a schedule, such
         as skim.listed_density(...) or an object of your own (skim.protocols).
-    exchange: "auto" chooses the fastest exchange for each bucket. Or a name of skim.exchanges, or
-        skim.ExchangeOptions.
+    exchange: "auto" chooses the fastest exchange for each bucket. Or a name of skim.exchanges.
     optimizer: the model's torch.optim.SGD, Adam or AdamW. Momentum correction then takes the place of its
         momentum (Adam: of its first moment), which becomes 0, so that no momentum counts twice. For SGD,
         residuals also hold updates (updates_of), and weight_decay becomes what momentum would have made
         of it. Use it: sparse training is much closer to dense training with it (docs/pytorch.md). Not
-        together with momentum_correction, nesterov_correction and local.
-    chooser: skim.ChooserOptions, for exchange="auto" only: the exchanges that it may choose, and the
-        time that it may spend on trials.
-    select: the rule that selects the entries: one of skim.select_algos, skim.SelectOptions, or an
-        object of your own (skim.protocols).
-    values: the value code on the wire, one of skim.value_codes. With skim.ExchangeOptions set it in
-        their codec instead.
+        together with momentum_correction, momentum_dampening, nesterov_correction and local.
     scaler: the GradScaler, if you use one. Residuals are then kept unscaled.
     updates_of: the optimizer (SGD). Residuals then hold updates: gradients times the learning rate of
         the optimizer's first group. A learning rate that falls then does not shrink entries that wait.
         Not together with local_clip.
-    momentum_correction: in [0, 1); 0: off. Use it instead of the optimizer's momentum.
-    nesterov_correction: whether momentum_correction takes the Nesterov form.
-    local_clip: limit of the norm of this rank's gradient, before compression; 0: no limit. A bucket gets
-        its share of it (skim.FeedbackOptions).
-    error_feedback: False: there is no residual, and entries that are not sent are lost.
-    residual_decay: factor of the residual in every step, in [0, 1]. Below 1, old entries fade.
-    dense_below: buckets with fewer entries are summed whole.
+    total_steps: the number of steps of the run, for schedules that plan ahead; 0: not known.
     non_finite: if a gradient of any rank holds NaN or infinity, the step is taken back on all ranks.
         "pass-on": the mean then holds a NaN, for a GradScaler or your loop to see. "raise": backward
         raises on all ranks.
-    total_steps: the number of steps of the run, for schedules that plan ahead; 0: not known.
+    selector: an object of your own that selects the entries (skim.protocols).
     local: a function without arguments that makes a local half of your own (skim.protocols). It is
-        called once for this model. The local half gets the gradients as tensors on their device. Not
-        together with select, momentum_correction, nesterov_correction, local_clip, error_feedback or
-        residual_decay, because the local half does this work itself.
+        called once for this model. The local half gets the gradients as tensors on their device. It
+        selects and keeps residuals itself, so leave out the options for that.
+    options: any option of skim.Reducer, which help(skim.Reducer) lists. Among them:
+        select: the rule that selects the entries: one of skim.select_algos.
+        value_code: of values on the wire: one of skim.value_codes. "q4" takes a third of the bytes.
+        momentum_correction: in [0, 1); 0: none. Use it instead of the optimizer's momentum.
+        local_clip: limit of the norm of this rank's gradient, before compression; 0: no limit.
+        feedback: False: there is no residual, and entries that are not sent are lost.
+        residual_decay: factor of the residual in every step, in [0, 1]. Below 1, old entries fade.
+        dense_below: buckets with fewer entries are summed whole.
+        among, trial_share: for exchange="auto": the exchanges that it may choose, and the part of the
+            time that it may spend on trials.
     timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
     writer: a TensorBoard SummaryWriter, or any object with add_scalar(tag, value, step).
     dry_run: True (20 steps) or a number of steps >= 1. Trains without compression, as before, and
@@ -99,26 +88,13 @@ def attach(
         raise _core.InvalidArgument("skim.attach: this model has been attached already")
     if dry_run:
         return DryRun(ddp, 20 if dry_run is True else dry_run, timeout)
-    options = Options(
-        density=density,
-        exchange=exchange,
-        chooser=chooser,
-        select=select,
-        values=values,
-        optimizer=optimizer,
-        momentum_correction=momentum_correction,
-        nesterov_correction=nesterov_correction,
-        local_clip=local_clip,
-        error_feedback=error_feedback,
-        residual_decay=residual_decay,
-        dense_below=dense_below,
-        non_finite=non_finite,
-        total_steps=total_steps,
-        local=local,
+    compressed = Options(
+        density, optimizer, total_steps, selector, local, non_finite, {"exchange": exchange, **options}
     )
-    if updates_of is None and isinstance(options.optimizer, torch.optim.SGD) and local_clip == 0.0:
-        updates_of = options.optimizer
-    if updates_of is not None and local_clip > 0.0:
+    local_clip = options.get("local_clip", 0.0)
+    if updates_of is None and isinstance(compressed.optimizer, torch.optim.SGD) and not local_clip:
+        updates_of = compressed.optimizer
+    if updates_of is not None and local_clip:
         raise _core.InvalidArgument(
             "skim.attach: updates_of and local_clip exclude each other: the limit is for gradients"
         )
@@ -126,7 +102,7 @@ def attach(
         raise _core.InvalidArgument(
             f"skim.attach: updates_of must be an optimizer, with param_groups, not {type(updates_of).__name__}"
         )
-    compression = DdpCompression(ddp, options, scaler, updates_of, timeout, writer)
+    compression = DdpCompression(ddp, compressed, scaler, updates_of, timeout, writer)
     _attached[ddp] = compression
     return compression
 

@@ -131,7 +131,7 @@ class DryRun:
             kept += chosen.report.kept_norm2
             total += chosen.report.gradient_norm2
             for name in totals:
-                cost = _core.predict(name, ranks=self.comm.size, n=g.numel(), k=k, link=self.link, local=LOCAL)
+                cost = _core.predict(name, ranks=self.comm.size, n=g.numel(), k=k, link=self.link, local_speeds=_core.typical_local_speeds)
                 totals[name] += cost.exchange_s
         best = min(totals, key=totals.__getitem__)
         return Prediction(density, best, self.compute_s + select_s + totals[best], kept / total if total > 0 else 1.0)
@@ -151,9 +151,6 @@ class DryRun:
             f"{_ms(chosen.step_s)} a step, {self.step_s / chosen.step_s:.2f} times as fast; residuals take "
             f"{4e-6 * sum(g.numel() for g in self._gradients):.1f} MB a rank. What it does to accuracy only training tells."
         )
-
-
-LOCAL = _core.ChooserOptions().local  # the speeds that the chooser starts from
 
 
 # No annotations: see ddp.py.

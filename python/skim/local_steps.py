@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
+from skim._momentum import KEY, inner_optimizer
 from skim._report import Report
 from skim.aggregator import Aggregator
 
@@ -39,7 +40,7 @@ class LocalSteps:
 
         every=1, ahead=0    error feedback of updates
         every=1, ahead=1    step-ahead (arXiv 2008.05823, 2601.20738), as in CocktailSGD
-        every=15 to 50, density 0.01 to 0.03, values="q2", residual_decay=0.95, ahead=0
+        every=15 to 50, density 0.01 to 0.03, value_code="q2", residual_decay=0.95, ahead=0
                             SparseLoCo (arXiv 2508.15706)
         every=50 to 500, density=1.0, exchange="dense", outer_lr=0.7, outer_momentum=0.9
                             DiLoCo (arXiv 2311.08105)
@@ -49,12 +50,13 @@ class LocalSteps:
 
     model: any module that is whole on every rank; not a DistributedDataParallel. All ranks take rank 0's
         parameters at the start.
-    optimizer: any; its state is never exchanged.
+    optimizer: any; its state is never exchanged. With every=1, momentum correction takes the place of the
+        momentum of an SGD, as in skim.attach(optimizer=...): an entry that was sent has no velocity any more.
     every: steps of a round, at least 1.
     density: the fraction of entries that each rank sends in a round, or a schedule (skim.attach).
     ahead: in [0, 1]: the part of its residual that a rank applies to its own parameters at once.
     outer_lr: > 0.  outer_momentum: in [0, 1).
-    exchange, values, residual_decay, and the other options: as in skim.Aggregator.
+    exchange, value_code, residual_decay, and the other options: as in skim.Aggregator.
 
     Memory, in floats for each parameter: x, the residual, and with outer_momentum one more; during an exchange
     one or two more. Not thread-safe. Collective: the constructor, finish(), load_state_dict(), and the last
@@ -87,18 +89,18 @@ class LocalSteps:
         ):
             if not is_allowed:
                 raise _core.InvalidArgument(f"skim.LocalSteps: {name} must be {allowed}, not {value}")
-        if options.get("momentum_correction"):
-            raise _core.InvalidArgument(
-                "skim.LocalSteps: no momentum correction here: the optimizer has its momentum on every rank already"
-            )
+        for name in ("momentum_correction", "momentum_dampening", "nesterov_correction"):
+            if options.get(name):
+                raise _core.InvalidArgument(f"skim.LocalSteps: no {name} here: the optimizer has its momentum on every rank")
         self.model, self.optimizer = model, optimizer
         self.every, self.ahead = every, ahead
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
         self._aggregator = Aggregator(
-            named.items(), density=density, exchange=exchange, process_group=process_group, **options
-        )
+            named.items(), density=density, exchange=exchange, process_group=process_group,
+            optimizer=optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None, **options
+        )  # fmt: skip
         with torch.no_grad():
             for p in self._parameters:
                 dist.broadcast(p, dist.get_global_rank(process_group, 0) if process_group else 0, group=process_group)
@@ -279,6 +281,13 @@ class LocalSteps:
             _into(self._parameters, torch.stack(list(replicas.values())).mean(0))
         else:
             self._restart()
+
+
+def _is_sgd_with_momentum(optimizer: Any) -> bool:
+    inner = inner_optimizer(optimizer)
+    return isinstance(inner, torch.optim.SGD) and any(
+        group["momentum"] > 0.0 or KEY in group for group in inner.param_groups
+    )
 
 
 class _Hook:

@@ -1,6 +1,6 @@
 """The methods that a selector, a schedule or a local half of your own must have.
 
-Give such an object to Reducer(selector=, schedule=, local=). If one of its methods raises, Reducer.reduce() or
+Give such an object to Reducer(selector=, density=, local=). If one of its methods raises, Reducer.reduce() or
 end_step() raises the same exception, and the group ends: the other ranks get a CommError. All ranks must give
 equal densities; their selections may differ. If a selector or schedule also has save() -> bytes and load(bytes),
 its state is saved and loaded with the reducer's.

@@ -395,7 +395,7 @@ def case_momentum_never_counts_twice():
     attached(inner, attach={"optimizer": optimizer})
     other, again = sgd(0.0)
     again.load_state_dict(optimizer.state_dict())
-    assert skim.compression_of(attached(other, attach={"optimizer": again})).momentum.correction == 0.9
+    assert skim.compression_of(attached(other, attach={"optimizer": again})).momentum.momentum_correction == 0.9
     # The state of a run without Skim, loaded afterwards.
     plain_state = sgd()[1].state_dict()
     model = attached(inner := Linear(), attach={"optimizer": (optimizer := sgd(inner=inner)[1])})
@@ -409,7 +409,7 @@ def case_momentum_never_counts_twice():
 
     wrapped = Wrapper()
     aggregator = skim.Aggregator(Linear().parameters(), optimizer=wrapped)
-    assert aggregator.momentum.correction == 0.9
+    assert aggregator.momentum.momentum_correction == 0.9
     assert wrapped.optimizer.param_groups[0]["momentum"] == 0.0
 
 
@@ -486,8 +486,8 @@ class Largest:
 
 
 def case_parts_of_ones_own():
-    model = attached(attach={"density": Falling(), "select": Largest(), "exchange": skim.ExchangeOptions("gtopk")})
-    exact = attached(attach={"density": skim.listed_density([0.1], 0.01), "exchange": "gtopk", "values": "f32"})
+    model = attached(attach={"density": Falling(), "selector": Largest(), "exchange": "gtopk"})
+    exact = attached(attach={"density": skim.listed_density([0.1], 0.01), "exchange": "gtopk", "value_code": "f32"})
     for step in range(10):
         for m in (model, exact):
             skim.compression_of(m).epoch = step / 5
@@ -495,11 +495,11 @@ def case_parts_of_ones_own():
         assert torch.equal(means(model), means(exact)), step
     kept_entries = [b.k for b in skim.report(model).buckets.values() if b.dense_steps == 0]
     assert kept_entries == [b.n // 100 for b in skim.report(model).buckets.values() if b.dense_steps == 0]
-    among = attached(attach={"chooser": skim.ChooserOptions(among=["gtopk"]), "exchange": "auto"})
+    among = attached(attach={"among": ["gtopk"], "exchange": "auto"})
     train(among, range(5))
     sparse = [b for b in skim.report(among).buckets.values() if b.dense_steps == 0]
     assert SIZE == 1 or {b.decision.split(" ")[0] for b in sparse} == {"gtopk"}, sparse
-    rounded = attached(attach={"values": "q8"})
+    rounded = attached(attach={"value_code": "q8"})
     for step in range(4):
         rounded(gradients(step)).backward()
         means(rounded)
@@ -546,7 +546,7 @@ def case_a_local_half_of_ones_own():
     skim.load_state_dict(other, skim.state_dict(own))
     assert torch.equal(kept(other), kept(own))
     wrong = skim.InvalidArgument
-    expect(wrong, "local and momentum_correction exclude", skim.attach, DDP(Linear()), local=OfTensors, momentum_correction=0.9)
+    expect(wrong, "a local half has options of its own", skim.attach, DDP(Linear()), local=OfTensors, momentum_correction=0.9)
 
 
 # ---- state
@@ -657,10 +657,8 @@ def case_refusals():
     expect(wrong, "'0' makes sparse gradients", skim.attach, DDP(sparse))
     expect(wrong, "no 'ring'; there are: dense,", skim.attach, DDP(Linear()), exchange="ring")
     expect(wrong, "density", skim.attach, DDP(Linear()), density=0.0)
-    expect(wrong, "values='f16': with ExchangeOptions", skim.attach, DDP(Linear()),
-           exchange=skim.ExchangeOptions("gtopk"), values="f16")
-    expect(wrong, "chooser needs exchange='auto', not 'gtopk'", skim.attach, DDP(Linear()), exchange="gtopk",
-           chooser=skim.ChooserOptions())
+    expect(wrong, "no option 'value_cod'; did you mean 'value_code'?", skim.attach, DDP(Linear()), value_cod="f16")
+    expect(wrong, "among: needs exchange='auto'", skim.attach, DDP(Linear()), exchange="gtopk", among=["gtopk"])
     expect(wrong, "decay", skim.attach, DDP(Linear()), residual_decay=1.5)
     expect(wrong, "no 'ignore'; there are: pass-on, raise", skim.attach, DDP(Linear()), non_finite="ignore")
     expect(wrong, "updates_of must be an optimizer", skim.attach, DDP(Linear()), updates_of=0.1)
@@ -942,13 +940,48 @@ def case_a_replica_that_is_not_finite_changes_nothing():
     same(total(flat(local.residuals().values())), before - SIZE * (x - shared(local)))
 
 
+def case_momentum_of_sgd_moves_before_the_exchange_of_every_step():
+    def sgd(p):
+        return torch.optim.SGD(p, lr=0.5, momentum=0.75)
+
+    # Everything is sent: momentum SGD.
+    _, local = everything = local_steps(make_optimizer=sgd, density=1.0, exchange="dense")
+    x = torch.zeros(sum(LENGTHS), requires_grad=True)
+    plain = sgd([x])
+    for step in range(6):
+        one_local_step(*everything, step)
+        x.grad = total(torch.cat(gradients(step))) / SIZE
+        plain.step()
+        torch.testing.assert_close(shared(local), x.detach().double(), rtol=1e-5, atol=0.05)
+    assert local.optimizer.param_groups[0]["momentum"] == 0.0, "no momentum counts twice"
+
+    # A part of it, by a loop that is written out: what was sent has no velocity any more.
+    n, k = sum(LENGTHS), sum(LENGTHS) // 50
+    model, local = local_steps(make_optimizer=sgd, density=(k + 0.5) / n, exchange="allgather", bucket_mb=100.0)
+    x, e, m = torch.zeros(n), torch.zeros(n), torch.zeros(n)
+    for step in range(6):
+        one_local_step(model, local, step)
+        m = 0.75 * m + 0.5 * torch.cat(gradients(step))
+        e += m
+        sent = torch.zeros(n)
+        largest = torch.argsort(-e.abs(), stable=True)[:k]
+        sent[largest] = e[largest]
+        e[largest], m[largest] = 0.0, 0.0
+        x -= total(sent) / SIZE
+        torch.testing.assert_close(shared(local), x.double(), rtol=1e-5, atol=0.05)
+        torch.testing.assert_close(flat(model.parameters()), (x - e).double(), rtol=1e-5, atol=0.05)
+
+    _, local = local_steps(make_optimizer=sgd, every=2)
+    assert local.optimizer.param_groups[0]["momentum"] == 0.75, "several steps need it"
+
+
 def case_local_steps_refuse():
     wrong, inner = skim.InvalidArgument, Linear()
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
     expect(wrong, "give the model without it", skim.LocalSteps, DDP(inner), optimizer)
     for name, value in (("every", 0), ("every", 1.5), ("ahead", 1.5), ("outer_lr", 0.0), ("outer_momentum", 1.0)):
         expect(wrong, f"{name} must be", skim.LocalSteps, inner, optimizer, **{name: value})
-    expect(wrong, "no momentum correction", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)
+    expect(wrong, "no momentum_correction here", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)
 
 
 def main():

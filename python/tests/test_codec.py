@@ -18,7 +18,7 @@ class Frames(unittest.TestCase):
             for index in ("auto", *skim.index_codes):
                 for n, k in ((10, 0), (1, 1), (1000, 1000), (100_000, 777)):
                     with self.subTest(value=value, index=index, n=n, k=k):
-                        codec = skim.Codec(skim.CodecOptions(index=index, value=value))
+                        codec = skim.Codec(index_code=index, value_code=value)
                         indices, values = selection(n, k, seed=k)
                         values = codec.quantize(values)
                         frame = codec.encode(indices, values, n)
@@ -29,12 +29,12 @@ class Frames(unittest.TestCase):
 
     def test_rounding(self):
         values = np.array([1.0, 1 / 3, -2.7e5, 1e-9], np.float32)
-        half = skim.Codec(skim.CodecOptions(value="f16")).quantize(values)
+        half = skim.Codec(value_code="f16").quantize(values)
         np.testing.assert_array_equal(half, np.clip(values, -65504, 65504).astype(np.float16).astype(np.float32))
         np.testing.assert_array_equal(skim.Codec().quantize(values), values)
 
     def test_stochastic_rounding_draws_by_step_slot_and_stream(self):
-        codec = skim.Codec(skim.CodecOptions(value="bf16", rounding="stochastic", seed=7))
+        codec = skim.Codec(value_code="bf16", rounding="stochastic", rounding_seed=7)
         values = np.full(4000, 1 + 2**-9, np.float32)  # a quarter of the way between two neighbours
         first = codec.quantize(values, step=1, slot=2, stream=3)
         np.testing.assert_array_equal(first, codec.quantize(values, step=1, slot=2, stream=3))

@@ -22,7 +22,7 @@ class Formulas(unittest.TestCase):
     def test_local_work(self):
         local = skim.LocalSpeeds(select_s=1e-9, merge_s=1e-8, add_s=1e-9)
         free = skim.predict("allgather", ranks=4, n=1e6, k=1e3, link=LINK)
-        cost = skim.predict("allgather", ranks=4, n=1e6, k=1e3, link=LINK, local=local)
+        cost = skim.predict("allgather", ranks=4, n=1e6, k=1e3, link=LINK, local_speeds=local)
         self.assertAlmostEqual(cost.select_s, 1e-3)
         self.assertGreater(cost.merge_s, free.merge_s)
         self.assertEqual((cost.link_s, free.select_s, free.merge_s), (free.link_s, 0.0, 0.0))
@@ -40,7 +40,7 @@ class Formulas(unittest.TestCase):
     def test_hosts(self):
         def rounds(hosts):
             return skim.predict(
-                "hierarchical", ranks=8, n=1e6, k=1e3, link=LINK, hosts=hosts, inside=skim.Link(1e-9, 1e-12)
+                "hierarchical", ranks=8, n=1e6, k=1e3, link=LINK, hosts=hosts, host_link=skim.Link(1e-9, 1e-12)
             ).link_s
 
         self.assertLess(rounds(2), rounds(8))
@@ -65,17 +65,15 @@ class Formulas(unittest.TestCase):
 class Simulation(unittest.TestCase):
     def test_takes_what_the_model_says(self):
         n, k, ranks = 100_000, 500, 4
-        options = skim.ExchangeOptions("allgather", codec=skim.CodecOptions(index="raw32"))
-
         def run(rank, comm):
-            exchange = skim.Exchange(options, comm)
+            exchange = skim.Exchange(comm, "allgather", index_code="raw32")
             indices = np.arange(k) * ranks + rank
             began = comm.now_ns
             exchange.run(indices, np.ones(k, np.float32), n, k=k)
             return comm.now_ns - began, comm.traffic
 
         results = on_ranks(skim.simulated_group(ranks, LINK, processor_time=False), run)
-        cost = skim.predict(options, ranks=ranks, n=n, k=k, link=LINK)
+        cost = skim.predict("allgather", ranks=ranks, n=n, k=k, link=LINK, index_code="raw32")
         for ns, traffic in results:
             self.assertAlmostEqual(ns / 1e9, cost.link_s, delta=0.01 * cost.link_s)
             self.assertEqual(traffic.rounds, cost.rounds)

@@ -25,13 +25,11 @@ class Sums(unittest.TestCase):
         for ranks in (1, 2, 3, 4):
             for kind in ("allgather", "sparcml", "hierarchical"):
                 with self.subTest(ranks=ranks, kind=kind):
-                    options = skim.ExchangeOptions(kind, between="allgather")
-
                     def run(rank, comm):
                         indices, values = skim.top_k(
                             np.random.default_rng(rank).standard_normal(n).astype(np.float32), k
                         )
-                        exchange = skim.Exchange(options, comm)
+                        exchange = skim.Exchange(comm, kind, between="allgather")
                         self.assertEqual((exchange.name, exchange.contributors), (kind, ranks))
                         got = exchange.run(indices, values, n, k=k)
                         return dense(n, indices, values), total(n, got), got
@@ -47,7 +45,7 @@ class Sums(unittest.TestCase):
         def run(rank, comm):
             indices = np.arange(rank * 2)
             stats = skim.GroupStats(gradient_norm2=rank + 1.0, non_finite=rank, sent_bytes=10 * rank)
-            exchange = skim.Exchange("allgather", comm)
+            exchange = skim.Exchange(comm, "allgather")
             return exchange.run(indices, np.ones(rank * 2), 10, k=4, stats=stats)
 
         for got in on_ranks(skim.in_process_group(3), run):
@@ -61,7 +59,7 @@ class Sums(unittest.TestCase):
         def run(rank, comm):
             g = np.random.default_rng(rank).integers(-999, 1000, n).astype(np.float32)
             indices, values = skim.top_k(g, k)
-            got = skim.Exchange("global-topk", comm).run(indices, values, n, k=k)
+            got = skim.Exchange(comm, "global-topk").run(indices, values, n, k=k)
             return dense(n, indices, values), got
 
         results = on_ranks(skim.in_process_group(3), run)
@@ -75,9 +73,9 @@ class Conservation(unittest.TestCase):
     """Selector, codec, error feedback and exchange, as the reducer puts them together: over all ranks, what
     was given is what was delivered and what is left, bit by bit for whole numbers."""
 
-    def train(self, options, comm, rank, n, k, steps):
+    def train(self, kind, comm, rank, n, k, steps):
         codec, selector = skim.Codec(), skim.Selector()
-        feedback, exchange = skim.ErrorFeedback(), skim.Exchange(options, comm)
+        feedback, exchange = skim.ErrorFeedback(), skim.Exchange(comm, kind)
         feedback.set_layout([(0, [("w", n)])])
         rng = np.random.default_rng(rank)
         given, delivered = np.zeros(n), np.zeros(n)
@@ -108,10 +106,9 @@ class Conservation(unittest.TestCase):
         for ranks in (1, 2, 3, 4):
             for kind in KINDS:
                 with self.subTest(ranks=ranks, kind=kind):
-                    options = skim.ExchangeOptions(kind)
                     results = on_ranks(
                         skim.in_process_group(ranks),
-                        lambda rank, comm: self.train(options, comm, rank, n, k, steps),
+                        lambda rank, comm: self.train(kind, comm, rank, n, k, steps),
                     )
                     for _, _, delivered in results:
                         np.testing.assert_array_equal(delivered, results[0][2])
@@ -125,7 +122,7 @@ class Servers(unittest.TestCase):
         n, k = 1000, 10
 
         def run(rank, comm):
-            exchange = skim.Exchange(skim.ExchangeOptions("param-server", server="dedicated"), comm)
+            exchange = skim.Exchange(comm, "param-server", server="dedicated")
             indices = np.arange(k) + rank if rank > 0 else np.arange(0)
             exchange.run(indices, np.ones(indices.size, np.float32), n, k=k)
             return exchange.contributors, exchange.union_nnz
@@ -151,7 +148,7 @@ class Choosers(unittest.TestCase):
 
     def ask(self, **options):
         def run(rank, comm):
-            chooser = skim.Chooser(comm, skim.ChooserOptions(**options))
+            chooser = skim.Chooser(comm, **options)
             chosen = chooser.choose(self.n, k=self.k)
             chooser.took(1e-3)
             return chosen, chooser.reason(0), chooser.candidates
@@ -185,23 +182,22 @@ class Choosers(unittest.TestCase):
             return before, reducer.decision(0), g
 
         link = skim.Link(1e-4, 1e-6)
-        for options in ({"exchange": "auto"}, {"chooser": skim.ChooserOptions(among=["gtopk"], link=link)},
-                        {"exchange": "auto", "chooser": skim.ChooserOptions(among=["gtopk"], link=link)}):
+        for options in ({"exchange": "auto"}, {"exchange": "auto", "among": ["gtopk"], "link": link}):
             with self.subTest(options=list(options)):
                 results = on_ranks(skim.in_process_group(2), lambda rank, comm: run(rank, comm, **options))
                 for before, after, g in results:
                     self.assertEqual(before, "")
                     self.assertIn(after.split(" ")[0], skim.exchanges)
-                    self.assertTrue("chooser" not in options or after.startswith("gtopk "))
+                    self.assertTrue("among" not in options or after.startswith("gtopk "))
                     np.testing.assert_array_equal(g, results[0][2])
 
     def test_mistakes(self):
         comm = skim.in_process_group(1)[0]
         for why, call in (
-            ("param-server, which holds mass", lambda: skim.Chooser(comm, skim.ChooserOptions(among=["param-server"]))),
-            ("among: no 'ring'; there are: dense, ", lambda: skim.ChooserOptions(among=["ring"])),
-            (r"trial_share must be in \[0, 1\]", lambda: skim.Chooser(comm, skim.ChooserOptions(trial_share=2.0))),
-            ("no 'auto'; there are: dense, ", lambda: skim.Exchange("auto", comm)),
+            ("among: no 'param-server'; there are: dense, ", lambda: skim.Chooser(comm, among=["param-server"])),
+            ("among: must be a list of names among dense, .*, not 'gtopk'", lambda: skim.Chooser(comm, among="gtopk")),
+            (r"trial_share: must be a number in \[0, 1\], not 2.0", lambda: skim.Chooser(comm, trial_share=2.0)),
+            ("no 'auto'; there are: dense, ", lambda: skim.Exchange(comm, "auto")),
         ):
             with self.subTest(why=why), self.assertRaisesRegex(skim.InvalidArgument, why):
                 call()
@@ -212,7 +208,7 @@ class Bytes(unittest.TestCase):
         n, k = 20_000, 200
 
         def run(rank, comm):
-            exchange = skim.Exchange("gtopk", comm)
+            exchange = skim.Exchange(comm, "gtopk")
             indices, values = skim.top_k(np.random.default_rng(rank).standard_normal(n).astype(np.float32), k)
             exchange.run(indices, values, n, k=k)
             return comm.traffic.sent_bytes, exchange.max_sent_bytes(n, k=k)
@@ -225,16 +221,16 @@ class Bytes(unittest.TestCase):
 class Mistakes(unittest.TestCase):
     def test_are_named_before_anything_is_sent(self):
         comm = skim.in_process_group(1)[0]
-        exchange = skim.Exchange("allgather", comm)
+        exchange = skim.Exchange(comm, "allgather")
         one, at = np.ones(1, np.float32), np.array([3])
-        half = skim.Exchange(skim.ExchangeOptions(codec=skim.CodecOptions(value="f16")), comm)
+        half = skim.Exchange(comm, value_code="f16")
         for why, call in (
             ("needs 0 < k <= n", lambda: exchange.run(at, one, 10, k=0)),
             ("needs 0 < k <= n", lambda: exchange.run(at, one, 10, k=11)),
             (r"index 3 \(entry 0\) is not in \[0, 2\)", lambda: exchange.run(at, one, 2, k=1)),
             ("as Codec.quantize leaves them", lambda: half.run(at, one / 3, 10, k=1)),
-            ("no 'ring'; there are: dense, ", lambda: skim.Exchange("ring", comm)),
-            ("dense", lambda: skim.Exchange("dense", comm)),
+            ("no 'ring'; there are: dense, ", lambda: skim.Exchange(comm, "ring")),
+            ("dense", lambda: skim.Exchange(comm, "dense")),
         ):
             with self.subTest(why=why), self.assertRaisesRegex(skim.InvalidArgument, why):
                 call()
@@ -246,7 +242,7 @@ class Mistakes(unittest.TestCase):
                 comm.abort(1)
                 return None
             with self.assertRaises(skim.CommError) as caught:
-                skim.Exchange("gtopk", comm).run(np.array([1]), np.array([1.0]), 10, k=1)
+                skim.Exchange(comm, "gtopk").run(np.array([1]), np.array([1.0]), 10, k=1)
             return caught.exception
 
         error = on_ranks(skim.in_process_group(2), run)[0]

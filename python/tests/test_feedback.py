@@ -11,7 +11,7 @@ LAYOUT = [(0, [("a", 3), ("b", 2)]), (7, [("c", 4)])]
 
 
 def feedback(layout=LAYOUT, **options):
-    f = skim.ErrorFeedback(skim.FeedbackOptions(**options))
+    f = skim.ErrorFeedback(**options)
     f.set_layout(layout)
     return f
 
@@ -55,7 +55,7 @@ class Residuals(unittest.TestCase):
         np.testing.assert_array_equal(f.residual(1), [4, 5, 0, 1, 2, 3])
 
     def test_off(self):
-        f = feedback(enabled=False)
+        f = feedback(feedback=False)
         self.assertEqual(f.residual(0).size, 0)
         self.assertEqual(f.commit(0, np.array([1]), np.array([1.0])), 0.0)
 
@@ -141,7 +141,7 @@ class Mistakes(unittest.TestCase):
             (r"commit: index 5 \(entry 0\) is not in \[0, 5\)", lambda: f.commit(0, np.array([5]), one)),
             ("commit: returned: 1 indices, but 2",
              lambda: f.commit(0, np.array([1]), one, returned=(np.array([1]), np.ones(2)))),
-            ("momentum_correction must be in", lambda: feedback(momentum_correction=1.0)),
+            ("momentum_correction: must be a number in", lambda: feedback(momentum_correction=1.0)),
         ):
             with self.subTest(why=why), self.assertRaisesRegex(skim.InvalidArgument, why):
                 call()

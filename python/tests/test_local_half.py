@@ -96,20 +96,20 @@ class AgainstTheBuiltIn(unittest.TestCase):
 
     def test_what_16_bits_cannot_hold(self):
         self.check(ranks=(2,), dtype=np.float16, scale=1024.0)
-        self.check(ranks=(2,), dtype=np.float16, scale=1024.0, schedule=skim.listed_density([0.01] * 3, 1.0))
+        self.check(ranks=(2,), dtype=np.float16, scale=1024.0, density=skim.listed_density([0.01] * 3, 1.0))
 
     def test_dense_sums(self):
         self.check(density=1.0)
         self.check(density=1.0, dtype=np.float16, normal=True)
-        self.check(schedule=skim.listed_density([0.01, 1.0, 0.01, 1.0, 0.5], 0.02))
+        self.check(density=skim.listed_density([0.01, 1.0, 0.01, 1.0, 0.5], 0.02))
 
     def test_steps_that_are_taken_back(self):
         self.check(skipped=(1, 2, 4))
-        self.check(skipped=(1, 4), schedule=skim.listed_density([0.01, 1.0, 0.01, 0.01, 1.0], 0.02))
+        self.check(skipped=(1, 4), density=skim.listed_density([0.01, 1.0, 0.01, 0.01, 1.0], 0.02))
         self.check(ranks=(3,), skipped=(1, 4), exchange="param-server")
         self.check(
             ranks=(3,), skipped=(1, 4), exchange="param-server",
-            schedule=skim.listed_density([0.01, 1.0, 0.01, 1.0, 0.01], 0.02),
+            density=skim.listed_density([0.01, 1.0, 0.01, 1.0, 0.01], 0.02),
         )  # fmt: skip
 
     def test_gradients_that_are_not_finite(self):
@@ -119,13 +119,12 @@ class AgainstTheBuiltIn(unittest.TestCase):
 
     def test_values_that_are_rounded(self):
         for value in ("f16", "q8", "q4"):
-            codec = skim.CodecOptions(value=value)
-            self.check(ranks=(3,), normal=True, exchange=skim.ExchangeOptions("gtopk", codec=codec))
+            self.check(ranks=(3,), normal=True, exchange="gtopk", value_code=value)
 
     def test_within_a_budget(self):
         cost = skim.max_step_bytes([5000, 700], ranks=2, dense_below=0)
         schedule = skim.adaptive_density(cost=cost, budget=6 * cost(0.01))
-        self.check(ranks=(2,), schedule=schedule, dense_below=0)
+        self.check(ranks=(2,), density=schedule, dense_below=0)
 
     def test_states(self):
         """Of either go on as they were, on as many ranks and on others."""
@@ -222,7 +221,7 @@ class Own(test_own_parts.Case):
 
         def run(rank, comm):
             local = Watches() if rank else NumpyLocalHalf()
-            reducer = skim.Reducer(comm, schedule=Schedule(), dense_below=0, local=local)
+            reducer = skim.Reducer(comm, density=Schedule(), dense_below=0, local=local)
             reducer.set_layout([(7, [("w", 8)])])
             for _ in range(2):
                 reducer.reduce(7, np.ones(8, np.float32), 2.0)

@@ -47,9 +47,9 @@ class OwnSelector(Case):
                 self.assertEqual(a[1:], b[1:])
 
     def test_equals_the_exact_rule_bit_by_bit(self):
-        cases = [{"dtype": np.float32}, {"dtype": np.float16}, {"feedback": skim.FeedbackOptions(enabled=False)},
-                 {"feedback": skim.FeedbackOptions(momentum_correction=0.9, local_clip=1.0)}, {"exchange": "gtopk"},
-                 {"exchange": skim.ExchangeOptions(codec=skim.CodecOptions(value="q4"))}]
+        cases = [{"dtype": np.float32}, {"dtype": np.float16}, {"feedback": False},
+                 {"momentum_correction": 0.9, "local_clip": 1.0}, {"exchange": "gtopk"},
+                 {"value_code": "q4"}]
         for options in cases:
             for ranks in (1, 3):
                 with self.subTest(ranks=ranks, options=options):
@@ -177,7 +177,7 @@ class OwnSelector(Case):
         class Trainer(Largest):
             def __init__(self):
                 self.reducer = skim.Reducer(
-                    skim.in_process_group(1)[0], density=0.01, dense_below=0, selector=self, schedule=self
+                    skim.in_process_group(1)[0], density=self, dense_below=0, selector=self
                 )
 
             def density(self, progress):
@@ -218,7 +218,7 @@ class OwnSelector(Case):
 class OwnSchedule(Case):
     def ks(self, schedule, ranks=1, steps=4):
         results = on_ranks(
-            skim.in_process_group(ranks), lambda rank, comm: reduce(comm, rank, steps=steps, schedule=schedule)
+            skim.in_process_group(ranks), lambda rank, comm: reduce(comm, rank, steps=steps, density=schedule)
         )
         for got, _ in results:
             self.assertEqual([g[1] for g in got], [g[1] for g in results[0][0]])
@@ -249,7 +249,7 @@ class OwnSchedule(Case):
                 seen.append(progress)
                 return 0.01
 
-        got, _ = reduce(skim.in_process_group(1)[0], 0, steps=3, schedule=Watches())
+        got, _ = reduce(skim.in_process_group(1)[0], 0, steps=3, density=Watches())
         last = seen[-1]
         self.assertEqual((last.step, last.total_steps, last.epoch, last.used.up), (3, 3, 3.0, 0.01))
         rng = np.random.default_rng(0)
@@ -265,7 +265,7 @@ class OwnSchedule(Case):
                     return answer
 
             with self.subTest(why=why), self.assertRaisesRegex(skim.InvalidArgument, why):
-                reduce(skim.in_process_group(1)[0], 0, schedule=Wrong())
+                reduce(skim.in_process_group(1)[0], 0, density=Wrong())
 
     def test_what_it_raises_comes_out_as_it_is_and_ends_the_group(self):
         class Fails:
@@ -276,15 +276,15 @@ class OwnSchedule(Case):
 
         def run(rank, comm):
             with self.assertRaises(KeyError if rank == 1 else skim.CommError) as caught:
-                reduce(comm, rank, schedule=Fails() if rank == 1 else 0.01)
+                reduce(comm, rank, density=Fails() if rank == 1 else 0.01)
             return caught.exception
 
         self.assert_told(on_ranks(skim.in_process_group(2), run)[0], 1)
 
     def test_what_is_neither(self):
         comm = skim.in_process_group(1)[0]
-        with self.assertRaisesRegex(skim.InvalidArgument, "schedule: needs a float, .* not 'fast'"):
-            skim.Reducer(comm, schedule="fast")
+        with self.assertRaisesRegex(skim.InvalidArgument, "density: must be a number in .* not 'fast'"):
+            skim.Reducer(comm, density="fast")
         with self.assertRaisesRegex(skim.InvalidArgument, "selector: needs a skim.Selector .* not 3"):
             skim.Reducer(comm, selector=3)
 

@@ -72,12 +72,69 @@ class Reducing(unittest.TestCase):
                 comm.allreduce_sum(data)
 
 
+class Options(unittest.TestCase):
+    """Keywords that the library's list of options makes."""
+
+    def setUp(self):
+        self.comm = skim.in_process_group(1)[0]
+
+    def test_what_was_given_is_what_counts(self):
+        given = {
+            "select": "dgc", "select_seed": 2**63 + 1, "per_parameter": True, "value_code": "q4", "index_code": "raw32",
+            "exchange": "hierarchical", "between": "gtopk", "server": "sharded", "momentum_correction": 0.9,
+            "residual_decay": 0.95, "dense_below": 7, "non_finite": "raise",
+        }  # fmt: skip
+        options = skim.Reducer(self.comm, **given).options
+        self.assertEqual({name: options[name] for name in given}, given)
+        self.assertEqual(skim.Reducer(self.comm, **options).options, options)
+        automatic = skim.Reducer(self.comm, exchange="auto", among=["gtopk", "dense"], trial_share=0).options
+        self.assertEqual([automatic[n] for n in ("exchange", "among", "trial_share")], ["auto", ("gtopk", "dense"), 0.0])
+
+    def test_defaults_are_the_librarys(self):
+        defaults = skim.Reducer(self.comm).options
+        self.assertEqual([defaults[n] for n in ("select", "exchange", "index_code", "residual_decay", "feedback")],
+                         ["exact", "allgather", "auto", 1.0, True])  # fmt: skip
+        self.assertEqual(skim.Reducer(self.comm, **{n: v for n, v in defaults.items() if n not in (
+            "among", "trial_share")}).options, defaults)  # fmt: skip
+
+    def test_help_and_signature_have_all(self):
+        text = skim.Reducer.__init__.__doc__
+        for name in skim.Reducer(self.comm).options:
+            self.assertRegex(text, rf"\n  {name}  ")
+            self.assertRegex(text, rf"[ (]{name}: ")
+
+    def test_wrong_ones_get_one_line(self):
+        for why, options in (
+            ("skim.Reducer: no option 'value_cod'; did you mean 'value_code'[?]", {"value_cod": "q4"}),
+            ("skim.Reducer: no option 'xyzzy'; there are: select, ", {"xyzzy": 1}),
+            ("value_code: must be one of f32, .*, not 4", {"value_code": 4}),
+            ("value_code: no 'q5'; there are: f32, ", {"value_code": "q5"}),
+            ("inside: no 'hierarchical'; there are: ", {"exchange": "hierarchical", "inside": "hierarchical"}),
+            ("per_parameter: must be True or False, not 1", {"per_parameter": 1}),
+            ("dense_below: must be a whole number >= 0, not -1", {"dense_below": -1}),
+            ("dense_below: must be a whole number >= 0, not 1.5", {"dense_below": 1.5}),
+            ("dense_below: must be a whole number >= 0, not True", {"dense_below": True}),
+            (r"residual_decay: must be a number in \[0, 1\], not 2", {"residual_decay": 2}),
+            (r"residual_decay: must be a number in \[0, 1\], not 'x'", {"residual_decay": "x"}),
+            (r"residual_decay: must be a number in \[0, 1\], not nan", {"residual_decay": float("nan")}),
+            ("residual_decay: .*, not None", {"residual_decay": None}),
+            (r"momentum_correction: must be a number in \[0, 1\), not 1.0", {"momentum_correction": 1.0}),
+            ("link: must be a skim.Link or None, not 3", {"exchange": "auto", "link": 3}),
+            ("local_speeds: must be a skim.LocalSpeeds, not None", {"exchange": "auto", "local_speeds": None}),
+            ("trial_share: needs exchange='auto'", {"trial_share": 0.5}),
+            ("density: must be a number .*, not True", {"density": True}),
+            ("density: must be a number .*, not None", {"density": None}),
+        ):
+            with self.subTest(why=why), self.assertRaisesRegex(skim.InvalidArgument, f"^{why}[^\n]*$"):
+                skim.Reducer(self.comm, **options)
+
+
 class Errors(unittest.TestCase):
     def test_names_that_do_not_exist(self):
         with self.assertRaisesRegex(ValueError, "exchange: no 'ring'; there are: dense, allgather, "):
-            skim.ExchangeOptions("ring")
+            skim.Reducer(skim.in_process_group(1)[0], exchange="ring")
         with self.assertRaisesRegex(skim.Error, "select: no 'topk'; there are: exact, "):
-            skim.SelectOptions("topk")
+            skim.Selector("topk")
 
     def test_a_failure_names_the_rank(self):
         group = skim.in_process_group(2)

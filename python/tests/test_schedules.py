@@ -56,7 +56,7 @@ class Budgets(unittest.TestCase):
         """Bytes that the busiest rank sent, and all k."""
 
         def run(rank, comm):
-            reducer = skim.Reducer(comm, schedule=schedule, exchange=exchange, dense_below=0)
+            reducer = skim.Reducer(comm, density=schedule, exchange=exchange, dense_below=0)
             reducer.set_layout([(0, [("w", self.n)])])
             reducer.set_total_steps(self.steps)
             rng = np.random.default_rng(rank)

@@ -75,9 +75,8 @@ class Rules(unittest.TestCase):
         g = rng.laplace(size=n).astype(np.float32)
         for algo in skim.select_algos:
             with self.subTest(algo=algo):
-                options = skim.SelectOptions(algo, threshold=4.0 if algo == "threshold" else 0.0)
                 residual = np.zeros(n, np.float32)
-                got = skim.Selector(options).select(g, k, residual=residual)
+                got = skim.Selector(algo, **({"select_threshold": 4.0} if algo == "threshold" else {})).select(g, k, residual=residual)
                 self.assertGreater(len(got.indices), 0)
                 self.assertTrue(np.all(np.diff(got.indices.astype(np.int64)) > 0))
                 np.testing.assert_array_equal(got.values, residual[got.indices])
@@ -86,7 +85,7 @@ class Rules(unittest.TestCase):
 
     def test_per_parameter(self):
         g = np.array([10, 9, 8, 1, 2, 3], np.float32)
-        selector = skim.Selector(skim.SelectOptions(per_parameter=True))
+        selector = skim.Selector(per_parameter=True)
         got = selector.select(g, 2, layout=[("a", 3), ("b", 3)])
         np.testing.assert_array_equal(got.indices, [0, 5])
         with self.assertRaisesRegex(skim.InvalidArgument, "layout"):

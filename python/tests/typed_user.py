@@ -17,7 +17,7 @@ class Mine:
 
 
 def train(comm: skim.Communicator, grad: NDArray[np.float32]) -> int:
-    reducer = skim.Reducer(comm, selector=Mine(), schedule=Mine(), exchange="gtopk")
+    reducer = skim.Reducer(comm, selector=Mine(), density=Mine(), exchange="gtopk")
     reducer.set_layout([(0, [("w", grad.size)])])
     report: skim.StepReport = reducer.reduce(0, grad)
     state: bytes = reducer.save()
@@ -26,15 +26,15 @@ def train(comm: skim.Communicator, grad: NDArray[np.float32]) -> int:
 
 
 def with_parts(comm: skim.Communicator, half: skim.protocols.OwnLocalHalf, grad: object) -> bool:
-    reducer = skim.Reducer(comm, local=half, exchange="auto", chooser=skim.ChooserOptions(among=["gtopk"]))
+    reducer = skim.Reducer(comm, local=half, exchange="auto", among=["gtopk"])
     return reducer.reduce(0, grad).finite
 
 
 def by_hand(comm: skim.Communicator, grad: NDArray[np.float32]) -> Optional[NDArray[np.float32]]:
-    selection = skim.Selector(skim.SelectOptions("dgc", seed=1)).select(grad, 10)
+    selection = skim.Selector("dgc", select_seed=1).select(grad, 10)
     codec = skim.Codec()
     indices, values = codec.decode(codec.encode(selection.indices, selection.values, grad.size), grad.size)
-    result = skim.Exchange("allgather", comm).run(indices, values, grad.size, k=10)
+    result = skim.Exchange(comm, "allgather").run(indices, values, grad.size, k=10)
     return result.values
 
 
