@@ -20,6 +20,7 @@ import statistics
 import sys
 
 import adaptive_k
+import quality
 from published import PUBLISHED, PUBLISHED_RANKS, ZOU_METHODS, ZOU_SAVING, ZOU_UNION, zou_accuracy
 
 SEEDS = ("1", "2", "3")
@@ -130,20 +131,29 @@ def sweep(folder):
     return [found[down] for down in sorted(found)]
 
 
-def gpt(folder):
-    """A row for each method of gpt.py: the loss of the first seed at every rate, and of all seeds at the best rate."""
-    by_method = {}
-    for row in lines(folder, "gpt.jsonl"):
-        by_method.setdefault(row["method"], []).append(row)
-    found = []
-    for method, rows in by_method.items():
-        first = {row["lr"]: row["validation_loss"] for row in rows if row["seed"] == 0}
-        best = min(first, key=first.get)
-        at_best = [row for row in rows if row["lr"] == best]
-        one = {"method": method, "seeds": len(at_best), "percent": 100 * statistics.mean(row["share"] for row in at_best)}
-        found.append(one | {f"loss_{rate:g}": loss for rate, loss in first.items()}
-                     | over([row["validation_loss"] for row in at_best], "loss"))
-    return [row | {"behind": row["loss"] - found[0]["loss"]} for row in found]
+def quality_of(task, ranks):
+    """A row for each method of quality.py: the test data at the best rate, over the seeds."""
+    def load(folder):
+        by_method = {}
+        for row in lines(folder, "quality.jsonl"):
+            if (row["task"], row["ranks"]) == (task, ranks):
+                by_method.setdefault(row["label"], []).append(row)
+        metric = "test_accuracy" if "test_accuracy" in next(iter(by_method.values()))[0] else "test_loss"
+        found = []
+        for method, rows in by_method.items():
+            first = [row for row in rows if row["seed"] == 0]
+            best = quality.best_rate(first)
+            at_best = [row for row in rows if row["lr"] == best]
+            one = {"method": method, "rate": best, "rates": len(first), "seeds": len(at_best)}
+            one["percent"] = 100 * statistics.mean(row["share"] for row in at_best)
+            one["sent"] = at_best[0]["steps"] / at_best[0]["every"]
+            if at_best[0]["method"] in ("after-sum", "correction", "local"):
+                one["sent"] *= at_best[0]["density"]
+            elif at_best[0]["method"] == "alone":
+                one["sent"] = 0
+            found.append(one | over([row[metric] for row in at_best], "value"))
+        return [row | {"behind": row["value"] - found[0]["value"]} for row in found]
+    return load
 
 
 @functools.cache
@@ -413,11 +423,11 @@ TABLES = [
             "hook": "{hook}"} | {f"{link}, P = {p}": "{step_over_none_%s %s:.2f}" % (link, p)
                                  for p in (2, 4) for link in ("loopback", "1 Gbit/s")})
       for name in ("ddp-0.001", "ddp-0.01")),
-    Table("pytorch.md", "gpt", gpt, {
-        "method": "{method}", "bytes": "{percent:.3g} %"} | {
-            f"rate {rate:g}": ("{loss_%g:.3f}" % rate,) for rate in (0.005, 0.01, 0.02)} | {
-                "seeds": "{seeds}", "loss": ("{loss:.3f} ± {loss_deviation:.3f}", "{loss:.3f}"),
-                "behind dense": "{behind:+.3f}"}),
+    *(Table("quality.md", f"quality-{task}-{ranks}", quality_of(task, ranks), {
+        "method": "{method}", "bytes": "{percent:.3g} %", "S": "{sent:.4g}", "rate": "{rate:g}", "seeds": "{seeds}",
+        metric: ("{value:%s} ± {value_deviation:%s}" % (form, form), "{value:%s}" % form),
+        "minus dense": "{behind:+%s}" % form})
+      for task, ranks, metric, form in (("gpt", 2, "loss", ".3f"),)),
 
     Table("frames.md", "index-sizes", kept("frames.jsonl", "index-sizes"), {
         "index set": "{index_set}", "n": "{n:,}", "k": "{k:,}", "code taken": "{code}",

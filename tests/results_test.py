@@ -67,8 +67,8 @@ class Tables(unittest.TestCase):
         self.change(f"{PAGES}/frames.md", "<!-- table: fuzz -->", "<!-- table: fuss -->")
         self.assert_found("frames.md: fuss: studies/tables.py has no such table",
                           "frames.md: fuzz: the page has no such table")
-        self.change(f"{PAGES}/pytorch.md", "<!-- table: gpt -->", "")
-        self.assert_found("pytorch.md: a table's marker is not closed")
+        self.change(f"{PAGES}/quality.md", "<!-- table: quality-gpt-2 -->", "")
+        self.assert_found("quality.md: a table's marker is not closed")
 
     def test_rewriting_mends_what_the_check_finds(self):
         self.change(f"{PAGES}/accuracy.md", "| gtopk:0.001 | 1.0086 | 76.69 |", "| gtopk:0.001 | 1.0086 | 78.69 |")

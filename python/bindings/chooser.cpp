@@ -30,7 +30,7 @@ void bind_chooser(nb::module_& m) {
       .def(
           "__init__",
           [](BoundChooser* self, Communicator& comm, const nb::kwargs& options) {
-            const auto o = KeywordReader("skim.Chooser", options).read<ChooserKeywords>();
+            const auto o = read_keywords<ChooserKeywords>("skim.Chooser", options);
             new (self) BoundChooser{comm, make_chooser(o.exchange, o.chooser)};
           },
           "comm"_a, "options"_a, nb::keep_alive<1, 2>(), nb::sig(signature.c_str()),

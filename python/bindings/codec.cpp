@@ -50,7 +50,7 @@ void bind_codec(nb::module_& m) {
       .def(
           "__init__",
           [](Codec* self, const nb::kwargs& options) {
-            new (self) Codec(KeywordReader("skim.Codec", options).read<CodecOptions>());
+            new (self) Codec(read_keywords<CodecOptions>("skim.Codec", options));
           },
           "options"_a, nb::sig(signature.c_str()), help.text().c_str())
       .def("encode", &encode, "indices"_a, "values"_a, "n"_a,

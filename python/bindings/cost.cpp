@@ -72,7 +72,7 @@ void bind_cost(nb::module_& m) {
       [](const nb::object& exchange, int ranks, double n, double k, const Link& link, double k_down,
          const LocalSpeeds& local_speeds, int hosts, const Link& host_link, nb::kwargs options) {
         options["exchange"] = exchange;
-        const auto o = KeywordReader("skim.predict", options).read<ExchangeOptions>();
+        const auto o = read_keywords<ExchangeOptions>("skim.predict", options);
         return predict(o, load(ranks, n, k, k_down, hosts, host_link, o.codec), link, local_speeds);
       },
       "exchange"_a, nb::kw_only(), "ranks"_a, "n"_a, "k"_a, "link"_a, "k_down"_a = 0.0,
@@ -97,7 +97,7 @@ void bind_cost(nb::module_& m) {
         for (const std::string& name : among) {
           kinds.push_back(from_name<ExchangeKind>(name, "among"));
         }
-        const auto o = KeywordReader("skim.cheapest", options).read<ExchangeOptions>();
+        const auto o = read_keywords<ExchangeOptions>("skim.cheapest", options);
         return cheapest(kinds, o, load(ranks, n, k, k_down, hosts, host_link, o.codec), link,
                         local_speeds);
       },

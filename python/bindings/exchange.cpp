@@ -131,8 +131,8 @@ void bind_exchange(nb::module_& m) {
           "__init__",
           [](BoundExchange* self, Communicator& comm, const nb::object& kind, nb::kwargs options) {
             options["exchange"] = kind;
-            new (self) BoundExchange(
-                KeywordReader("skim.Exchange", options).read<ExchangeOptions>(), comm);
+            new (self)
+                BoundExchange(read_keywords<ExchangeOptions>("skim.Exchange", options), comm);
           },
           "comm"_a, "exchange"_a = name_of(ExchangeOptions{}.kind), "options"_a,
           nb::keep_alive<1, 2>(), nb::sig(signature.c_str()),

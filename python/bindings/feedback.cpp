@@ -68,8 +68,7 @@ void bind_feedback(nb::module_& m) {
       .def(
           "__init__",
           [](Feedback* self, const nb::kwargs& options) {
-            new (self)
-                Feedback(KeywordReader("skim.ErrorFeedback", options).read<FeedbackOptions>());
+            new (self) Feedback(read_keywords<FeedbackOptions>("skim.ErrorFeedback", options));
           },
           "options"_a, nb::sig(signature.c_str()), help.text().c_str())
       .def(

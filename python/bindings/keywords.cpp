@@ -97,21 +97,22 @@ double shortest(float x) {
 
 }  // namespace option
 
-void KeywordReader::expect_all_known() const {
-  for (const auto [key, value] : given_) {
+void expect_known(const std::string& who, const nb::kwargs& given,
+                  const std::vector<std::string>& known) {
+  for (const auto [key, value] : given) {
     const auto name = nb::cast<std::string>(key);
-    if (std::ranges::find(known_, name) != known_.end()) continue;
+    if (std::ranges::find(known, name) != known.end()) continue;
     const nb::object close =
-        nb::module_::import_("difflib").attr("get_close_matches")(name, known_, 1);
+        nb::module_::import_("difflib").attr("get_close_matches")(name, known, 1);
     const std::string hint = nb::len(close) > 0
                                  ? "did you mean '" + nb::cast<std::string>(close[0]) + "'?"
-                                 : "there are: " + joined(known_, ", ");
-    throw InvalidArgument(who_ + ": no option '" + name + "'; " + hint);
+                                 : "there are: " + joined(known, ", ");
+    throw InvalidArgument(who + ": no option '" + name + "'; " + hint);
   }
 }
 
 ReducerKeywords read_reducer_keywords(const std::string& who, const nb::kwargs& given) {
-  auto options = KeywordReader(who, given).read<ReducerKeywords>();
+  auto options = read_keywords<ReducerKeywords>(who, given);
   if (options.automatic) return options;
   const nb::dict defaults = values_of(ChooserKeywords());
   each_field(options.chooser, [&](const char* name, auto& member, const FieldInfo&) {

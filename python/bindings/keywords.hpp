@@ -183,29 +183,22 @@ std::vector<std::string> names_for(const KindOrAuto<Kind, bool>&, const FieldInf
 
 }  // namespace option
 
-// Sets the option of each keyword in `given`. who: begins the message about an unknown keyword.
-// Throws: InvalidArgument.
-class KeywordReader {
- public:
-  KeywordReader(std::string who, const nb::kwargs& given) : who_(std::move(who)), given_(given) {}
+// Throws: InvalidArgument: a keyword in `given` that is none of `known`; who: begins the message.
+void expect_known(const std::string& who, const nb::kwargs& given,
+                  const std::vector<std::string>& known);
 
-  template <class Options>
-  Options read(Options options = {}) {
-    each_keyword(options, [&](const char* name, auto& member, const FieldInfo& info) {
-      known_.emplace_back(name);
-      if (given_.contains(name)) option::read(name, info, given_[name], member);
-    });
-    expect_all_known();
-    return options;
-  }
-
- private:
-  void expect_all_known() const;
-
-  std::string who_;
-  const nb::kwargs& given_;
-  std::vector<std::string> known_;
-};
+// The defaults, with what `given` says. Throws: InvalidArgument.
+template <class Options>
+Options read_keywords(const std::string& who, const nb::kwargs& given) {
+  Options options;
+  std::vector<std::string> known;
+  each_keyword(options, [&](const char* name, auto& member, const FieldInfo& info) {
+    known.emplace_back(name);
+    if (given.contains(name)) option::read(name, info, given[name], member);
+  });
+  expect_known(who, given, known);
+  return options;
+}
 
 // Options for a reducer: also refuses options of the chooser without exchange="auto".
 ReducerKeywords read_reducer_keywords(const std::string& who, const nb::kwargs& given);

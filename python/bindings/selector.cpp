@@ -199,7 +199,7 @@ void bind_selector(nb::module_& m) {
           "__init__",
           [](BoundSelector* self, const nb::object& rule, nb::kwargs options) {
             options["select"] = rule;
-            new (self) BoundSelector(KeywordReader("skim.Selector", options).read<SelectOptions>());
+            new (self) BoundSelector(read_keywords<SelectOptions>("skim.Selector", options));
           },
           "select"_a = "exact", "options"_a, nb::sig(signature.c_str()), help.text().c_str())
       .def("select", &select, "grad"_a, "k"_a, nb::kw_only(), "residual"_a.noconvert() = nb::none(),

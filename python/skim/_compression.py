@@ -48,7 +48,8 @@ class Options:
         for name in ("momentum_correction", "momentum_dampening", "nesterov_correction", "local"):
             if self.others.get(name) or getattr(self, name, None):
                 raise _core.InvalidArgument(
-                    f"skim: optimizer and {name} exclude each other: momentum correction is then the optimizer's momentum"
+                    f"skim: optimizer and {name} exclude each other: momentum correction is then the optimizer's "
+                    "momentum"
                 )
 
     def momentum(self) -> Correction | None:
@@ -287,7 +288,7 @@ class Compression:
             self._finite = True
 
     def raise_if_not_finite(self) -> None:
-        """Call it after end_of_step. With non_finite="raise", takes back a step that held NaN or infinity, and raises."""
+        """Call it after end_of_step. With non_finite="raise", takes back a step with NaN or infinity, and raises."""
         if not self._finite and self.options.non_finite == "raise":
             self.finish_step()
             raise _core.NonFiniteError("skim: a gradient entry of the group is NaN or infinite")

@@ -46,7 +46,8 @@ class LocalSteps:
                             DiLoCo (arXiv 2311.08105)
 
     Between rounds the ranks' parameters differ. `shared()` and model.state_dict() give x, so that nobody
-    evaluates or saves one rank's replica by mistake; model.load_state_dict() loads x. Buffers, such as those of batch norm, stay each rank's own.
+    evaluates or saves one rank's replica by mistake; model.load_state_dict() loads x. Buffers, such as those of
+    batch norm, stay each rank's own.
 
     model: any module that is whole on every rank; not a DistributedDataParallel. All ranks take rank 0's
         parameters at the start.
@@ -79,7 +80,8 @@ class LocalSteps:
     ) -> None:
         if isinstance(model, DistributedDataParallel):
             raise _core.InvalidArgument(
-                "skim.LocalSteps: DistributedDataParallel exchanges the gradients of every step; give the model without it"
+                "skim.LocalSteps: DistributedDataParallel exchanges the gradients of every step; give the model "
+                "without it"
             )
         for name, value, allowed, is_allowed in (
             ("every", every, "a whole number of at least 1", isinstance(every, int) and every >= 1),
@@ -91,7 +93,9 @@ class LocalSteps:
                 raise _core.InvalidArgument(f"skim.LocalSteps: {name} must be {allowed}, not {value}")
         for name in ("momentum_correction", "momentum_dampening", "nesterov_correction"):
             if options.get(name):
-                raise _core.InvalidArgument(f"skim.LocalSteps: no {name} here: the optimizer has its momentum on every rank")
+                raise _core.InvalidArgument(
+                    f"skim.LocalSteps: no {name} here: the optimizer has its momentum on every rank"
+                )
         self.model, self.optimizer = model, optimizer
         self.every, self.ahead = every, ahead
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
@@ -261,8 +265,8 @@ class LocalSteps:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Goes on from state_dict(): this rank's, on as many ranks; or those of all ranks of the saved run in one dict.
 
-        Load the model's state, if at all, before this. On another number of ranks every rank starts with the means over the old ranks: of their residuals, and in
-        the middle of a round of their replicas. Raises StateError, and nothing has changed.
+        Load the model's state, if at all, before this. On another number of ranks every rank starts with the
+        means over the old ranks: of their residuals, and in the middle of a round of their replicas. Raises StateError, and nothing has changed.
         """
         n = sum(x.numel() for x in self._shared)
         for key in ("round", "shared"):

@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Does sparse training end where dense training does? studies/quality_run.py, run after run.
+
+  studies/quality.py TASK FILE [--ranks 2] [--steps N] [--rates X,X,X] [--seeds 0,1,2] [--methods METHOD METHOD ...]
+
+TASK: gpt, lstm, fashion, resnet8 or resnet20. All methods take the same steps on the same examples, and are tuned by
+equally many trials: seed 0 runs at every rate, and the rate that is best on the validation data runs with the other
+seeds, too. Tables show the test data. FILE keeps a line of JSON for each run; runs that it has are not made again, so
+an interrupted study goes on. Needs SKIM_DATA, and Skim installed in the Python that runs this.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+SCRIPT = pathlib.Path(__file__).resolve().parent / "quality_run.py"
+#        steps, batch, rates
+TASKS = {
+    "gpt": (1000, 8, (0.005, 0.01, 0.02)),
+    "lstm": (1000, 8, (0.005, 0.01, 0.02)),
+    "fashion": (1000, 32, (0.02, 0.05, 0.1)),
+    "resnet8": (1000, 32, (0.05, 0.1, 0.2)),
+    "resnet20": (1000, 32, (0.05, 0.1, 0.2)),
+}
+# The density at which an exchange of 4-bit values sends about that share of dense's bytes, by the number of ranks.
+# A rank of the all-gather sends its frame to every other rank.
+DENSITY = {"1 %": {2: 0.028, 4: 0.0135}, "0.1 %": {2: 0.0023, 4: 0.00105}}
+DENSITY_15 = {"1 %": {2: 0.6, 4: 0.32}, "0.1 %": {2: 0.045, 4: 0.022}}  # an exchange every 15 steps
+METHODS = {
+    "dense": ["dense"],
+    "dense, 16 bit": ["fp16"],
+    "PowerSGD, rank 1": ["powersgd"],
+    "one rank alone": ["alone"],
+}
+for _share in DENSITY:
+    METHODS |= {
+        f"momentum after the sum, {_share}": ["after-sum", DENSITY[_share]],
+        f"momentum correction, {_share}": ["correction", DENSITY[_share]],
+        f"step ahead, {_share}": ["local", DENSITY[_share]],
+        f"15 local steps, {_share}": ["local", DENSITY_15[_share], "--every", "15", "--ahead", "0"],
+        f"15 local steps, ahead, {_share}": ["local", DENSITY_15[_share], "--every", "15"],
+    }
+
+
+def arguments_of(task, method, rate, seed, options):
+    steps, batch, _ = TASKS[task]
+    kind, *more = METHODS[method]
+    if more:
+        by_ranks, *others = more
+        more = ["--density", by_ranks[options.ranks], "--value-code", "q4", *others]
+    return [str(a) for a in (task, kind, "--lr", f"{rate:g}", "--steps", options.steps or steps, "--batch", batch,
+                             "--seed", seed, *more)]
+
+
+def run(task, method, rate, seed, options):
+    """The row of one run."""
+    arguments = arguments_of(task, method, rate, seed, options)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                           str(options.ranks), str(options.script), *arguments], stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(f"quality: {task}, {method}, rate {rate:g}, seed {seed}: ended with {done.returncode}")
+    command = f"torchrun --nproc-per-node {options.ranks} studies/quality_run.py {' '.join(arguments)}"
+    return {"command": command, "label": method} | json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def best_rate(rows):
+    """The rate of the best run on the validation data. A run that diverged is never the best."""
+    if "validation_accuracy" in rows[0]:
+        return max(rows, key=lambda row: row["validation_accuracy"])["lr"]
+    return min(rows, key=lambda row: math.inf if math.isnan(row["validation_loss"]) else row["validation_loss"])["lr"]
+
+
+def main():
+    def numbers(kind):
+        return lambda text: [kind(x) for x in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--ranks", type=int, choices=[2, 4], default=2)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--rates", type=numbers(float), default=None)
+    parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--script", type=pathlib.Path, default=SCRIPT, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    task, steps = options.task, options.steps or TASKS[options.task][0]
+    rows = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
+
+    def row_of(method, rate, seed):
+        wanted = {"task": task, "label": method, "lr": rate, "seed": seed, "ranks": options.ranks, "steps": steps}
+        for row in rows:
+            if wanted.items() <= row.items():
+                return row
+        rows.append(run(task, method, rate, seed, options))
+        with options.file.open("a") as out:
+            out.write(json.dumps(rows[-1]) + "\n")
+        told = {name: value for name, value in rows[-1].items() if name.startswith("validation") or name == "share"}
+        print(f"{task}: {method}, rate {rate:g}, seed {seed}: {told}", file=sys.stderr, flush=True)
+        return rows[-1]
+
+    first, *others = options.seeds
+    rates = options.rates or TASKS[task][2]
+    best = {method: best_rate([row_of(method, rate, first) for rate in rates]) for method in options.methods}
+    for seed in others:
+        for method in options.methods:
+            row_of(method, best[method], seed)
+
+
+if __name__ == "__main__":
+    main()
