@@ -201,15 +201,15 @@ class Resnet(Images):
 
 
 TASKS = {"gpt": Gpt, "lstm": Lstm, "fashion": Fashion, "resnet20": lambda: Resnet(20), "resnet8": lambda: Resnet(8)}
-METHODS = {
-    "dense": "DDP",
-    "fp16": "DDP, 16-bit gradients",
-    "powersgd": "DDP's PowerSGD hook, rank 1, after 10 dense steps",
-    "alone": "no communication",
-    "after-sum": "skim.attach, momentum stays in the optimizer",
-    "correction": "skim.attach(optimizer=...)",
-    "local": "skim.LocalSteps",
-}
+METHODS = (
+    "dense",  # DDP
+    "fp16",  # DDP, 16-bit gradients
+    "powersgd",  # DDP's PowerSGD hook, rank 1, after 10 dense steps
+    "alone",  # no communication
+    "after-sum",  # skim.attach, momentum stays in the optimizer
+    "correction",  # skim.attach(optimizer=...)
+    "local",  # skim.LocalSteps
+)
 
 
 def rate_at(step, steps):
@@ -228,12 +228,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--value-code", choices=skim.value_codes, default="f32")
-    parser.add_argument("--exchange", choices=skim.exchanges, default="allgather")
-    parser.add_argument("--residual-decay", type=float, default=1.0)
     parser.add_argument("--every", type=int, default=1, help="local: steps of a round")
     parser.add_argument("--ahead", type=float, default=1.0, help="local")
-    parser.add_argument("--outer-lr", type=float, default=1.0, help="local")
-    parser.add_argument("--outer-momentum", type=float, default=0.0, help="local")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -246,16 +242,10 @@ def main():
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, options.steps))
     is_local = options.method == "local"
     trained = model if is_local else nn.parallel.DistributedDataParallel(model)
-    compression = {
-        "density": options.density, "exchange": options.exchange, "value_code": options.value_code,
-        "residual_decay": options.residual_decay,
-    }  # fmt: skip
+    compression = {"density": options.density, "exchange": "allgather", "value_code": options.value_code}
     local = None
     if is_local:
-        local = skim.LocalSteps(
-            model, optimizer, options.every, ahead=options.ahead, outer_lr=options.outer_lr,
-            outer_momentum=options.outer_momentum, **compression,
-        )  # fmt: skip
+        local = skim.LocalSteps(model, optimizer, options.every, ahead=options.ahead, **compression)
     elif options.method in ("after-sum", "correction"):
         skim.attach(trained, **compression, optimizer=optimizer if options.method == "correction" else None)
     elif options.method == "fp16":
@@ -283,8 +273,10 @@ def main():
         for metric, value in task.evaluate(model, part).items():
             row[f"{part}_{metric}"] = round(value, 4)
     report = None
-    if "skim" in METHODS[options.method]:
-        report = local.report() if local is not None else skim.report(trained)
+    if local is not None:
+        report = local.report()
+    elif options.method in ("after-sum", "correction"):
+        report = skim.report(trained)
     if report is not None:
         # A step of the report is an exchange. Dense gradients are exchanged in every step.
         dense = report.dense_bytes / report.steps * options.steps

@@ -13,21 +13,10 @@
 
 namespace skim::python {
 
-// The options that each constructor takes. A keyword is a field of skim/fields.hpp.
-template <class F>
-void each_keyword(SelectOptions& o, F&& f) {
-  each_field(o, f);
-}
-template <class F>
-void each_keyword(CodecOptions& o, F&& f) {
-  each_field(o, f);
-}
-template <class F>
-void each_keyword(FeedbackOptions& o, F&& f) {
-  each_field(o, f);
-}
-template <class F>
-void each_keyword(ExchangeOptions& o, F&& f) {
+// Calls f(name, member, info) for each option that a constructor takes, by its name in
+// skim/fields.hpp.
+template <class Options, class F>
+void each_keyword(Options& o, F&& f) {
   each_field(o, f);
 }
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._momentum import KEY, inner_optimizer
+from skim._momentum import correction_for, inner_optimizer
 from skim._report import Report
 from skim.aggregator import Aggregator
 
@@ -289,9 +289,7 @@ class LocalSteps:
 
 def _is_sgd_with_momentum(optimizer: Any) -> bool:
     inner = inner_optimizer(optimizer)
-    return isinstance(inner, torch.optim.SGD) and any(
-        group["momentum"] > 0.0 or KEY in group for group in inner.param_groups
-    )
+    return isinstance(inner, torch.optim.SGD) and correction_for(inner).momentum_correction > 0.0
 
 
 class _Hook:
