@@ -140,14 +140,14 @@ INSTANTIATE_TEST_SUITE_P(All, cuda_shapes, testing::Range(std::size_t{0}, test::
                          });
 
 TEST(cuda_select, settings) {
-  test::settings([](SelectAlgo algo) { return Emulated{emulated(algo)}; });
+  test::settings([](SelectAlgo algo) { return Emulated{emulated(algo, {2, 32})}; });
 }
 
 TEST(cuda_select, any_grid_gives_the_same) {
   for (const Grid grid : {Grid{1, 32}, Grid{5, 32}, Grid{1, 256}, Grid{3, 128}}) {
     SCOPED_TRACE(std::to_string(grid.blocks) + " x " + std::to_string(grid.threads));
     for (const std::size_t spare : {std::size_t{0}, std::size_t{65536}}) {
-      test::jumps(test::shape("few values"), SelectAlgo::exact, 40009, 400,
+      test::jumps(test::shape("few values"), SelectAlgo::exact, 10007, 100,
                   Emulated{emulated(SelectAlgo::exact, grid, spare)}, 3);
     }
   }
