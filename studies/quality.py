@@ -40,6 +40,7 @@ for _share in DENSITY:
         f"momentum after the sum, {_share}": ["after-sum", DENSITY[_share]],
         f"momentum correction, {_share}": ["correction", DENSITY[_share]],
         f"step ahead, {_share}": ["local", DENSITY[_share]],
+        f"step ahead, outer rate 2, {_share}": ["local", DENSITY[_share], "--outer-lr", "2"],
         f"15 local steps, {_share}": ["local", DENSITY_15[_share], "--every", "15", "--ahead", "0"],
         f"15 local steps, ahead, {_share}": ["local", DENSITY_15[_share], "--every", "15"],
     }

@@ -230,6 +230,7 @@ def main():
     parser.add_argument("--value-code", choices=skim.value_codes, default="f32")
     parser.add_argument("--every", type=int, default=1, help="local: steps of a round")
     parser.add_argument("--ahead", type=float, default=1.0, help="local")
+    parser.add_argument("--outer-lr", type=float, default=1.0, help="local: factor of the mean")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -245,7 +246,9 @@ def main():
     compression = {"density": options.density, "exchange": "allgather", "value_code": options.value_code}
     local = None
     if is_local:
-        local = skim.LocalSteps(model, optimizer, options.every, ahead=options.ahead, **compression)
+        local = skim.LocalSteps(
+            model, optimizer, options.every, ahead=options.ahead, outer_lr=options.outer_lr, **compression
+        )
     elif options.method in ("after-sum", "correction"):
         skim.attach(trained, **compression, optimizer=optimizer if options.method == "correction" else None)
     elif options.method == "fp16":

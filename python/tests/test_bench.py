@@ -108,6 +108,12 @@ class Failing(unittest.TestCase):
         with self.assertRaisesRegex(_ddp.Failed, "no answer from rank 0 and 1 within 1 s"):
             group.train(10)
 
+    def test_a_rank_that_is_silent_and_does_not_end_is_not_waited_for_forever(self):
+        group = self.group(300)
+        group._timeout = 1
+        group.processes[1].send_signal(signal.SIGSTOP)
+        self.assertIn("rank 1 closed its connection, but did not end within 1 s", group._epitaph(1))
+
     @unittest.skipUnless(sys.platform == "linux", "finds the ranks in Linux's /proc")
     def test_nothing_runs_on_when_it_is_ended(self):
         started = subprocess.Popen(

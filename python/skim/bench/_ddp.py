@@ -184,8 +184,10 @@ class Group:
         return first
 
     def _epitaph(self, rank: int) -> str:
-        self.processes[rank].wait()
-        status = self.processes[rank].returncode
+        try:
+            status = self.processes[rank].wait(self._timeout)
+        except subprocess.TimeoutExpired:
+            return f"rank {rank} closed its connection, but did not end within {self._timeout:g} s"
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         self._logs[rank].seek(0)
         said = self._logs[rank].read().decode(errors="replace").strip().splitlines()
