@@ -26,10 +26,12 @@ function(skim_sanitize target)
 endfunction()
 
 # skim_add_test(NAME LABEL label [TIMEOUT seconds] [SOURCES file...] [LIBRARIES lib...]
-#               [FILTER of gtest]):
+#               [FILTER of gtest] [HEADERS_OF target]):
 # one gtest program, tests/NAME.cpp unless SOURCES says otherwise; each of its tests is a ctest.
+# It includes the precompiled headers of HEADERS_OF. Without that and without LIBRARIES it includes
+# gtest's, which the first such program compiles for all.
 function(skim_add_test name)
-  cmake_parse_arguments(arg "" "TIMEOUT;FILTER" "LABEL;SOURCES;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(arg "" "TIMEOUT;FILTER;HEADERS_OF" "LABEL;SOURCES;LIBRARIES" ${ARGN})
   if(NOT arg_SOURCES)
     set(arg_SOURCES ${name}.cpp)
   endif()
@@ -44,6 +46,17 @@ function(skim_add_test name)
   target_compile_options(${name} PRIVATE ${skim_little_optimization})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_link_libraries(${name} PRIVATE skim::skim GTest::gtest_main ${arg_LIBRARIES})
+  if(arg_HEADERS_OF)
+    target_precompile_headers(${name} REUSE_FROM ${arg_HEADERS_OF})
+  elseif(NOT arg_LIBRARIES)
+    get_property(first GLOBAL PROPERTY skim_first_test)
+    if(first)
+      target_precompile_headers(${name} REUSE_FROM ${first})
+    else()
+      target_precompile_headers(${name} PRIVATE <gtest/gtest.h>)
+      set_property(GLOBAL PROPERTY skim_first_test ${name})
+    endif()
+  endif()
   gtest_discover_tests(${name} TEST_PREFIX ${name}. DISCOVERY_TIMEOUT 120 TEST_FILTER "${arg_FILTER}"
     PROPERTIES TIMEOUT ${arg_TIMEOUT} LABELS "${arg_LABEL}")
 endfunction()
