@@ -15,6 +15,7 @@ LAYERS = [
     {"exchange"},
     {"schedule", "chooser", "local_half"},
     {"reducer"},
+    {"local_steps"},
     {"fields"},
     {"train", "tools", "bench", "python"},
 ]

@@ -4,8 +4,8 @@
   studies/quality.py TASK FILE [--ranks 2] [--steps N] [--rates X,X,X] [--seeds 0,1,2] [--methods METHOD METHOD ...]
 
 TASK: gpt, lstm, fashion, resnet8 or resnet20. All methods take the same steps on the same examples, and are tuned by
-equally many trials: seed 0 runs at every rate, and the rate that is best on the validation data runs with the other
-seeds, too. Tables show the test data. FILE keeps a line of JSON for each run; runs that it has are not made again, so
+the same rule: seed 0 runs at every rate, and goes on to twice or half of the outermost one while that is the best. The
+rate that is best on the validation data runs with the other seeds, too. Tables show the test data. FILE keeps a line of JSON for each run; runs that it has are not made again, so
 an interrupted study goes on. Needs SKIM_DATA, and Skim installed in the Python that runs this.
 """
 
@@ -40,6 +40,7 @@ for _share in DENSITY:
         f"momentum after the sum, {_share}": ["after-sum", DENSITY[_share]],
         f"momentum correction, {_share}": ["correction", DENSITY[_share]],
         f"step ahead, {_share}": ["local", DENSITY[_share]],
+        f"step ahead, a step late, {_share}": ["local", DENSITY[_share], "--delay", "1"],
         f"step ahead, outer rate 2, {_share}": ["local", DENSITY[_share], "--outer-lr", "2"],
         f"15 local steps, {_share}": ["local", DENSITY_15[_share], "--every", "15", "--ahead", "0"],
         f"15 local steps, ahead, {_share}": ["local", DENSITY_15[_share], "--every", "15"],
@@ -105,7 +106,15 @@ def main():
 
     first, *others = options.seeds
     rates = options.rates or TASKS[task][2]
-    best = {method: best_rate([row_of(method, rate, first) for rate in rates]) for method in options.methods}
+
+    def tuned(method):
+        tried = {rate: row_of(method, rate, first) for rate in rates}
+        while (best := best_rate(list(tried.values()))) in (min(tried), max(tried)):
+            rate = best / 2 if best == min(tried) else best * 2
+            tried[rate] = row_of(method, rate, first)
+        return best
+
+    best = {method: tuned(method) for method in options.methods}
     for seed in others:
         for method in options.methods:
             row_of(method, best[method], seed)

@@ -231,6 +231,7 @@ def main():
     parser.add_argument("--every", type=int, default=1, help="local: steps of a round")
     parser.add_argument("--ahead", type=float, default=1.0, help="local")
     parser.add_argument("--outer-lr", type=float, default=1.0, help="local: factor of the mean")
+    parser.add_argument("--delay", type=int, default=0, help="local: steps until a mean is applied")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -242,13 +243,17 @@ def main():
     optimizer = task.optimizer(model.parameters(), options.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, options.steps))
     is_local = options.method == "local"
-    trained = model if is_local else nn.parallel.DistributedDataParallel(model)
+    if options.method == "powersgd":
+        # One bucket: with several, gloo meets the hook's sums in another order on another rank.
+        dist._DEFAULT_FIRST_BUCKET_BYTES = 2**30
+    trained = model if is_local else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
     compression = {"density": options.density, "exchange": "allgather", "value_code": options.value_code}
     local = None
     if is_local:
         local = skim.LocalSteps(
-            model, optimizer, options.every, ahead=options.ahead, outer_lr=options.outer_lr, **compression
-        )
+            model, optimizer, options.every, ahead=options.ahead, outer_lr=options.outer_lr, delay=options.delay,
+            **compression,
+        )  # fmt: skip
     elif options.method in ("after-sum", "correction"):
         skim.attach(trained, **compression, optimizer=optimizer if options.method == "correction" else None)
     elif options.method == "fp16":

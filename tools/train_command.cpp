@@ -185,6 +185,9 @@ void check_training_options(const train::TrainOptions& t) {
   if (t.checkpoint_steps > 0 && t.checkpoint.empty()) {
     throw InvalidArgument("--checkpoint-steps needs --checkpoint DIR");
   }
+  if (t.local_steps == 0 && t.local != LocalStepsOptions{}) {
+    throw InvalidArgument("--ahead, --outer-lr and --outer-momentum need --local-steps H");
+  }
   if (t.nesterov && t.momentum <= 0.0) throw InvalidArgument("--nesterov needs --momentum > 0");
   const FeedbackOptions& f = t.feedback;
   if (f.momentum_correction <= 0.0F) {

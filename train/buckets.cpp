@@ -60,6 +60,10 @@ std::size_t length_of(const Bucket& bucket) {
 
 }  // namespace
 
+std::span<float> entries(const torch::Tensor& t) {
+  return {t.data_ptr<float>(), static_cast<std::size_t>(t.numel())};
+}
+
 std::vector<std::size_t> bucket_lengths(Model& model, std::size_t bucket_bytes) {
   std::vector<std::size_t> lengths;
   for (const Bucket& b : shared_out(model, bucket_bytes).layout) lengths.push_back(length_of(b));
@@ -84,27 +88,24 @@ FlatGradients flatten_gradients(Model& model, std::size_t bucket_bytes) {
 }
 
 GradientBuckets::GradientBuckets(Model& model, std::size_t bucket_bytes, Reducer& reducer)
-    : reducer_(reducer) {
-  FlatGradients flat = flatten_gradients(model, bucket_bytes);
-  parameters_ = flat.parameters;
-  buffers_ = std::move(flat.buffers);
-  for (std::size_t b = 0; b < flat.members.size(); ++b) {
-    sizes_.push_back(flat.members[b].size());
-    for (const torch::Tensor& parameter : flat.members[b]) {
+    : reducer_(reducer), flat_(flatten_gradients(model, bucket_bytes)) {
+  for (std::size_t b = 0; b < flat_.members.size(); ++b) {
+    sizes_.push_back(flat_.members[b].size());
+    for (const torch::Tensor& parameter : flat_.members[b]) {
       auto node = torch::autograd::impl::grad_accumulator(parameter);
       node->add_post_hook(std::make_unique<Hook>(*this, b));
       accumulators_.push_back(std::move(node));
     }
   }
   missing_ = sizes_;
-  reducer_.set_layout(flat.layout);
+  reducer_.set_layout(flat_.layout);
 }
 
 GradientBuckets::~GradientBuckets() { drain(); }
 
-void GradientBuckets::begin_step(float scale) {
+void GradientBuckets::begin_step(std::optional<float> scale) {
   scale_ = scale;
-  for (torch::Tensor& b : buffers_) b.zero_();
+  for (torch::Tensor& b : flat_.buffers) b.zero_();
   missing_ = sizes_;
   next_ = 0;
   tickets_.clear();
@@ -118,10 +119,10 @@ void GradientBuckets::gradient_is_there(std::size_t bucket) {
 void GradientBuckets::start_ready() {
   // Buckets start in order, even if a later bucket is complete first, because all ranks must start
   // them in the same order.
-  while (next_ < buffers_.size() && missing_[next_] == 0) {
-    const torch::Tensor& b = buffers_[next_];
-    GradView gradient = std::span(b.data_ptr<float>(), static_cast<std::size_t>(b.numel()));
-    gradient.scale = scale_;
+  if (!scale_) return;
+  while (next_ < flat_.buffers.size() && missing_[next_] == 0) {
+    GradView gradient = entries(flat_.buffers[next_]);
+    gradient.scale = *scale_;
     tickets_.push_back(reducer_.start(static_cast<Slot>(next_), gradient));
     ++next_;
   }
@@ -132,7 +133,7 @@ void GradientBuckets::finish(std::vector<StepReport>& reports) {
   start_ready();
   reports.clear();
   // A ticket is removed before the wait. So if the wait throws, drain() waits only for the others.
-  while (reports.size() < buffers_.size()) {
+  while (reports.size() < flat_.buffers.size()) {
     const BucketTicket ticket = tickets_.front();
     tickets_.erase(tickets_.begin());
     reports.push_back(reducer_.wait(ticket));

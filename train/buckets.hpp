@@ -5,12 +5,16 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "skim/reducer.hpp"
 #include "train/models.hpp"
 
 namespace skim::train {
+
+// The entries of a contiguous float32 tensor, which owns them.
+std::span<float> entries(const torch::Tensor& t);
 
 // A model's gradients as flat buffers, one per bucket. Every parameter's grad is a view into one.
 struct FlatGradients {
@@ -39,12 +43,13 @@ class GradientBuckets {
   GradientBuckets(const GradientBuckets&) = delete;
   GradientBuckets& operator=(const GradientBuckets&) = delete;
 
-  std::size_t parameters() const noexcept { return parameters_; }  // n, over all buckets
-  const std::vector<torch::Tensor>& buffers() const noexcept { return buffers_; }
+  // The gradients; after finish() their means.
+  const FlatGradients& flat() const noexcept { return flat_; }
 
   // Call before backward. Sets the gradients to zero; no bucket has started. scale: GradView::scale
-  // of this step.
-  void begin_step(float scale);
+  // of this step. None: backward starts no bucket, and finish() must not be called: gradients stay
+  // this rank's own.
+  void begin_step(std::optional<float> scale);
   // Call after backward. Starts the buckets that still wait for gradients (missing gradients are
   // zero), and waits for all buckets. Then every grad is the group's mean. reports: one per bucket.
   void finish(std::vector<StepReport>& reports);
@@ -60,12 +65,11 @@ class GradientBuckets {
   void start_ready();
 
   Reducer& reducer_;
-  std::size_t parameters_ = 0;
-  float scale_ = 1.0F;
-  std::vector<torch::Tensor> buffers_;  // [buckets]
-  std::vector<std::size_t> sizes_;      // parameters of a bucket
-  std::vector<std::size_t> missing_;    // parameters without a gradient so far in this step
-  std::size_t next_ = 0;                // the first bucket not started; buckets start in order
+  FlatGradients flat_;
+  std::optional<float> scale_;
+  std::vector<std::size_t> sizes_;    // parameters of a bucket
+  std::vector<std::size_t> missing_;  // parameters without a gradient so far in this step
+  std::size_t next_ = 0;              // the first bucket not started; buckets start in order
   std::vector<BucketTicket> tickets_;
   std::vector<Accumulator> accumulators_;  // keeps the hooks alive
 };

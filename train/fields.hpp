@@ -60,7 +60,8 @@ void each_model_field(Options& o, F&& f) {
 
 template <OptionsOf<TrainOptions> Options, class F>
 void each_optimizer_field(Options& o, F&& f) {
-  f("optimizer", o.optimizer, FieldInfo{"optimizer, applied to the mean gradient"});
+  f("optimizer", o.optimizer,
+    FieldInfo{"optimizer, of the mean gradient; with --local-steps of each rank's own"});
   f("lr", o.learning_rate.base, FieldInfo{"learning rate", kPositive});
   f("lr_schedule", o.learning_rate.kind, FieldInfo{"learning rate after the warm-up"});
   f("lr_warmup", o.learning_rate.warmup_epochs,
@@ -73,7 +74,13 @@ void each_optimizer_field(Options& o, F&& f) {
   f("weight_decay", o.weight_decay, FieldInfo{"weight decay", kNotNegative});
   f("bias_decay", o.bias_decay, FieldInfo{"weight decay also on biases and normalisation layers"});
   f("clip_norm", o.clip_norm,
-    FieldInfo{"limit of the mean gradient's norm; 0: none", kNotNegative});
+    FieldInfo{"limit of the norm of the gradient that the optimizer gets; 0: none", kNotNegative});
+  f("local_steps", o.local_steps,
+    FieldInfo{"steps that each rank takes by itself, with its own optimizer, until the ranks "
+              "exchange how far their parameters moved [gradients are exchanged in every step]",
+              kPositive});
+  each_field(o.local,
+             [&](const char* name, auto& member, FieldInfo info) { f(name, member, info); });
 }
 
 template <OptionsOf<TrainOptions> Options, class F>

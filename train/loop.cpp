@@ -49,7 +49,8 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& o, M
     case OptimizerKind::sgd: {
       const auto s = torch::optim::SGDOptions(lr).momentum(o.momentum).nesterov(o.nesterov);
       // Momentum sums up the decay, too: 1 / (1 - momentum) of it arrives in the end.
-      const double sum = (1.0 - o.feedback.momentum_dampening) / (1.0 - correction);
+      const double sum =
+          o.local_steps > 0 ? 1.0 : (1.0 - o.feedback.momentum_dampening) / (1.0 - correction);
       return std::make_unique<torch::optim::SGD>(groups(s, sum * o.weight_decay), s);
     }
     case OptimizerKind::adam: {

@@ -27,7 +27,8 @@ double milliseconds(Clock::duration d);
 // Makes the model that the options describe, for this data.
 std::shared_ptr<Model> make_model(const TrainOptions& options, const DataInfo& data);
 // With momentum correction the optimizer has no momentum, and sgd's weight decay is as large as
-// momentum would make it in the long run.
+// momentum would make it in the long run. (With local steps the updates have the decay in them, so
+// momentum correction sums it up, too.)
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const TrainOptions& options, Model& model);
 void set_learning_rate(torch::optim::Optimizer& optimizer, double rate);
 

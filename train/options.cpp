@@ -72,6 +72,23 @@ void expect_possible(const TrainOptions& o, const ReducerOptions& r) {
   }
 }
 
+// Throws: InvalidArgument if other options do not go with local steps.
+void expect_local_steps(const TrainOptions& o) {
+  const auto refuse = [](const char* option, const char* why) {
+    throw InvalidArgument(std::string(option) + " and --local-steps exclude each other: " + why);
+  };
+  if (o.memory == Memory::gradients) refuse("--memory gradients", "what is exchanged are updates");
+  if (o.feedback.local_clip > 0.0F) refuse("--local-clip", "it is for gradients; take --clip-norm");
+  if (o.non_finite == NonFinite::pass_on) {
+    refuse("--non-finite pass-on", "the NaN would stay in the parameters");
+  }
+  if (o.local_steps > 1 && o.feedback.momentum_correction > 0.0F) {
+    throw InvalidArgument(
+        "--momentum-correction needs --local-steps 1, or none: between exchanges the optimizer "
+        "has its own momentum");
+  }
+}
+
 std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                                                std::vector<std::size_t> lengths,
                                                const RunLength& run) {
@@ -96,8 +113,9 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                     .density_max = o.density_max,
                     .contraction = o.contraction,
                     .learning_rate =
-                        [run, rate = o.learning_rate](std::uint64_t step) {
-                          return run.rate(rate, static_cast<std::int64_t>(step));
+                        [run, rate = o.learning_rate,
+                         every = std::max<std::int64_t>(1, o.local_steps)](std::uint64_t exchange) {
+                          return run.rate(rate, every * static_cast<std::int64_t>(exchange));
                         },
                     .norms_of_updates = holds_updates(o),
                     .n = std::max<std::size_t>(1, n),
@@ -170,6 +188,11 @@ bool is_dense(const TrainOptions& o) {
 }
 bool is_adaptive(const TrainOptions& o) { return o.density.kind == DensityRule::Kind::adaptive; }
 
+std::int64_t exchanges_of(const TrainOptions& o, std::int64_t steps) {
+  const std::int64_t every = std::max<std::int64_t>(1, o.local_steps);
+  return (steps + every - 1) / every;
+}
+
 std::string exchange_name(const TrainOptions& o) {
   return std::string(o.automatic ? kAuto : name_of(o.exchange.kind));
 }
@@ -196,7 +219,9 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
                           " returns every entry that was sent; use an exchange that selects from "
                           "the sum, such as param-server");
   }
-  if (holds_updates(o)) {
+  if (o.local_steps > 0) {
+    expect_local_steps(o);
+  } else if (holds_updates(o)) {
     if (o.optimizer != OptimizerKind::sgd) {
       throw InvalidArgument(
           "--memory updates needs --optimizer sgd: with other optimizers, the update is not the "
@@ -244,7 +269,7 @@ int training_ranks(const TrainOptions& o, int ranks) {
 
 float gradient_scale(const TrainOptions& o, double learning_rate) {
   constexpr double kLeastRate = 1e-20;
-  if (!holds_updates(o)) return 1.0F;
+  if (!holds_updates(o) || o.local_steps > 0) return 1.0F;
   return static_cast<float>(1.0 / std::max(learning_rate, kLeastRate));
 }
 
@@ -255,6 +280,7 @@ AdaptiveForm form_of(const TrainOptions& o) {
 
 Memory memory_of(const TrainOptions& o) {
   if (o.memory) return *o.memory;
+  if (o.local_steps > 0) return Memory::updates;
   const bool late = o.feedback.enabled && is_adaptive(o) && form_of(o) == AdaptiveForm::feedback;
   const bool allowed = o.optimizer == OptimizerKind::sgd && !(o.feedback.local_clip > 0.0F);
   return late && allowed ? Memory::updates : Memory::gradients;

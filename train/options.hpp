@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "skim/local_steps.hpp"
 #include "skim/names.hpp"
 #include "skim/reducer.hpp"
 #include "train/data.hpp"
@@ -101,7 +102,11 @@ struct TrainOptions {
   double momentum = 0.0, weight_decay = 0.0;
   bool nesterov = false;
   bool bias_decay = true;  // false: no weight decay on biases and normalisation
-  double clip_norm = 0.0;  // limit of the mean gradient's norm; 0: none
+  double clip_norm = 0.0;  // limit of the norm of the gradient that the optimizer gets; 0: none
+  // Steps of a round, in which each rank trains by itself (skim/local_steps.hpp). 0: no rounds; the
+  // ranks exchange gradients in every step.
+  std::int64_t local_steps = 0;
+  LocalStepsOptions local;
 
   // Exchange. `seed` sets the seeds of these structs.
   SelectOptions select;
@@ -142,6 +147,8 @@ struct TrainOptions {
 // Whether every bucket goes dense.
 bool is_dense(const TrainOptions& options);
 bool is_adaptive(const TrainOptions& options);
+// The exchanges of a run of that many steps: one a step, or one a round.
+std::int64_t exchanges_of(const TrainOptions& options, std::int64_t steps);
 // The exchange's name, or "auto".
 inline constexpr std::string_view kAuto = "auto";
 std::string exchange_name(const TrainOptions& options);
@@ -168,7 +175,8 @@ ReducerOptions reducer_options(const TrainOptions& options, int rank = 0);
 int training_ranks(const TrainOptions& options, int ranks);
 
 // GradView::scale of this step's gradients. Residuals of updates hold gradient times rate, as if
-// the gradient were in units of 1 / rate. A rate of 0 counts as a very small rate.
+// the gradient were in units of 1 / rate. A rate of 0 counts as a very small rate. With local steps
+// it is 1, because what is exchanged are the updates themselves.
 float gradient_scale(const TrainOptions& options, double learning_rate);
 
 // The schedule for a group, buckets of these lengths and a run of this length.
@@ -178,9 +186,9 @@ std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& options, i
                                                   const RunLength& run = {});
 // The form of --density adaptive: the named one, or the form whose bound fits the run's feedback.
 AdaptiveForm form_of(const TrainOptions& options);
-// The named one, gradients or updates. If none is named: updates, if the form of --density adaptive
-// is feedback and --optimizer and --local-clip allow it (its bound is for updates); otherwise
-// gradients.
+// The named one, gradients or updates. With local steps it is updates. If none is named: updates,
+// if the form of --density adaptive is feedback and --optimizer and --local-clip allow it (its
+// bound is for updates); otherwise gradients.
 Memory memory_of(const TrainOptions& options);
 // The largest density that the schedule may give.
 double largest_density(const TrainOptions& options);

@@ -87,10 +87,6 @@ class RankThreads {
   std::vector<std::jthread> threads_;  // last member: the threads end before the members they use
 };
 
-std::span<float> entries(const torch::Tensor& t) {
-  return {t.data_ptr<float>(), static_cast<std::size_t>(t.numel())};
-}
-
 void copy(const std::vector<torch::Tensor>& from, std::vector<torch::Tensor>& to) {
   const torch::NoGradGuard no_grad;
   for (std::size_t i = 0; i < from.size(); ++i) to[i].copy_(from[i]);
@@ -175,6 +171,11 @@ class Simulator {
       throw InvalidArgument(
           "--server dedicated: in a simulation every rank trains; use --server rank0, which gives "
           "the same sums");
+    }
+    if (options_.local_steps > 0) {
+      throw InvalidArgument(
+          "--local-steps: a simulation has one model, and with local steps every rank has its own; "
+          "use skim train --ranks P");
     }
     if (o.dense_sum == DenseSum::vendor) {
       throw InvalidArgument("--dense-sum vendor: a simulation has no MPI");

@@ -1,6 +1,7 @@
 // The training loop. A step has these parts: begin_step (sets gradients to zero), forward, backward
 // (each bucket starts its exchange when it is full), finish (waits for the buckets), end_step
-// (applies or skips the step), optimizer.
+// (applies or skips the step), optimizer. With local steps: begin_step, forward, backward,
+// optimizer, and at the end of a round the exchange of updates (replica.hpp).
 #include "train/trainer.hpp"
 
 #include <torch/serialize.h>
@@ -21,6 +22,7 @@
 #include "train/loop.hpp"
 #include "train/models.hpp"
 #include "train/options_json.hpp"
+#include "train/replica.hpp"
 
 namespace fs = std::filesystem;
 
@@ -111,7 +113,10 @@ class Run {
                   .local = nullptr},
                  comm),
         buckets_(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6), reducer_) {
-    reducer_.set_total_steps(static_cast<std::uint64_t>(length_.total));
+    reducer_.set_total_steps(static_cast<std::uint64_t>(exchanges_of(options, length_.total)));
+    if (options.local_steps > 0) {
+      replica_ = std::make_unique<Replica>(options.local, buckets_, reducer_);
+    }
   }
 
   Summary operator()() {
@@ -147,7 +152,7 @@ class Run {
     r.density = is_dense(options_) ? 1.0 : reducer_.density().up;
     r.learning_rate = rate;
     const auto t1 = Clock::now();
-    buckets_.begin_step(gradient_scale(options_, rate));
+    buckets_.begin_step(replica_ ? std::nullopt : std::optional(gradient_scale(options_, rate)));
     torch::Tensor loss;
     {
       const torch::AutoGradMode gradients(!serves);
@@ -155,14 +160,12 @@ class Run {
     }
     if (!serves) loss.backward();
     const auto t2 = Clock::now();
-    buckets_.finish(reports_);
-    const auto t3 = Clock::now();
-    r.skipped = !reducer_.end_step(length_.epoch(done_ + 1));
-    if (!r.skipped) {
-      if (options_.clip_norm > 0.0) clip(buckets_.buffers(), options_.clip_norm);
-      optimizer_->step();
+    if (replica_) {
+      move_and_exchange(r, serves);
+    } else {
+      exchange_and_move(r);
     }
-    const auto t4 = Clock::now();
+    const auto t3 = Clock::now();
 
     ++done_;
     r.budget_spent = reducer_.schedule().spent();
@@ -176,16 +179,14 @@ class Run {
     r.step = done_;
     r.total_steps = length_.total;
     r.epoch = length_.epoch(done_);
-    r.n = buckets_.parameters();
+    r.n = buckets_.flat().parameters;
     r.dense_bytes = static_cast<std::uint64_t>(std::llround(ring_bytes(r.n, comm_.size())));
     add_reports(reports_, r);
     for (const StepReport& b : reports_) union_entries_ += b.union_nnz;
     sent_bytes_ += r.sent_bytes;
     received_bytes_ += r.received_bytes;
     r.compute_ms = milliseconds(t2 - t1);
-    r.exposed_ms = milliseconds(t3 - t2);
-    r.optimizer_ms = milliseconds(t4 - t3);
-    r.step_ms = milliseconds(t4 - t0);
+    r.step_ms = milliseconds(t3 - t0);
     if (comm_.rank() == 0) {
       const std::array now{r.compute_ms, r.select_ms,    r.exchange_ms, r.apply_ms,
                            r.exposed_ms, r.optimizer_ms, r.step_ms};
@@ -193,6 +194,40 @@ class Run {
       if (observer_.on_step) observer_.on_step(r);
       decisions_.tell(done_, reports_, reducer_, observer_.on_decision);
     }
+  }
+
+  // The optimizer gets the mean gradient.
+  void exchange_and_move(StepRecord& r) {
+    const auto t0 = Clock::now();
+    buckets_.finish(reports_);
+    const auto t1 = Clock::now();
+    r.skipped = !reducer_.end_step(length_.epoch(done_ + 1));
+    if (!r.skipped) move();
+    r.exposed_ms = milliseconds(t1 - t0);
+    r.optimizer_ms = milliseconds(Clock::now() - t1);
+  }
+
+  // The optimizer gets this rank's own gradient. The end of a round exchanges the updates.
+  void move_and_exchange(StepRecord& r, bool serves) {
+    const auto t0 = Clock::now();
+    if (!serves) move();
+    const auto t1 = Clock::now();
+    reports_.clear();
+    if ((done_ + 1) % options_.local_steps == 0 || done_ + 1 == length_.total) {
+      r.skipped = !replica_->exchange(length_.epoch(done_ + 1), reports_);
+    }
+    r.optimizer_ms = milliseconds(t1 - t0);
+    r.exposed_ms = milliseconds(Clock::now() - t1);
+  }
+
+  void move() {
+    if (options_.clip_norm > 0.0) clip(buckets_.flat().buffers, options_.clip_norm);
+    optimizer_->step();
+  }
+
+  // With local steps, the model holds the shared parameters while the result lives.
+  std::unique_ptr<Replica::Shared> shared_parameters() {
+    return replica_ ? std::make_unique<Replica::Shared>(*replica_) : nullptr;
   }
 
   void evaluate_if_due() {
@@ -203,6 +238,7 @@ class Run {
   // Each rank evaluates a part of the test set. The ranks also compare hashes of their models,
   // which must be equal bit by bit.
   void evaluate() {
+    const auto parameters = shared_parameters();
     const AveragedBuffers averaged(*model_, comm_, ranks_);
     const torch::NoGradGuard no_grad;
     model_->eval();
@@ -253,10 +289,15 @@ class Run {
       for (const torch::Tensor& b : model_->buffers()) copies.push_back(b.clone());
       return copies;
     }();
+    const auto parameters = shared_parameters();
     const AveragedBuffers averaged(*model_, comm_, ranks_);
     const auto shared = [&](const fs::path& dir) {
       write_archive(dir / "model.pt", model_);
-      write_archive(dir / "optimizer.pt", *optimizer_);
+      if (replica_) {
+        write_file(dir / "outer", [&](std::ostream& out) { replica_->local().save(out); });
+      } else {
+        write_archive(dir / "optimizer.pt", *optimizer_);
+      }
       const nlohmann::json meta{{"format", 1},
                                 {"identity", identity(options_)},
                                 {"ranks", comm_.size()},
@@ -275,6 +316,10 @@ class Run {
           static_cast<double>(received_bytes_), static_cast<double>(union_entries_)};
       std::vector<torch::Tensor> tensors{torch::tensor(sums, torch::kFloat64)};
       tensors.insert(tensors.end(), own_buffers.begin(), own_buffers.end());
+      if (replica_) {
+        tensors.insert(tensors.end(), parameters->own().begin(), parameters->own().end());
+        write_archive(dir / file_of(comm_.rank(), "optimizer.pt"), *optimizer_);
+      }
       write_archive(dir / file_of(comm_.rank(), "pt"), tensors);
       write_file(dir / file_of(comm_.rank(), "residual"),
                  [&](std::ostream& out) { reducer_.save(out); });
@@ -308,7 +353,11 @@ class Run {
     const int old_ranks = read<int>(meta, "ranks", dir);
     try {
       torch::load(model_, (dir / "model.pt").string());
-      torch::load(*optimizer_, (dir / "optimizer.pt").string());
+      if (replica_) {
+        resume_replica(dir, old_ranks);
+      } else {
+        torch::load(*optimizer_, (dir / "optimizer.pt").string());
+      }
       if (old_ranks == comm_.size()) {
         std::vector<torch::Tensor> tensors;
         torch::load(tensors, (dir / file_of(comm_.rank(), "pt")).string());
@@ -361,6 +410,30 @@ class Run {
     if (comm_.rank() == 0 && observer_.on_resume) observer_.on_resume(done_);
   }
 
+  // The model holds the saved x. On another number of ranks, every rank starts from the mean of the
+  // old replicas, with the optimizer of one of them.
+  void resume_replica(const fs::path& dir, int old_ranks) {
+    const bool same = old_ranks == comm_.size();
+    const std::size_t first = 1 + model_->buffers().size();
+    std::vector<torch::Tensor> mean;
+    for (int r = same ? comm_.rank() : 0; r < (same ? comm_.rank() + 1 : old_ranks); ++r) {
+      std::vector<torch::Tensor> tensors;
+      torch::load(tensors, (dir / file_of(r, "pt")).string());
+      for (std::size_t b = 0; b < buckets_.flat().buffers.size(); ++b) {
+        const torch::Tensor& own = tensors.at(first + b);
+        if (own.numel() != buckets_.flat().buffers[b].numel()) {
+          throw std::out_of_range("replica");
+        }
+        if (b == mean.size()) mean.push_back(torch::zeros_like(own));
+        mean[b] += same ? own : own / old_ranks;
+      }
+    }
+    replica_->resume(mean);
+    torch::load(*optimizer_, (dir / file_of(comm_.rank() % old_ranks, "optimizer.pt")).string());
+    std::ifstream outer(dir / "outer", std::ios::binary);
+    replica_->local().load(outer);
+  }
+
   Summary summary() {
     const auto counted = static_cast<double>(std::max<std::int64_t>(1, done_ - first_));
     comm_.set_phase({"summary"});
@@ -382,9 +455,9 @@ class Run {
     s.peak_rss_bytes = static_cast<std::uint64_t>(rss);
     s.steps = done_;
     s.length = length_;
-    s.parameters = buckets_.parameters();
+    s.parameters = buckets_.flat().parameters;
     s.last = evaluation_;
-    s.dense_bytes_per_step = ring_bytes(buckets_.parameters(), comm_.size());
+    s.dense_bytes_per_step = ring_bytes(buckets_.flat().parameters, comm_.size());
     s.median.compute_ms = median(times_[0]);
     s.median.select_ms = median(times_[1]);
     s.median.exchange_ms = median(times_[2]);
@@ -411,6 +484,7 @@ class Run {
   RunLength length_;
   Reducer reducer_;
   GradientBuckets buckets_;  // after reducer_, because its destructor waits for buckets there
+  std::unique_ptr<Replica> replica_;  // null: without local steps
 
   std::int64_t done_ = 0;   // steps
   std::int64_t first_ = 0;  // bytes are counted after this step

@@ -16,6 +16,7 @@
 #include "skim/chooser.hpp"
 #include "skim/exchange.hpp"
 #include "skim/feedback.hpp"
+#include "skim/local_steps.hpp"
 #include "skim/reducer.hpp"
 #include "skim/select.hpp"
 
@@ -169,6 +170,15 @@ void each_field(Options& o, F&& f) {
               kNotNegative});
   f("residual_decay", o.residual_decay,
     FieldInfo{"factor of the residual in every step", kFraction});
+}
+
+template <OptionsOf<LocalStepsOptions> Options, class F>
+void each_field(Options& o, F&& f) {
+  f("ahead", o.ahead,
+    FieldInfo{"part of its residual that a rank applies to its own parameters at once", kFraction});
+  f("outer_lr", o.outer_lr, FieldInfo{"factor of the mean update", kPositive});
+  f("outer_momentum", o.outer_momentum,
+    FieldInfo{"Nesterov momentum of the mean updates", kBelowOne});
 }
 
 // The Reducer's own options, of any struct that has them.

@@ -9,7 +9,7 @@ import queue
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Options:
 
     density: Any
     optimizer: Any = None
+    of_updates: bool = False  # what is compressed has been through the optimizer
     total_steps: int = 0
     selector: Any = None
     local: Any = None
@@ -153,7 +154,7 @@ class Compression:
         )
         self.options = options
         if options.optimizer is not None:
-            take_out(options.optimizer)
+            take_out(options.optimizer, options.of_updates)
         self.writer = writer
         self.epoch = 0.0
         self.statistics = Report(self.comm.rank, self.comm.size)
@@ -216,15 +217,15 @@ class Compression:
             _open.add(self)
         self._jobs.put(job)
 
-    def begin_bucket(self, index: int, members: tuple[int, ...]) -> None:
-        """Call it before reducing the pieces of a bucket. Bucket 0 ends the previous step and begins a new one."""
+    def begin_bucket(self, index: int, members: tuple[int, ...], *, opens_step: bool) -> None:
+        """Call it before reducing the pieces of a bucket. opens_step: it is the first bucket of a step."""
         if self.error is not None:
             raise self.error
-        if index == 0:
+        if opens_step:
             self.finish_step()
             if self.options.optimizer is not None:
-                expect_taken_out(self.options.optimizer, self.momentum)
-            if self.buckets is not None and (not self.buckets or self.buckets[0] != members):
+                expect_taken_out(self.options.optimizer, self.momentum, self.options.of_updates)
+            if self.buckets is not None and (index >= len(self.buckets) or self.buckets[index] != members):
                 self._set_layout(None)
             self._step_open = True
 
@@ -247,8 +248,10 @@ class Compression:
             for tag, value in self.statistics.scalars().items():
                 self.writer.add_scalar(f"skim/{tag}", value, self.reducer.step)
 
-    def residuals(self) -> dict[str, torch.Tensor]:
+    def residuals(self, buckets: Iterable[int] | None = None) -> dict[str, torch.Tensor]:
         """A copy of this rank's residual of each parameter: a flat float32 tensor on the CPU, by name.
+
+        buckets: only the parameters of these. None: all.
 
         Ends the open step, if there is one. Summed over the P ranks, the residuals are all gradients so
         far minus P times the means that were delivered.
@@ -257,12 +260,13 @@ class Compression:
         with self.lock:
             found = {}
             groups = self.buckets if self.buckets is not None else [(i,) for i in range(len(self.names))]
-            for index, members in enumerate(groups):
+            for index in range(len(groups)) if buckets is None else buckets:
+                members = groups[index]
                 parts = self.slots_of(members, index) if self.buckets is not None else [(members[0], 0, 0)]
                 kept = torch.from_numpy(self.reducer.residual(parts[0][0]))
                 for i, part in zip(members, torch.split(kept, [self.lengths[i] for i in members])):
                     found[self.names[i]] = part
-            return {name: found[name] for name in self.names}
+            return {name: found[name] for name in self.names if name in found}
 
     def give_back(self, slot: int, offset: int, mean: torch.Tensor, scale: float) -> None:
         """Adds mean / scale to this rank's residual when the step ends, because nobody applies this mean.

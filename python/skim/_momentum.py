@@ -49,11 +49,11 @@ def correction_for(optimizer: Any) -> Correction:
     return found.pop()
 
 
-def take_out(optimizer: Any) -> None:
+def take_out(optimizer: Any, of_updates: bool) -> None:
     """Sets the momentum of every group to 0, and remembers it under KEY. A second call changes nothing.
 
     SGD's momentum also sums up the weight decay, to 1 / (1 - momentum) of it. The group's weight_decay
-    becomes as much.
+    becomes as much; not if updates are compressed, because they have the decay in them.
     """
     for group in optimizer.param_groups:
         if KEY in group:
@@ -64,10 +64,11 @@ def take_out(optimizer: Any) -> None:
             group["betas"] = (0.0, group["betas"][1])
             continue
         group["momentum"], group["dampening"], group["nesterov"] = 0.0, 0.0, False
-        group["weight_decay"] *= (1.0 - had.momentum_dampening) / (1.0 - had.momentum_correction)
+        if not of_updates:
+            group["weight_decay"] *= (1.0 - had.momentum_dampening) / (1.0 - had.momentum_correction)
 
 
-def expect_taken_out(optimizer: Any, correction: Correction) -> None:
+def expect_taken_out(optimizer: Any, correction: Correction, of_updates: bool) -> None:
     """Call it before a step. Takes momentum out again if a state_dict has brought it back.
 
     Raises InvalidArgument if somebody else sets it, or if it is another one now.
@@ -84,7 +85,7 @@ def expect_taken_out(optimizer: Any, correction: Correction) -> None:
                 "skim: something sets the optimizer's momentum, which momentum correction has replaced, so it would "
                 "count twice; make the learning-rate scheduler with cycle_momentum=False, or leave out optimizer"
             )
-    take_out(optimizer)
+    take_out(optimizer, of_updates)
 
 
 def _of_group(group: dict[str, Any]) -> Correction:

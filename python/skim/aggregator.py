@@ -27,8 +27,11 @@ class Aggregator(Compression):
     tensors: parameters, or other float32, float16 or bfloat16 tensors with the shapes that reduce()
         will get. Or pairs (name, tensor), as from model.named_parameters(). A saved state names each
         residual by this name, or by the tensor's position if there are no names.
+    fragments: parts of nearly equal size, cut between tensors, that reduce() takes one at a time. There may be
+        fewer, if single tensors are large. A fragment's reduce() is a step of schedules and of the report.
     bucket_mb: tensors are compressed together in buckets of up to this many MB (10^6 bytes).
     process_group: of torch.distributed. None: the default one.
+    of_updates: the tensors are what the optimizer has moved parameters by, and not gradients.
     density, exchange and all others: as in skim.attach. The argument scale below
         stands for scaler and updates_of, also where the optimizer is given.
 
@@ -42,10 +45,12 @@ class Aggregator(Compression):
         exchange: Any = "auto",
         *,
         optimizer: Any = None,
+        of_updates: bool = False,
         total_steps: int = 0,
         non_finite: str = "pass-on",
         selector: Any = None,
         local: Any = None,
+        fragments: int = 1,
         bucket_mb: float = 25.0,
         process_group: Any = None,
         timeout: float = 1800.0,
@@ -54,11 +59,20 @@ class Aggregator(Compression):
     ) -> None:
         named = _named(tensors)
         compressed = Options(
-            density, optimizer, total_steps, selector, local, non_finite, {"exchange": exchange, **options}
-        )
+            density=density, optimizer=optimizer, of_updates=of_updates, total_steps=total_steps, selector=selector,
+            local=local, non_finite=non_finite, others={"exchange": exchange, **options},
+        )  # fmt: skip
         super().__init__(named, compressed, process_group, timeout, writer)
         self.tensors = list(named.values())
-        self._set_layout(_buckets(self.tensors, bucket_mb * 1e6))
+        # The indices of each fragment's tensors, and of its buckets.
+        self.fragments = _fragments(self.tensors, fragments)
+        buckets: list[tuple[int, ...]] = []
+        self._buckets_of: list[range] = []
+        for members in self.fragments:
+            first = len(buckets)
+            buckets += _buckets(self.tensors, members, bucket_mb * 1e6)
+            self._buckets_of.append(range(first, len(buckets)))
+        self._set_layout(buckets)
 
     def step(self, *, scale: float = 1.0) -> bool:
         """Replaces every tensor's grad by the mean over the ranks of what was sent. Collective.
@@ -68,6 +82,10 @@ class Aggregator(Compression):
         nothing was delivered, and the residuals keep the finite entries. With non_finite="raise", raises
         NonFiniteError on all ranks instead.
         """
+        if len(self.fragments) > 1:
+            raise _core.InvalidArgument(
+                "skim.Aggregator: step needs fragments=1, because a step is applied whole or not at all; call reduce"
+            )
         grads = []
         for t in self.tensors:
             if t.grad is None:
@@ -76,17 +94,21 @@ class Aggregator(Compression):
         return self.reduce(grads, scale=scale)
 
     @torch.no_grad()
-    def reduce(self, tensors: Sequence[torch.Tensor], *, scale: float = 1.0) -> bool:
-        """As step, but for the given tensors, in place. Their shapes and order are those given at the start."""
-        if [t.numel() for t in tensors] != self.lengths:
+    def reduce(self, tensors: Sequence[torch.Tensor], *, fragment: int = 0, scale: float = 1.0) -> bool:
+        """As step, but for the given tensors, in place: those of a fragment, with shapes and order of the start."""
+        lengths = [self.lengths[i] for i in self.fragments[fragment]]
+        if [t.numel() for t in tensors] != lengths:
             raise _core.InvalidArgument(
-                f"skim.Aggregator: reduce needs {len(self.lengths)} tensors with the lengths that it was made for"
+                f"skim.Aggregator: reduce needs {len(lengths)} tensors with the lengths that it was made for"
             )
+        tensor_of = dict(zip(self.fragments[fragment], tensors))
         with self.lock:
             try:
                 assert self.buckets is not None
-                for index, members in enumerate(self.buckets):
-                    self._reduce_bucket(index, members, [tensors[i] for i in members], scale)
+                for index in self._buckets_of[fragment]:
+                    members = self.buckets[index]
+                    self.begin_bucket(index, members, opens_step=index == self._buckets_of[fragment][0])
+                    self._reduce_bucket(index, members, [tensor_of[i] for i in members], scale)
             except BaseException as e:
                 self.fail(e)
                 raise
@@ -96,6 +118,10 @@ class Aggregator(Compression):
             self.finish_step()
             return applied
 
+    def residuals_of(self, fragment: int) -> list[torch.Tensor]:
+        """As residuals(), for the tensors of a fragment, in their order."""
+        return list(self.residuals(self._buckets_of[fragment]).values())
+
     def report(self) -> Report:
         """This rank's bytes, times and decisions so far. print() shows them as a table."""
         return self.statistics
@@ -103,7 +129,6 @@ class Aggregator(Compression):
     def _reduce_bucket(
         self, index: int, members: tuple[int, ...], tensors: list[torch.Tensor], scale: float
     ) -> None:
-        self.begin_bucket(index, members)
         whole = tensors[0].view(-1) if len(tensors) == 1 and tensors[0].is_contiguous() else None
         flat = torch.cat([t.reshape(-1) for t in tensors]) if whole is None else whole
         for slot, offset, length in self.slots_of(members, index):
@@ -123,11 +148,23 @@ def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:
     return named
 
 
-def _buckets(tensors: list[torch.Tensor], most_bytes: float) -> list[tuple[int, ...]]:
+def _fragments(tensors: list[torch.Tensor], count: int) -> list[tuple[int, ...]]:
+    """The indices of each fragment's tensors: tensor i goes by the place of its middle among all entries."""
+    total = sum(t.numel() for t in tensors)
+    found: list[list[int]] = [[] for _ in range(count)]
+    before = 0
+    for i, t in enumerate(tensors):
+        found[min(count - 1, int(count * (before + t.numel() / 2) / max(1, total)))].append(i)
+        before += t.numel()
+    return [tuple(members) for members in found if members]
+
+
+def _buckets(tensors: list[torch.Tensor], members: tuple[int, ...], most_bytes: float) -> list[tuple[int, ...]]:
     """The indices of each bucket's tensors, in order. A bucket has one dtype and one device."""
     buckets: list[list[int]] = []
     size, kind = 0.0, None
-    for i, t in enumerate(tensors):
+    for i in members:
+        t = tensors[i]
         bytes_of = t.numel() * t.element_size()
         if not buckets or kind != (t.dtype, t.device) or size + bytes_of > most_bytes:
             buckets.append([])

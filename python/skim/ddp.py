@@ -89,8 +89,9 @@ def attach(
     if dry_run:
         return DryRun(ddp, 20 if dry_run is True else dry_run, timeout)
     compressed = Options(
-        density, optimizer, total_steps, selector, local, non_finite, {"exchange": exchange, **options}
-    )
+        density=density, optimizer=optimizer, total_steps=total_steps, selector=selector, local=local,
+        non_finite=non_finite, others={"exchange": exchange, **options},
+    )  # fmt: skip
     local_clip = options.get("local_clip", 0.0)
     if updates_of is None and isinstance(compressed.optimizer, torch.optim.SGD) and not local_clip:
         updates_of = compressed.optimizer
@@ -224,7 +225,7 @@ class DdpCompression(Compression):
 
     def _reduce_bucket(self, index: int, last: bool, members: tuple[int, ...], flat: torch.Tensor) -> None:
         with self.lock:
-            self.begin_bucket(index, members)
+            self.begin_bucket(index, members, opens_step=index == 0)
             self._seen.append(members)
             scale = self._scale()
             unused = self._unused_by_all(members, flat) if self._finds_unused else []

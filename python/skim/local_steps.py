@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -16,7 +19,26 @@ from skim._momentum import correction_for, inner_optimizer
 from skim._report import Report
 from skim.aggregator import Aggregator
 
-REPLICA = re.compile(r"replica_(\d+)_(\d+)$")
+OF_RANK = re.compile(r"(replica|sent_from)_(\d+)_(\d+)$")
+
+
+@dataclasses.dataclass
+class _Arrived:
+    """What came out of an exchange, one tensor for each parameter of the fragment."""
+
+    applied: bool  # False: the update of some rank was NaN or infinite
+    means: Sequence[torch.Tensor]
+    residuals: Sequence[torch.Tensor | None]  # this rank's, afterwards; None: not needed
+    error: _core.NonFiniteError | None = None
+
+
+@dataclasses.dataclass
+class _Flight:
+    """An exchange of a fragment that has begun."""
+
+    steps_left: int  # until its mean is applied
+    sent_from: Sequence[torch.Tensor]  # this rank's parameters when it began
+    arrived: Future[_Arrived]
 
 
 class LocalSteps:
@@ -44,6 +66,13 @@ class LocalSteps:
                             SparseLoCo (arXiv 2508.15706)
         every=50 to 500, density=1.0, exchange="dense", outer_lr=0.7, outer_momentum=0.9
                             DiLoCo (arXiv 2311.08105)
+        the same with fragments=3, delay=5
+                            Streaming DiLoCo (arXiv 2501.18512), without its mixing factor
+
+    With delay > 0 an exchange runs on a thread of its own beside the next steps, and its mean is applied so many
+    steps later. A rank keeps what it has moved in the meantime. So a link that needs no longer than `delay` steps
+    costs no time. With fragments > 1 the parameters are exchanged in as many parts, in turn, over the steps of a
+    round. So a part needs less time, and a smaller delay.
 
     Between rounds the ranks' parameters differ. `shared()` and model.state_dict() give x, so that nobody
     evaluates or saves one rank's replica by mistake; model.load_state_dict() loads x. Buffers, such as those of
@@ -57,11 +86,14 @@ class LocalSteps:
     density: the fraction of entries that each rank sends in a round, or a schedule (skim.attach).
     ahead: in [0, 1]: the part of its residual that a rank applies to its own parameters at once.
     outer_lr: > 0.  outer_momentum: in [0, 1).
+    delay: in [0, every]: steps from the start of an exchange to the application of its mean.
+    fragments: in [1, every]: parts of nearly equal size, cut between parameters. Each has an exchange a round.
     exchange, value_code, residual_decay, and the other options: as in skim.Aggregator.
 
-    Memory, in floats for each parameter: x, the residual, and with outer_momentum one more; during an exchange
-    one or two more. Not thread-safe. Collective: the constructor, finish(), load_state_dict(), and the last
-    step of each round. Raises InvalidArgument if the model or an option cannot work.
+    Memory, in floats for each parameter: x, the residual, and with outer_momentum one more; for each parameter
+    that is being exchanged up to three more. Not thread-safe. Collective: the constructor, finish(), exchange(),
+    load_state_dict(), and the last step of each round, or with delay the step in which the mean is applied.
+    Raises InvalidArgument if the model or an option cannot work.
     """
 
     def __init__(
@@ -74,6 +106,8 @@ class LocalSteps:
         ahead: float = 1.0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        delay: int = 0,
+        fragments: int = 1,
         exchange: Any = "auto",
         process_group: Any = None,
         **options: Any,
@@ -88,6 +122,8 @@ class LocalSteps:
             ("ahead", ahead, "in [0, 1]", 0.0 <= ahead <= 1.0),
             ("outer_lr", outer_lr, "> 0", outer_lr > 0.0),
             ("outer_momentum", outer_momentum, "in [0, 1)", 0.0 <= outer_momentum < 1.0),
+            ("delay", delay, "a whole number in [0, every]", isinstance(delay, int) and 0 <= delay <= every),
+            ("fragments", fragments, "a whole number in [1, every]", isinstance(fragments, int) and 1 <= fragments <= every),
         ):
             if not is_allowed:
                 raise _core.InvalidArgument(f"skim.LocalSteps: {name} must be {allowed}, not {value}")
@@ -98,18 +134,21 @@ class LocalSteps:
                 )
         self.model, self.optimizer = model, optimizer
         self.every, self.ahead = every, ahead
-        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.outer_lr, self.outer_momentum, self.delay = outer_lr, outer_momentum, delay
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
         self._aggregator = Aggregator(
-            named.items(), density=density, exchange=exchange, process_group=process_group,
-            optimizer=optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None, **options
+            named.items(), density=density, exchange=exchange, process_group=process_group, fragments=fragments,
+            optimizer=optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None, of_updates=True,
+            **options,
         )  # fmt: skip
         with torch.no_grad():
             for p in self._parameters:
                 dist.broadcast(p, dist.get_global_rank(process_group, 0) if process_group else 0, group=process_group)
             self._shared = [p.detach().clone().to(torch.float32) for p in self._parameters]
             self._momentum = [torch.zeros_like(x) for x in self._shared] if outer_momentum > 0.0 else []
+        self._fragments = self._aggregator.fragments
+        self._flights: dict[int, _Flight] = {}  # by fragment
         self._steps = 0  # of the open round
         self._is_shared = False  # inside shared()
         self._finished = False
@@ -135,10 +174,16 @@ class LocalSteps:
         """As step, if the optimizer has made its step already (GradScaler.step does)."""
         self._expect_training("step")
         self._steps += 1
+        for flight in self._flights.values():
+            flight.steps_left -= 1
+        self._land(f for f, flight in self._flights.items() if flight.steps_left == 0)
+        count = len(self._fragments)
+        due = [f for f in range(count) if self._steps == -(-(f + 1) * self.every // count)]
         if self._steps >= self.every:
-            self.exchange()
+            self._steps = 0
+        for f in due:
+            self._depart(f, self.delay)
 
-    @torch.no_grad()
     def exchange(self) -> bool:
         """Ends the round now. Collective. Ranks may have taken different numbers of steps in it.
 
@@ -147,37 +192,81 @@ class LocalSteps:
         """
         self._expect_training("exchange")
         self._steps = 0
-        updates = [x - p.to(torch.float32) for x, p in zip(self._start(), self._parameters)]
-        try:
-            applied = self._aggregator.reduce(updates)
-        except _core.NonFiniteError:
-            self._restart()
-            raise
-        if applied:
-            self._outer_step(updates)
-        self._restart()
+        applied = self._land(self._flights)
+        for f in range(len(self._fragments)):
+            applied = self._depart(f, 0) and applied
         return applied
 
-    def _outer_step(self, means: list[torch.Tensor]) -> None:
-        for i, (x, mean) in enumerate(zip(self._shared, means)):
-            if self._momentum:
-                self._momentum[i].mul_(self.outer_momentum).add_(mean)
-                mean = mean + self.outer_momentum * self._momentum[i]
-            x.sub_(mean, alpha=self.outer_lr)
+    @torch.no_grad()
+    def _depart(self, f: int, delay: int) -> bool:
+        """Begins the exchange of a fragment. Without delay it also ends it, and returns as exchange()."""
+        here = [self._parameters[i].detach().to(torch.float32, copy=delay > 0) for i in self._fragments[f]]
+        flight = self._flights[f] = _Flight(delay, here, Future())
 
-    def _start(self) -> list[torch.Tensor]:
+        def job() -> None:
+            try:
+                flight.arrived.set_result(self._reduce(f, here))
+            except BaseException as e:
+                flight.arrived.set_exception(e)
+
+        if delay > 0:
+            self._aggregator.submit(job)
+            return True
+        began = time.perf_counter()
+        self._aggregator.run_after_others(job)
+        self._aggregator.statistics.exposed_s += time.perf_counter() - began
+        return self._land([f])
+
+    @torch.no_grad()
+    def _reduce(self, f: int, here: Sequence[torch.Tensor]) -> _Arrived:
+        updates = [self._start(i, e) - p for i, e, p in zip(self._fragments[f], self._residuals(f), here)]
+        try:
+            applied, error = self._aggregator.reduce(updates, fragment=f), None
+        except _core.NonFiniteError as e:
+            applied, error = False, e
+        return _Arrived(applied, updates, self._residuals(f), error)
+
+    @torch.no_grad()
+    def _land(self, fragments: Iterable[int]) -> bool:
+        """Waits for the exchanges of these fragments and applies their means. Returns as exchange()."""
+        applied, error = True, None
+        for f in sorted(fragments):
+            flight = self._flights.pop(f)
+            began = time.perf_counter()
+            arrived = flight.arrived.result()
+            self._aggregator.statistics.exposed_s += time.perf_counter() - began
+            for i, here, mean, e in zip(self._fragments[f], flight.sent_from, arrived.means, arrived.residuals):
+                since = self._parameters[i].to(torch.float32) - here
+                if arrived.applied:
+                    self._outer_step(i, mean)
+                else:
+                    since.nan_to_num_(0.0, 0.0, 0.0)  # a replica with NaN goes on without it
+                self._parameters[i].copy_(since.add_(self._start(i, e)))
+            applied, error = applied and arrived.applied, error or arrived.error
+        if error is not None:
+            raise error
+        return applied
+
+    def _outer_step(self, i: int, mean: torch.Tensor) -> None:
+        if self._momentum:
+            self._momentum[i].mul_(self.outer_momentum).add_(mean)
+            mean = mean + self.outer_momentum * self._momentum[i]
+        self._shared[i].sub_(mean, alpha=self.outer_lr)
+
+    def _residuals(self, f: int) -> Sequence[torch.Tensor | None]:
+        return self._aggregator.residuals_of(f) if self.ahead > 0.0 else [None] * len(self._fragments[f])
+
+    def _start(self, i: int, residual: torch.Tensor | None) -> torch.Tensor:
         """Where this rank starts, or started, its round: x - ahead * e."""
-        if self.ahead == 0.0:
-            return self._shared
-        residuals = self._aggregator.residuals().values()
-        return [
-            torch.sub(x, e.view(x.shape).to(x.device), alpha=self.ahead) if e.numel() else x
-            for x, e in zip(self._shared, residuals)
-        ]
+        x = self._shared[i]
+        if residual is None or residual.numel() == 0:
+            return x
+        return torch.sub(x, residual.view(x.shape).to(x.device), alpha=self.ahead)
 
     def _restart(self) -> None:
-        for p, start in zip(self._parameters, self._start()):
-            p.copy_(start)
+        for f, members in enumerate(self._fragments):
+            for i, e in zip(members, self._residuals(f)):
+                self._parameters[i].copy_(self._start(i, e))
 
     def _expect_training(self, what: str) -> None:
         if self._is_shared:
@@ -208,10 +297,17 @@ class LocalSteps:
 
     @torch.no_grad()
     def _take_loaded(self, _module: Any, _keys: Any) -> None:
+        self._discard_flights()
         for p, x in zip(self._parameters, self._shared):
             x.copy_(p)
         self._steps = 0
         self._restart()
+
+    def _discard_flights(self) -> None:
+        """What they bring is for an x that is no more."""
+        for flight in self._flights.values():
+            flight.arrived.exception()  # waits
+        self._flights.clear()
 
     def _replace_in_state(self, _module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, p, x in zip(self._names, self._parameters, self._shared):
@@ -226,7 +322,8 @@ class LocalSteps:
         """
         if self._finished:
             return
-        is_open = self._aggregator.comm.allgather(bytes([self._steps > 0]))
+        self._land(self._flights)
+        is_open = self._aggregator.comm.allgather(bytes([self._steps > 0 or len(self._fragments) > 1]))
         if any(of_rank[0] for of_rank in is_open):
             self.exchange()
         with torch.no_grad():
@@ -243,7 +340,7 @@ class LocalSteps:
         return self._aggregator.residuals()
 
     def report(self) -> Report:
-        """This rank's bytes, times and decisions so far. A step of the report is a round."""
+        """This rank's bytes, times and decisions so far. A step of the report is an exchange."""
         return self._aggregator.report()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -252,13 +349,22 @@ class LocalSteps:
         Every rank saves its own. The optimizer's state is each rank's own, too.
         """
         rank, size = self._aggregator.comm.rank, self._aggregator.comm.size
+        arrived = {f: flight.arrived.result() for f, flight in self._flights.items()}
         found = dict(self._aggregator.state_dict())
         found["round"] = torch.tensor([self._steps])
+        found["steps_left"] = torch.tensor(
+            [self._flights[f].steps_left if f in self._flights else 0 for f in range(len(self._fragments))]
+        )
         found["shared"] = _flat(self._shared)
         if self._momentum:
             found["outer_momentum"] = _flat(self._momentum)
-        if self._steps > 0:
+        if self._steps > 0 or self._flights or len(self._fragments) > 1:
             found[f"replica_{rank}_{size}"] = _flat([p.detach().to(torch.float32) for p in self._parameters])
+        if self._flights:
+            found["applied"] = torch.tensor([arrived[f].applied for f in sorted(arrived)])
+            found["means"] = _flat([mean for f in sorted(arrived) for mean in arrived[f].means])
+            sent_from = [here for f in sorted(self._flights) for here in self._flights[f].sent_from]
+            found[f"sent_from_{rank}_{size}"] = _flat(sent_from)
         return found
 
     @torch.no_grad()
@@ -268,23 +374,46 @@ class LocalSteps:
         Load the model's state, if at all, before this. On another number of ranks every rank starts with the
         means over the old ranks: of their residuals, and in the middle of a round of their replicas. Raises StateError, and nothing has changed.
         """
-        n = sum(x.numel() for x in self._shared)
-        for key in ("round", "shared"):
-            if key not in state or (key == "shared" and state[key].numel() != n):
-                raise _core.StateError(f"skim.LocalSteps: not a state of this model: no '{key}' of its length")
-        rank, size = self._aggregator.comm.rank, self._aggregator.comm.size
-        replicas = {tuple(map(int, m.groups())): t for key, t in state.items() if (m := REPLICA.search(key))}
+        n, count = sum(x.numel() for x in self._shared), len(self._fragments)
+        for key, length in (("round", 1), ("shared", n), ("steps_left", count)):
+            if key not in state or state[key].numel() != length:
+                raise _core.StateError(
+                    f"skim.LocalSteps: not a state of this model in {count} fragments: no '{key}' of length {length}"
+                )
         self._aggregator.load_state_dict(state)
+        self._discard_flights()
         _into(self._shared, state["shared"])
         if self._momentum and "outer_momentum" in state:
             _into(self._momentum, state["outer_momentum"])
         self._steps = int(state["round"][0])
-        if (rank, size) in replicas:
-            _into(self._parameters, replicas[rank, size])
-        elif replicas:
-            _into(self._parameters, torch.stack(list(replicas.values())).mean(0))
-        else:
+        replica = self._own_or_mean("replica", state)
+        if replica is None:
             self._restart()
+        else:
+            _into(self._parameters, replica)
+        steps_left = {f: left for f, left in enumerate(state["steps_left"].tolist()) if left > 0}
+        sent_from = self._own_or_mean("sent_from", state)
+        if not steps_left or sent_from is None:
+            return
+        shapes = [self._shared[i] for f in steps_left for i in self._fragments[f]]
+        means, heres = ([torch.empty_like(x) for x in shapes] for _ in range(2))
+        _into(means, state["means"])
+        _into(heres, sent_from)
+        for (f, left), applied in zip(steps_left.items(), state["applied"].tolist()):
+            k = len(self._fragments[f])
+            flight = self._flights[f] = _Flight(left, heres[:k], Future())
+            flight.arrived.set_result(_Arrived(applied, means[:k], self._residuals(f)))
+            means, heres = means[k:], heres[k:]
+
+    def _own_or_mean(self, what: str, state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """This rank's tensor `what`; if the state is of another number of ranks, the mean over its ranks."""
+        found = {
+            (int(m[2]), int(m[3])): t for key, t in state.items() if (m := OF_RANK.search(key)) and m[1] == what
+        }
+        comm = self._aggregator.comm
+        if not found or (comm.rank, comm.size) in found:
+            return found.get((comm.rank, comm.size))
+        return torch.stack(list(found.values())).mean(0)
 
 
 def _is_sgd_with_momentum(optimizer: Any) -> bool:

@@ -826,6 +826,76 @@ def case_local_steps_conserve_what_ranks_moved():
                 assert torch.equal(flat(model.parameters()), (x.float() - local.ahead * e.float()).double())
 
 
+LATE = ({"every": 1, "delay": 1}, {"every": 3, "delay": 3}, {"every": 4, "fragments": 2, "delay": 1},
+        {"every": 3, "fragments": 3, "delay": 3, "ahead": 0.5}, {"every": 2, "fragments": 2, "exchange": "gtopk"})  # fmt: skip
+
+
+def case_late_exchanges_conserve_what_ranks_moved():
+    for options in LATE:
+        model, local = local_steps(**options)
+        moved = torch.zeros(sum(LENGTHS)).double()
+        for step in range(8):
+            one_local_step(model, local, step)
+            moved += flat(gradients(step))
+            x = shared(local)
+            assert all(torch.equal(x, of_rank) for of_rank in everywhere(x)), "ranks have different x"
+        local.finish()
+        x = flat(model.parameters())
+        assert all(torch.equal(x, of_rank) for of_rank in everywhere(x)), "ranks have different x"
+        same(total(moved), total(flat(local.residuals().values())) - SIZE * x)
+
+
+def case_a_mean_is_applied_after_its_delay():
+    # Everything is sent, so x lacks what is under way, and a replica lacks what others have under way.
+    every, delay = 3, 2
+    model, local = local_steps(every=every, delay=delay, density=1.0, exchange="dense")
+    own, of_all = [], []  # after each step, all that this rank and the mean rank have moved
+    for step in range(10):
+        one_local_step(model, local, step)
+        before = (own[-1], of_all[-1]) if own else (0.0, 0.0)
+        own.append(before[0] - flat(gradients(step)))
+        of_all.append(before[1] - total(flat(gradients(step))) / SIZE)
+        done = step + 1 - delay
+        sent = done // every * every  # steps whose moves are in x
+        x = of_all[sent - 1] if sent > 0 else torch.zeros_like(own[0])
+        same(shared(local), x)
+        same(flat(model.parameters()), x + own[-1] - (own[sent - 1] if sent > 0 else 0.0))
+
+
+def case_fragments_are_exchanged_in_turn():
+    model, local = local_steps(every=4, fragments=2, density=1.0, exchange="dense", ahead=0.0)
+    mean = torch.zeros(sum(LENGTHS)).double()
+    first = sum(LENGTHS[:3])  # 15,050 of 40,057 entries; the fourth tensor's middle lies behind the half
+    seen = torch.zeros_like(mean)
+    for step in range(8):
+        one_local_step(model, local, step)
+        mean -= total(flat(gradients(step))) / SIZE
+        part = {1: slice(0, first), 3: slice(first, None)}.get(step % 4)
+        if part is not None:
+            seen[part] = mean[part]
+        same(shared(local), seen)
+    aggregator = skim.Aggregator(model.parameters(), fragments=2)
+    expect(skim.InvalidArgument, "step needs fragments=1", aggregator.step)
+
+
+def case_training_goes_on_while_an_exchange_waits():
+    # Every rank but the last begins its exchange, takes another step, and only then lets the last one begin.
+    model, local = local_steps(every=3, delay=2)
+    for step in range(3):
+        if step == 2 and RANK == SIZE - 1:
+            for r in range(SIZE - 1):
+                dist.recv(torch.zeros(1), r)
+        one_local_step(model, local, step)
+    if RANK < SIZE - 1:
+        one_local_step(model, local, 3)
+        dist.send(torch.zeros(1), SIZE - 1)
+    else:
+        one_local_step(model, local, 3)
+    local.finish()
+    x = flat(model.parameters())
+    assert all(torch.equal(x, of_rank) for of_rank in everywhere(x))
+
+
 def case_local_steps_of_everything_are_data_parallel_sgd():
     reference = DDP(Linear())
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
@@ -888,8 +958,10 @@ def adamw(p):
 
 
 def case_local_steps_resume_bit_by_bit():
-    for stop in (4, 5):  # between rounds, and in the middle of one
-        options = {"every": 2, "ahead": 0.7, "outer_momentum": 0.5, "make_optimizer": adamw}
+    late = {"every": 4, "fragments": 2, "delay": 3}
+    # Between rounds; in the middle of one; with one exchange under way, and with two; a late one in every step.
+    for stop, how in ((4, {}), (5, {}), (4, late), (7, late), (5, {"every": 1, "delay": 1})):
+        options = {"every": 2, "ahead": 0.7, "outer_momentum": 0.5, "make_optimizer": adamw, **how}
         model, local = local_steps(**options)
         for step in range(stop):
             one_local_step(model, local, step, 1e-3)
@@ -898,30 +970,36 @@ def case_local_steps_resume_bit_by_bit():
         other.load_state_dict(saved[0])
         again.optimizer.load_state_dict(saved[1])
         again.load_state_dict(saved[2])
-        for step in range(stop, 9):
+        for step in range(stop, 12):
             one_local_step(model, local, step, 1e-3)
             one_local_step(other, again, step, 1e-3)
         assert torch.equal(flat(model.parameters()), flat(other.parameters()))
         assert torch.equal(shared(local), shared(again))
         expect(skim.StateError, "no 'shared'", again.load_state_dict, {"round": torch.tensor([0])})
+        whole = {**saved[2], "steps_left": torch.zeros(9)}
+        expect(skim.StateError, "no 'steps_left'", again.load_state_dict, whole)
 
 
 def case_local_steps_go_on_on_another_number_of_ranks():
-    for stop in (4, 5):
-        model, local = local_steps(every=2)
+    for stop, late in ((4, {}), (5, {}), (4, {"fragments": 2, "delay": 2})):
+        model, local = local_steps(every=2, **late)
         for step in range(stop):
             one_local_step(model, local, step)
         states = [None] * SIZE
         dist.all_gather_object(states, local.state_dict())
         of_all = {key: value for state in states for key, value in state.items()}
-        x, e, own = shared(local), flat(local.residuals().values()), flat(model.parameters())
+        e = flat(local.residuals().values())
+        x, own = shared(local), flat(model.parameters())
         alone = [dist.new_group([r]) for r in range(SIZE)]
-        other, again = local_steps(every=2, process_group=alone[RANK])
+        other, again = local_steps(every=2, process_group=alone[RANK], **late)
         if SIZE > 1:
             again.load_state_dict(of_all)
             assert torch.equal(shared(again), x)
             torch.testing.assert_close(flat(again.residuals().values()), total(e) / SIZE)
             torch.testing.assert_close(flat(other.parameters()), total(own) / SIZE, rtol=1e-6, atol=1e-3)
+            again.finish()  # what was under way arrives, and nothing is lost
+            after = flat(other.parameters()) - flat(again.residuals().values())
+            torch.testing.assert_close(after, total(own) / SIZE, rtol=1e-6, atol=0.01)
 
 
 def case_a_replica_that_is_not_finite_changes_nothing():
@@ -940,10 +1018,38 @@ def case_a_replica_that_is_not_finite_changes_nothing():
     same(total(flat(local.residuals().values())), before - SIZE * (x - shared(local)))
 
 
+def case_an_update_under_way_that_is_not_finite_changes_nothing():
+    model, local = local_steps(every=1, delay=1)
+    one_local_step(model, local, 0)
+    with torch.no_grad():
+        if RANK == SIZE - 1:
+            model.w[0][7] = torch.nan
+    one_local_step(model, local, 1)  # its exchange has the NaN
+    x = shared(local)
+    moved = total(flat(gradients(0)) + flat(gradients(1)))
+    one_local_step(model, local, 2)
+    assert torch.equal(shared(local), x)
+    moved += total(flat(gradients(2)))
+    local.finish()
+    lost = torch.zeros(sum(LENGTHS), dtype=torch.bool)
+    lost[7] = True
+    x, e = flat(model.parameters()), total(flat(local.residuals().values()))
+    assert torch.isfinite(x).all()
+    same((e - SIZE * x)[~lost], moved[~lost])
+
+    _, local = local_steps(every=1, delay=1, non_finite="raise")
+    with torch.no_grad():
+        local.model.w[0][7] = torch.inf
+    one_local_step(local.model, local, 0)
+    expect(skim.NonFiniteError, "NaN or infinite", one_local_step, local.model, local, 1)
+    one_local_step(local.model, local, 2)
+
+
 def case_momentum_of_sgd_moves_before_the_exchange_of_every_step():
     def sgd(p):
-        return torch.optim.SGD(p, lr=0.5, momentum=0.75)
+        return torch.optim.SGD(p, lr=0.5, momentum=0.75, weight_decay=weight_decay)
 
+    weight_decay = 0.125
     # Everything is sent: momentum SGD.
     _, local = everything = local_steps(make_optimizer=sgd, density=1.0, exchange="dense")
     x = torch.zeros(sum(LENGTHS), requires_grad=True)
@@ -955,6 +1061,7 @@ def case_momentum_of_sgd_moves_before_the_exchange_of_every_step():
         torch.testing.assert_close(shared(local), x.detach().double(), rtol=1e-5, atol=0.05)
     assert local.optimizer.param_groups[0]["momentum"] == 0.0, "no momentum counts twice"
 
+    weight_decay = 0.0
     # A part of it, by a loop that is written out: what was sent has no velocity any more.
     n, k = sum(LENGTHS), sum(LENGTHS) // 50
     model, local = local_steps(make_optimizer=sgd, density=(k + 0.5) / n, exchange="allgather", bucket_mb=100.0)
@@ -979,7 +1086,8 @@ def case_local_steps_refuse():
     wrong, inner = skim.InvalidArgument, Linear()
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
     expect(wrong, "give the model without it", skim.LocalSteps, DDP(inner), optimizer)
-    for name, value in (("every", 0), ("every", 1.5), ("ahead", 1.5), ("outer_lr", 0.0), ("outer_momentum", 1.0)):
+    for name, value in (("every", 0), ("every", 1.5), ("ahead", 1.5), ("outer_lr", 0.0), ("outer_momentum", 1.0),
+                        ("delay", 2), ("delay", -1), ("fragments", 0), ("fragments", 2)):  # fmt: skip
         expect(wrong, f"{name} must be", skim.LocalSteps, inner, optimizer, **{name: value})
     expect(wrong, "no momentum_correction here", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)
 

@@ -1,4 +1,4 @@
-"""studies/quality.py: every method gets equal trials, the validation data choose, and an interrupted study goes on."""
+"""studies/quality.py: all methods are tuned by one rule, the validation data choose, an interrupted study goes on."""
 
 import importlib.util
 import json
@@ -25,13 +25,13 @@ if os.environ["RANK"] == "0":
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
 class Quality(unittest.TestCase):
-    def test_equal_trials_then_other_seeds_and_nothing_twice(self):
+    def test_rates_until_the_best_has_two_neighbours_then_other_seeds_and_nothing_twice(self):
         with tempfile.TemporaryDirectory() as folder:
             script, rows = pathlib.Path(folder, "stand_in.py"), pathlib.Path(folder, "rows.jsonl")
             script.write_text(STAND_IN)
             command = [sys.executable, STUDIES / "quality.py", "gpt", rows, "--script", script, "--steps", "7",
-                       "--rates", "0.01,0.02", "--methods", "15 local steps, 1 %", "--seeds"]  # fmt: skip
-            for seeds, made in (("0", 2), ("0", 0), ("0,1", 1)):
+                       "--rates", "0.005,0.01", "--methods", "15 local steps, 1 %", "--seeds"]  # fmt: skip
+            for seeds, made in (("0", 4), ("0", 0), ("0,1", 1)):
                 before = rows.read_text().splitlines() if rows.exists() else []
                 done = subprocess.run([*map(str, command), seeds], capture_output=True, text=True, timeout=300)
                 self.assertEqual(done.returncode, 0, done.stderr)
@@ -39,7 +39,8 @@ class Quality(unittest.TestCase):
                 self.assertEqual(after[: len(before)], before)
                 self.assertEqual(len(after), len(before) + made)
             found = [json.loads(line) for line in after]
-        self.assertEqual([(r["lr"], r["seed"]) for r in found], [(0.01, 0), (0.02, 0), (0.02, 1)])
+        tried = [(0.005, 0), (0.01, 0), (0.02, 0), (0.04, 0), (0.02, 1)]
+        self.assertEqual([(r["lr"], r["seed"]) for r in found], tried)
         self.assertIn("--every 15 --ahead 0", found[-1]["command"])
 
     def test_a_run_of_each_kind(self):

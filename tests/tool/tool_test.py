@@ -146,6 +146,14 @@ class Usage(Case):
         self.assert_refused(train("--momentum-correction", "1"), "--momentum-correction", "[0, 1)")
         self.assert_refused(train("--nesterov-correction"), "--momentum-correction > 0")
         self.assert_refused(train("--momentum-dampening", "0.5"), "--momentum-correction > 0")
+        self.assert_refused(train("--ahead", "0.5"), "--local-steps H")
+        self.assert_refused(train("--local-steps", "0"), "--local-steps", "> 0")
+        self.assert_refused(train("--local-steps", "2", "--ahead", "2"), "--ahead", "[0, 1]")
+        for option in ("--local-clip=1", "--non-finite=pass-on", "--memory=gradients"):
+            self.assert_refused(train("--local-steps", "2", option), option.split("=")[0],
+                                "and --local-steps exclude each other")
+        self.assert_refused(train("--local-steps", "2", "--momentum-correction", "0.9"),
+                            "needs --local-steps 1")
         self.assert_refused(train("--momentum", "0.9", "--momentum-correction", "0.9"),
                             "--momentum and --momentum-correction exclude each other")
         self.assert_refused(train("--no-factor-masking"), "--momentum-correction > 0")
@@ -520,10 +528,19 @@ class Checkpoints(Case):
     def timeless(self, metrics):
         return [{k: v for k, v in line.items() if not k.endswith("_ms")} for line in lines(metrics)]
 
+    # The checkpoint after step 7 is in the middle of a round.
+    LOCAL = ["--optimizer", "adamw", "--lr", 0.001, "--momentum", 0, "--local-steps", 4, "--outer-momentum", 0.5]
+
     def test_killed_and_resumed_is_bit_identical(self):
-        expected, residuals = self.straight()
+        self.kill_and_resume()
+
+    def test_killed_in_a_round_of_local_steps_and_resumed_is_bit_identical(self):
+        self.kill_and_resume(*self.LOCAL)
+
+    def kill_and_resume(self, *options):
+        expected, residuals = self.straight(*options)
         metrics, folder = self.dir / "m.jsonl", self.dir / "killed"
-        arguments = [*self.RUN, "--metrics", metrics, "--checkpoint", folder,
+        arguments = [*self.RUN, *options, "--metrics", metrics, "--checkpoint", folder,
                      "--checkpoint-steps", 7]
         run = self.start(*arguments)
         self.wait_for_step(run, metrics, 9)
@@ -574,14 +591,16 @@ class Checkpoints(Case):
                 self.assertTrue(self.state(folder) == residuals, "the residuals differ")
 
     def test_another_number_of_ranks_goes_on(self):
-        self.straight()
-        done = train(*self.RUN, "--ranks", 3, "--steps", 30, "--checkpoint", self.dir / "straight",
-                     "--resume", "--summary", self.dir / "s")
-        self.assert_ok(done)
-        run = json.loads((self.dir / "s").read_text())[0]
-        # 24 steps of 2 x 8 examples are 16 of 3 x 8.
-        self.assertIn("resumed after step 16", done.stdout)
-        self.assertEqual((run["ranks"], run["steps"]), (3, 30))
+        for options in ([], self.LOCAL):
+            with self.subTest(options=options):
+                self.straight(*options)
+                done = train(*self.RUN, *options, "--ranks", 3, "--steps", 30, "--checkpoint",
+                             self.dir / "straight", "--resume", "--summary", self.dir / "s")
+                self.assert_ok(done)
+                run = json.loads((self.dir / "s").read_text())[0]
+                # 24 steps of 2 x 8 examples are 16 of 3 x 8.
+                self.assertIn("resumed after step 16", done.stdout)
+                self.assertEqual((run["ranks"], run["steps"]), (3, 30))
 
     def test_losses_of_another_number_of_ranks_count(self):
         # For one rank, 12 steps of two ranks are 24 steps, and they were evaluated.

@@ -167,6 +167,40 @@ TEST(simulation, keeps_masks_and_statistics_of_every_rank) {
   }
 }
 
+TEST(simulation, has_no_local_steps) {
+  TrainOptions o = options("gtopk");
+  o.local_steps = 2;
+  EXPECT_THROW(by_simulation(o, {.ranks = 2}), InvalidArgument);
+}
+
+// Where every step is a round and everything is sent, ranks that move by themselves and average
+// are where they would be with averaged gradients.
+TEST(local_steps, of_everything_are_data_parallel_sgd) {
+  TrainOptions o = options("dense");
+  o.weight_decay = 0.1;
+  const Course gradients = by_group(o, 3);
+  o.local_steps = 1;
+  const Course updates = by_group(o, 3);
+  ASSERT_EQ(updates.parameters.size(), gradients.parameters.size());
+  for (std::size_t i = 0; i < updates.parameters.size(); ++i) {
+    EXPECT_TRUE(torch::allclose(updates.parameters[i], gradients.parameters[i], 1e-4, 1e-6)) << i;
+  }
+  EXPECT_NEAR(updates.summary.last.test_loss, gradients.summary.last.test_loss, 1e-4);
+  EXPECT_EQ(updates.sent_bytes, gradients.sent_bytes);
+}
+
+TEST(local_steps, send_only_at_the_end_of_a_round_and_of_the_run) {
+  TrainOptions o = options("allgather");
+  o.optimizer = OptimizerKind::adamw;
+  o.learning_rate.base = 0.001;
+  o.local_steps = 3;
+  const Course course = by_group(o, 2);
+  ASSERT_EQ(course.sent_bytes.size(), 8U);
+  for (std::size_t step = 0; step < 8; ++step) {
+    EXPECT_EQ(course.sent_bytes[step] > 0, step == 2 || step == 5 || step == 7) << step;
+  }
+}
+
 TEST(simulation, skips_a_step_that_is_not_finite_as_a_group_does) {
   TrainOptions o = options("gtopk");
   o.learning_rate.base = 1e30;

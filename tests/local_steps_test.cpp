@@ -1,0 +1,269 @@
+// local_steps.hpp: conservation over rounds, equal x, its methods against loops that are written
+// out, rounds that are not finite, saved state, and wrong uses.
+#include "skim/local_steps.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "group.hpp"
+#include "parts.hpp"
+#include "skim/error.hpp"
+
+namespace skim {
+namespace {
+
+using test::buckets;
+using test::gather;
+using test::residual_of;
+using test::same_bits;
+using Floats = std::vector<float>;
+
+const std::vector<std::size_t> kSizes{900, 30, 2000};
+
+// What a rank moves in one step: whole numbers, whose sums over few ranks are exact.
+Floats move(int rank, int step, std::size_t slot) {
+  std::mt19937 random(static_cast<unsigned>(1009 * step + 31 * rank) + static_cast<unsigned>(slot));
+  Floats m(kSizes[slot]);
+  for (float& x : m) x = static_cast<float>(static_cast<int>(random() % 201) - 100);
+  return m;
+}
+
+ReducerOptions options_of(ExchangeKind kind) {
+  ReducerOptions o;
+  o.exchange.kind = kind;
+  o.dense_below = 100;
+  return o;
+}
+
+ReducerParts with_density(double d) {
+  ReducerParts parts;
+  parts.schedule = constant_density(d);
+  return parts;
+}
+
+// One rank under local steps.
+struct Rank {
+  Rank(Communicator& c, const LocalStepsOptions& o, double density = 0.05,
+       const ReducerOptions& r = options_of(ExchangeKind::allgather))
+      : comm(c), reducer(r, with_density(density), c) {
+    reducer.set_layout(buckets(kSizes));
+    local = std::make_unique<LocalSteps>(o, reducer);
+    for (const std::size_t n : kSizes) {
+      replicas.emplace_back(n);
+      moved.emplace_back(n);
+    }
+  }
+  // The caller's optimizer: p -= scale * move.
+  void step(float scale = 1.0F) {
+    for (std::size_t s = 0; s < kSizes.size(); ++s) {
+      const Floats m = move(comm.rank(), steps, s);
+      for (std::size_t i = 0; i < m.size(); ++i) {
+        replicas[s][i] -= scale * m[i];
+        moved[s][i] += scale * m[i];
+      }
+    }
+    ++steps;
+  }
+  bool exchange() {
+    std::vector<std::span<float>> spans(replicas.begin(), replicas.end());
+    return local->exchange(spans, 0.0, reports);
+  }
+  Floats x(std::size_t s) const {
+    const std::span<const float> found = local->shared(static_cast<Slot>(s));
+    return {found.begin(), found.end()};
+  }
+
+  Communicator& comm;
+  Reducer reducer;
+  std::unique_ptr<LocalSteps> local;
+  std::vector<Floats> replicas, moved;  // moved: all that the local steps took off
+  std::vector<StepReport> reports;
+  int steps = 0;
+};
+
+Floats sum_over_ranks(Communicator& comm, const Floats& mine) {
+  Floats sum(mine.size());
+  for (const Floats& of_rank : gather(comm, mine)) {
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += of_rank[i];
+  }
+  return sum;
+}
+
+TEST(local_steps, conserve_what_ranks_moved) {
+  for (const ExchangeKind kind : {ExchangeKind::allgather, ExchangeKind::gtopk}) {
+    for (const double ahead : {0.0, 0.5, 1.0}) {
+      for (const int P : {1, 2, 4}) {  // powers of two: means of whole numbers are exact
+        test::run_group(P, [&](Communicator& comm) {
+          Rank rank(comm, {.ahead = ahead}, 0.05, options_of(kind));
+          for (int round = 0; round < 6; ++round) {
+            for (int step = 0; step <= round % 3; ++step) rank.step();
+            ASSERT_TRUE(rank.exchange());
+            ASSERT_EQ(rank.reports.size(), kSizes.size());
+            for (std::size_t s = 0; s < kSizes.size(); ++s) {
+              const Floats x = rank.x(s), e = residual_of(rank.reducer, static_cast<Slot>(s));
+              for (const Floats& other : gather(comm, x)) EXPECT_TRUE(same_bits(x, other));
+              const Floats moved = sum_over_ranks(comm, rank.moved[s]);
+              const Floats kept = sum_over_ranks(comm, e);
+              for (std::size_t i = 0; i < x.size(); ++i) {
+                ASSERT_EQ(moved[i], kept[i] - static_cast<float>(P) * x[i]);
+                ASSERT_EQ(rank.replicas[s][i], x[i] - static_cast<float>(ahead) * e[i]);
+              }
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(local_steps, of_everything_follow_nesterov_momentum) {
+  for (const double outer_momentum : {0.0, 0.75}) {
+    test::run_group(3, [&](Communicator& comm) {
+      Rank rank(comm, {.outer_lr = 0.5, .outer_momentum = outer_momentum}, 1.0);
+      Floats x(kSizes[2]), v(kSizes[2]);
+      for (int round = 0; round < 5; ++round) {
+        rank.moved[2].assign(kSizes[2], 0.0F);
+        rank.step();
+        rank.step();
+        ASSERT_TRUE(rank.exchange());
+        const Floats sum = sum_over_ranks(comm, rank.moved[2]);
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          const float mean = sum[i] / 3.0F;
+          v[i] = static_cast<float>(outer_momentum) * v[i] + mean;
+          x[i] -= 0.5F * (outer_momentum > 0.0 ? mean + 0.75F * v[i] : mean);
+          ASSERT_NEAR(rank.local->shared(2)[i], x[i], 1e-3F * (1.0F + std::abs(x[i])));
+        }
+      }
+    });
+  }
+}
+
+TEST(local_steps, of_unequal_number_lose_nothing) {
+  test::run_group(2, [](Communicator& comm) {
+    Rank rank(comm, {});
+    for (int round = 0; round < 4; ++round) {
+      for (int step = 0; step < 1 + 2 * comm.rank(); ++step) rank.step();
+      ASSERT_TRUE(rank.exchange());
+    }
+    const Floats moved = sum_over_ranks(comm, rank.moved[0]);
+    const Floats kept = sum_over_ranks(comm, residual_of(rank.reducer, 0));
+    for (std::size_t i = 0; i < moved.size(); ++i) {
+      ASSERT_EQ(moved[i], kept[i] - 2.0F * rank.local->shared(0)[i]);
+    }
+  });
+}
+
+TEST(local_steps, that_are_not_finite_on_one_rank_leave_x_on_all) {
+  for (const NonFinite non_finite : {NonFinite::skip, NonFinite::raise}) {
+    test::run_group(2, [&](Communicator& comm) {
+      ReducerOptions o = options_of(ExchangeKind::allgather);
+      o.non_finite = non_finite;
+      Rank rank(comm, {}, 0.05, o);
+      rank.step();
+      ASSERT_TRUE(rank.exchange());
+      const std::vector<Floats> x{rank.x(0), rank.x(1), rank.x(2)};
+      rank.step();
+      if (comm.rank() == 1) rank.replicas[2][7] = std::numeric_limits<float>::quiet_NaN();
+      if (non_finite == NonFinite::raise) {
+        EXPECT_THROW(rank.exchange(), NonFiniteError);
+      } else {
+        EXPECT_FALSE(rank.exchange());
+      }
+      for (std::size_t s = 0; s < kSizes.size(); ++s) {
+        EXPECT_TRUE(same_bits(rank.x(s), x[s]));
+        const Floats e = residual_of(rank.reducer, static_cast<Slot>(s));
+        for (std::size_t i = 0; i < e.size(); ++i) {
+          ASSERT_EQ(rank.replicas[s][i], x[s][i] - e[i]) << "the replica starts anew";
+        }
+        const Floats moved = sum_over_ranks(comm, rank.moved[s]), kept = sum_over_ranks(comm, e);
+        for (std::size_t i = 0; i < e.size(); ++i) {
+          if (s == 2 && i == 7) continue;  // lost with the NaN
+          ASSERT_EQ(moved[i], kept[i] - 2.0F * x[s][i]) << "finite moves wait";
+        }
+      }
+      rank.step();
+      EXPECT_TRUE(rank.exchange());
+    });
+  }
+}
+
+TEST(local_steps, go_on_from_a_saved_state) {
+  test::run_group(2, [](Communicator& comm) {
+    const LocalStepsOptions o{.ahead = 0.7, .outer_lr = 0.3, .outer_momentum = 0.6};
+    Rank rank(comm, o), again(comm, o);
+    for (int round = 0; round < 3; ++round) {
+      rank.step(0.1F);
+      rank.exchange();
+    }
+    rank.step(0.1F);  // in the middle of a round
+    std::stringstream of_reducer, of_local;
+    rank.reducer.save(of_reducer);
+    rank.local->save(of_local);
+    // With as many ranks a rank reads its own state only, but needs a stream for each.
+    std::stringstream other(of_reducer.str());
+    const std::vector<std::istream*> states{&of_reducer, &other};
+    again.reducer.load(states);
+    again.local->load(of_local);
+    for (std::size_t s = 0; s < kSizes.size(); ++s) {
+      again.local->set_shared(static_cast<Slot>(s), rank.x(s));
+    }
+    again.replicas = rank.replicas;
+    again.steps = rank.steps;
+    for (int round = 0; round < 3; ++round) {
+      for (Rank* r : {&rank, &again}) {
+        r->exchange();
+        r->step(0.1F);
+      }
+    }
+    for (std::size_t s = 0; s < kSizes.size(); ++s) {
+      EXPECT_TRUE(same_bits(rank.x(s), again.x(s)));
+      EXPECT_TRUE(same_bits(rank.replicas[s], again.replicas[s]));
+      Floats start(kSizes[s]);
+      rank.exchange();
+      again.exchange();
+      rank.local->start(static_cast<Slot>(s), start);
+      EXPECT_TRUE(same_bits(start, rank.replicas[s]));
+    }
+  });
+}
+
+TEST(local_steps, refuse_what_cannot_be) {
+  const auto group = make_in_process_group(1);
+  Communicator& comm = *group[0];
+  for (const LocalStepsOptions& o :
+       {LocalStepsOptions{.ahead = -0.1}, LocalStepsOptions{.ahead = 1.1},
+        LocalStepsOptions{.outer_lr = 0.0}, LocalStepsOptions{.outer_momentum = 1.0}}) {
+    EXPECT_THROW(Rank(comm, o), InvalidArgument);
+  }
+  Reducer empty(options_of(ExchangeKind::allgather), with_density(0.1), comm);
+  EXPECT_THROW(LocalSteps({}, empty), InvalidArgument);
+
+  Rank rank(comm, {});
+  Floats four(4);
+  EXPECT_THROW(rank.local->set_shared(0, four), InvalidArgument);
+  EXPECT_THROW(rank.local->shared(9), InvalidArgument);
+  EXPECT_THROW(rank.local->start(0, four), InvalidArgument);
+  rank.step();
+  std::vector<std::span<float>> spans(rank.replicas.begin(), rank.replicas.end());
+  std::vector<StepReport> reports;
+  EXPECT_THROW(rank.local->exchange(std::span(spans).first(2), 0.0, reports), InvalidArgument);
+  spans[1] = spans[1].first(3);
+  EXPECT_THROW(rank.local->exchange(spans, 0.0, reports), InvalidArgument);
+  EXPECT_TRUE(rank.exchange()) << "a refused call changes nothing";
+
+  std::stringstream saved;
+  rank.local->save(saved);
+  Rank with_momentum(comm, {.outer_momentum = 0.5});
+  EXPECT_THROW(with_momentum.local->load(saved), StateError);
+  std::stringstream cut(saved.str().substr(0, 20));
+  EXPECT_THROW(rank.local->load(cut), StateError);
+}
+
+}  // namespace
+}  // namespace skim
