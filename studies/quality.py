@@ -34,6 +34,8 @@ METHODS = {
     "dense, 16 bit": ["fp16"],
     "PowerSGD, rank 1": ["powersgd"],
     "one rank alone": ["alone"],
+    "DiLoCo, 50 steps": ["local", {2: 1.0, 4: 1.0}, "--every", "50", "--ahead", "0", "--outer-lr", "0.7",
+                         "--outer-momentum", "0.9", "--exchange", "dense"],
 }
 for _share in DENSITY:
     METHODS |= {

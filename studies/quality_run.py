@@ -227,11 +227,16 @@ def main():
     parser.add_argument("--batch", type=int, default=8, help="examples per rank and step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--exchange", choices=["auto", *skim.exchanges], default="allgather")
     parser.add_argument("--value-code", choices=skim.value_codes, default="f32")
     parser.add_argument("--every", type=int, default=1, help="local: steps of a round")
     parser.add_argument("--ahead", type=float, default=1.0, help="local")
     parser.add_argument("--outer-lr", type=float, default=1.0, help="local: factor of the mean")
+    parser.add_argument("--outer-momentum", type=float, default=0.0, help="local")
     parser.add_argument("--delay", type=int, default=0, help="local: steps until a mean is applied")
+    parser.add_argument("--curve", type=int, default=0, metavar="N",
+                        help="validate every N steps, too; the row then has [step, seconds, metric] of each. The "
+                        "seconds are of training alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -247,12 +252,12 @@ def main():
         # One bucket: with several, gloo meets the hook's sums in another order on another rank.
         dist._DEFAULT_FIRST_BUCKET_BYTES = 2**30
     trained = model if is_local else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
-    compression = {"density": options.density, "exchange": "allgather", "value_code": options.value_code}
+    compression = {"density": options.density, "exchange": options.exchange, "value_code": options.value_code}
     local = None
     if is_local:
         local = skim.LocalSteps(
-            model, optimizer, options.every, ahead=options.ahead, outer_lr=options.outer_lr, delay=options.delay,
-            **compression,
+            model, optimizer, options.every, ahead=options.ahead, outer_lr=options.outer_lr,
+            outer_momentum=options.outer_momentum, delay=options.delay, **compression,
         )  # fmt: skip
     elif options.method in ("after-sum", "correction"):
         skim.attach(trained, **compression, optimizer=optimizer if options.method == "correction" else None)
@@ -263,7 +268,7 @@ def main():
         trained.register_comm_hook(power, powerSGD_hook)
 
     torch.manual_seed(1000 * options.seed + 1 + rank)  # for batches that differ between ranks
-    began, last = time.perf_counter(), []
+    began, last, curve = time.perf_counter(), [], []
     for step in range(options.steps):
         with trained.no_sync() if options.method == "alone" else contextlib.nullcontext():
             optimizer.zero_grad()
@@ -272,10 +277,20 @@ def main():
         (local or optimizer).step()
         schedule.step()
         last = [*last[-49:], loss.item()]
+        if options.curve and (step + 1) % options.curve == 0:
+            seconds = time.perf_counter() - began
+            with local.shared() if local is not None else contextlib.nullcontext():
+                value = task.evaluate(model, "validation")[task.metric]
+            model.train()
+            curve.append([step + 1, round(seconds, 2), round(value, 4)])
+            dist.barrier()
+            began = time.perf_counter() - seconds
     if local is not None:
         local.finish()
     seconds = time.perf_counter() - began
     row = {**vars(options), "ranks": ranks, "seconds": round(seconds, 1)}
+    if curve:
+        row["curve"] = curve
     row["train_loss"] = round(gpt_text.mean_over_ranks(sum(last) / len(last)), 4)
     for part in ("validation", "test"):
         for metric, value in task.evaluate(model, part).items():

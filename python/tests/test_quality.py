@@ -59,6 +59,33 @@ class Quality(unittest.TestCase):
             self.assertTrue(0.0 < rows[method]["share"] < 0.1, rows[method])
             self.assertNotEqual(rows[method]["test_loss"], rows["alone"]["test_loss"])
 
+    def test_a_run_on_slow_links_is_timed_once(self):
+        cluster = STUDIES.parent / "scripts/cluster/cluster"
+        tried = subprocess.run(["bash", cluster, "once", "2", "1gbit", "true"], capture_output=True, text=True,
+                               env=os.environ | {"SKIM_CLUSTER": "skimtry", "SKIM_CLUSTER_NET": "10.77.6"})
+        if tried.returncode:
+            self.skipTest(f"no shaped links here: {tried.stderr.strip().splitlines()[-1]}")
+        without = {k: v for k, v in os.environ.items() if k != "SKIM_DATA"}  # the text is made up
+        with tempfile.TemporaryDirectory() as folder:
+            tuned, rows = pathlib.Path(folder, "tuned.jsonl"), pathlib.Path(folder, "rows.jsonl")
+            of = {"task": "lstm", "label": "step ahead, 1 %", "ranks": 2, "seed": 0}
+            tuned.write_text("".join(json.dumps({**of, "lr": lr, "validation_loss": loss}) + "\n"
+                                     for lr, loss in ((0.01, 2.0), (0.02, 1.5), (0.04, 1.8))))
+            command = [sys.executable, STUDIES / "slow_link.py", "lstm", rows, "--links", "1gbit", "--ranks", "2",
+                       "--steps", "4", "--tuned", tuned, "--tuned-ranks", "2", "--methods"]  # fmt: skip
+            for _ in range(2):
+                done = subprocess.run([*command, "step ahead, 1 %"], capture_output=True, text=True, timeout=300,
+                                      env=without)  # fmt: skip
+                self.assertEqual(done.returncode, 0, done.stderr)
+            [row] = [json.loads(line) for line in rows.read_text().splitlines()]
+            unknown = subprocess.run([*command, "dense"], capture_output=True, text=True, timeout=300, env=without)
+        self.assertEqual((row["link"], row["ranks"], row["lr"], row["exchange"]), ("1gbit", 2, 0.02, "auto"))
+        self.assertEqual([step for step, _, _ in row["curve"]], [1, 2, 3, 4])
+        seconds = [s for _, s, _ in row["curve"]]
+        self.assertEqual(seconds, sorted(seconds))
+        self.assertNotEqual(unknown.returncode, 0)
+        self.assertIn("no rows of 'dense' on 2 ranks; studies/quality.py makes them", unknown.stderr)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""How long does training to a given quality take on a slow link? Runs of quality_run.py on hosts of scripts/cluster.
+
+  studies/slow_link.py TASK FILE [--links 100mbit,1gbit] [--ranks 4] [--seeds 0] [--methods METHOD METHOD ...]
+
+Every host is a rank. The methods are those of quality.py, at the learning rates that were best in its rows
+(--tuned FILE --tuned-ranks P). Exchanges of Skim are "auto", but for DiLoCo. FILE keeps a line of JSON for each run, with
+the validation data's metric over the seconds of training; runs that it has are not made again. Needs SKIM_DATA, Skim
+installed in the Python that runs this, and what scripts/cluster/cluster needs. Leave the machine alone meanwhile.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import quality
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CLUSTER = str(ROOT / "scripts/cluster/cluster")
+NET = "10.77.7"
+PORT = "29517"
+METHODS = ["dense", "dense, 16 bit", "PowerSGD, rank 1", "DiLoCo, 50 steps", "momentum correction, 1 %", "step ahead, 1 %",
+           "step ahead, a step late, 1 %", "step ahead, a step late, 0.1 %", "15 local steps, ahead, 1 %"]
+
+
+def cluster(*words, **options):
+    environment = os.environ | {"SKIM_CLUSTER": "skimslow", "SKIM_CLUSTER_NET": NET}
+    return subprocess.run(["bash", CLUSTER, *words], env=environment, **options)
+
+
+@contextlib.contextmanager
+def hosts(ranks, link):
+    """Hosts with such links while the block runs."""
+    if cluster("up", str(ranks), link).returncode:
+        sys.exit(1)  # it has said why
+    try:
+        yield
+    finally:
+        cluster("down", start_new_session=True)  # out of reach of a second Ctrl-C
+
+
+def run(arguments, ranks):
+    """The row of one run."""
+    environment = os.environ | {
+        "SKIM_CLUSTER": "skimslow", "SKIM_CLUSTER_NET": NET, "MASTER_ADDR": f"{NET}.1", "MASTER_PORT": PORT,
+        "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "e0", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    script = [sys.executable, str(quality.SCRIPT), *arguments]
+    started = [subprocess.Popen(["bash", CLUSTER, "enter", str(rank), *script], stdout=subprocess.PIPE, text=True,
+                                env=environment | {"RANK": str(rank), "LOCAL_RANK": "0"}) for rank in range(ranks)]
+    try:
+        out = [process.communicate()[0] for process in started]
+    finally:
+        for process in started:
+            process.terminate()
+    failed = [rank for rank, process in enumerate(started) if process.returncode]
+    if failed:
+        sys.exit(f"slow_link: {' '.join(arguments)}: rank {failed[0]} ended with {started[failed[0]].returncode}")
+    return json.loads(out[0].strip().splitlines()[-1])
+
+
+def tuned_rate(rows, task, method, ranks):
+    found = [r for r in rows if (r["task"], r["label"], r["ranks"], r["seed"]) == (task, method, ranks, 0)]
+    if not found and method == "dense, 16 bit":
+        return tuned_rate(rows, task, "dense", ranks)
+    if not found:
+        sys.exit(f"slow_link: {task}: no rows of '{method}' on {ranks} ranks; studies/quality.py makes them")
+    return quality.best_rate(found)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=quality.TASKS)
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--links", type=lambda text: text.split(","), default=["100mbit", "1gbit"])
+    parser.add_argument("--ranks", type=int, choices=[2, 4], default=4)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--seeds", type=lambda text: [int(x) for x in text.split(",")], default=[0])
+    parser.add_argument("--methods", nargs="+", choices=quality.METHODS, default=METHODS, metavar="METHOD")
+    parser.add_argument("--tuned", type=pathlib.Path, default=ROOT / "studies/rows/quality.jsonl")
+    parser.add_argument("--tuned-ranks", type=int, choices=[2, 4], default=4)
+    options = parser.parse_args()
+    tuned = [json.loads(line) for line in options.tuned.read_text().splitlines()]
+    rows = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
+    steps = options.steps or quality.TASKS[options.task][0]
+    for link in options.links:
+        for seed in options.seeds:
+            for method in options.methods:
+                wanted = {"task": options.task, "label": method, "link": link, "seed": seed, "ranks": options.ranks,
+                          "steps": steps}
+                if any(wanted.items() <= row.items() for row in rows):
+                    continue
+                rate = tuned_rate(tuned, options.task, method, options.tuned_ranks)
+                arguments = quality.arguments_of(options.task, method, rate, seed, options)
+                if "--density" in arguments and "--exchange" not in arguments:
+                    arguments += ["--exchange", "auto"]
+                arguments += ["--curve", str(max(1, steps // 40))]
+                with hosts(options.ranks, link):
+                    row = {"link": link, "label": method} | run(arguments, options.ranks)
+                with options.file.open("a") as out:
+                    out.write(json.dumps(row) + "\n")
+                print(f"{link}: {method}, seed {seed}: {row['seconds']} s, {row['curve'][-1]}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
