@@ -90,7 +90,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--exchange", choices=["auto", *skim.exchanges], default="auto")
-    parser.add_argument("--value-code", choices=skim.value_codes, default="f32", help="value code")
+    parser.add_argument("--value-code", choices=skim.value_codes, default="q4", help="value code")
     parser.add_argument("--gradients", choices=["skim", "dense", "fp16", "alone"], default="skim",
                         help="sent by Skim; whole, by DDP; whole, as 16-bit floats; not at all: each rank trains alone")
     parser.add_argument("--keep-momentum", action="store_true", help="skim: leave the momentum to the optimizer")

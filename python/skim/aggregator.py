@@ -41,7 +41,7 @@ class Aggregator(Compression):
     def __init__(
         self,
         tensors: Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-        density: Any = 0.001,
+        density: Any = 0.01,
         exchange: Any = "auto",
         *,
         optimizer: Any = None,

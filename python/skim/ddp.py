@@ -22,7 +22,7 @@ _attached: weakref.WeakKeyDictionary[DistributedDataParallel, DdpCompression] = 
 
 def attach(
     model: Any,
-    density: Any = 0.001,
+    density: Any = 0.01,
     exchange: Any = "auto",
     *,
     optimizer: Any = None,
@@ -65,7 +65,8 @@ def attach(
         selects and keeps residuals itself, so leave out the options for that.
     options: any option of skim.Reducer, which help(skim.Reducer) lists. Among them:
         select: the rule that selects the entries: one of skim.select_algos.
-        value_code: of values on the wire: one of skim.value_codes. "q4" takes a third of the bytes.
+        value_code: of values on the wire: one of skim.value_codes. The default here is "q4": 4-bit values
+            with scales for blocks. What rounding takes off stays in the residual.
         momentum_correction: in [0, 1); 0: none. Use it instead of the optimizer's momentum.
         local_clip: limit of the norm of this rank's gradient, before compression; 0: no limit.
         feedback: False: there is no residual, and entries that are not sent are lost.

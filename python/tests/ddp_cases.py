@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 RANK, SIZE = 0, 1
+EXACT = {"exchange": "allgather", "value_code": "f32"}  # no rounding, so that laws are equalities
 LENGTHS = [6000, 9000, 50, 20000, 5000, 7]
 BUCKET_MB = 0.015  # so that there are at least 3
 
@@ -52,7 +53,7 @@ def gradients(step, rank=None, size=None, lengths=LENGTHS, most=1000):
 def attached(model=None, group=None, attach={}, **ddp):
     ddp.setdefault("bucket_cap_mb", BUCKET_MB)
     model = DDP(model if model is not None else Linear(), process_group=group, **ddp)
-    skim.attach(model, **{"density": 0.02, "exchange": "allgather", "timeout": 60.0, **attach})
+    skim.attach(model, **{**EXACT, "density": 0.02, "timeout": 60.0, **attach})
     return model
 
 
@@ -790,7 +791,7 @@ def case_aggregator():
 
 def local_steps(inner=None, make_optimizer=lambda p: torch.optim.SGD(p, lr=1.0), **options):
     inner = inner if inner is not None else Linear()
-    options = {"density": 0.02, "exchange": "allgather", "timeout": 60.0, "bucket_mb": BUCKET_MB, **options}
+    options = {**EXACT, "density": 0.02, "timeout": 60.0, "bucket_mb": BUCKET_MB, **options}
     return inner, skim.LocalSteps(inner, make_optimizer(inner.parameters()), **options)
 
 

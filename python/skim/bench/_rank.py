@@ -107,7 +107,7 @@ class _Trainer:
         self.compression: Any = None
         if task.hook == "skim":
             self.compression = skim.attach(
-                self.ddp, density=task.density, exchange=task.exchange, timeout=task.timeout
+                self.ddp, density=task.density, exchange=task.exchange, value_code="f32", timeout=task.timeout
             )
         elif task.hook == "powersgd":
             # Start right after the step that rebuilds the buckets. The default is after 1000 dense steps.
