@@ -427,7 +427,7 @@ TABLES = [
         "method": "{method}", "bytes": "{percent:.3g} %", "S": "{sent:.4g}", "rate": "{rate:g}", "seeds": "{seeds}",
         metric: ("{value:%s} ± {value_deviation:%s}" % (form, form), "{value:%s}" % form),
         "minus dense": "{behind:+%s}" % form})
-      for task, ranks, metric, form in (("gpt", 2, "loss", ".3f"),)),
+      for task, ranks, metric, form in (("gpt", 2, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"))),
 
     Table("frames.md", "index-sizes", kept("frames.jsonl", "index-sizes"), {
         "index set": "{index_set}", "n": "{n:,}", "k": "{k:,}", "code taken": "{code}",
