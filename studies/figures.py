@@ -7,10 +7,11 @@
   figures.py scaling-parts  scaling.json...      computing, selection and exchange of a step
   figures.py scaling-time   scaling.json...      time of exchanges against ranks and parameters, and the model's
   figures.py scaling-table  scaling.json...      the same in numbers: a table in Markdown
+  figures.py slow-link      slow-link.jsonl...   quality against seconds of training, on slow links
   figures.py downlink       both-links.jsonl...  accuracy and downlink saving of a parameter server
   figures.py downlink-table both-links.jsonl...  the same in numbers: a table in Markdown
 
-The files are those of adaptive_k.py --out, `skim bench select --json`, `skim bench scaling --json` (scaling.py) and
+The files are those of adaptive_k.py --out, slow_link.py, `skim bench select --json`, `skim bench scaling --json` (scaling.py) and
 both_links.py. A file may be followed by =LABEL. PNG, SVG or PDF by the name of --out.
 """
 
@@ -23,6 +24,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools/plots"))
 
+import slow_link  # noqa: E402
 from plots import (COLOURS, MARKERS, PAGE, QUALITIES, add_case_options, cases, fail, legend_below, plt, read,  # noqa: E402
                    read_json, save)
 from published import MODELS, PUBLISHED, PUBLISHED_RANKS, ZOU_METHODS, ZOU_SAVING, published, zou_accuracy  # noqa: E402
@@ -378,6 +380,36 @@ def downlink(arguments):
     save(figure, arguments.out)
 
 
+# ---- slow_link.py ----------------------------------------------------------------------------------------
+
+
+def on_slow_links(arguments):
+    """A picture for each link: the metric on the validation data against seconds of training, a line a method, of the
+    first seed. Dashed: what counts as reached."""
+    rows = [json.loads(line) for argument in arguments.files for line in read(argument)[0].splitlines()]
+    rows = [row for row in rows if row["task"] == arguments.task]
+    if not rows:
+        fail(f"there are no rows of the task '{arguments.task}'")
+    links, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("link", "label"))
+    target = slow_link.target_of(rows)
+    figure, axes = plt.subplots(1, len(links), figsize=(PAGE, 3.0), squeeze=False, sharey=True)
+    for axis, link in zip(axes[0], links):
+        for i, method in enumerate(methods):
+            mine = [row for row in rows if (row["link"], row["label"]) == (link, method)]
+            if mine:
+                _, seconds, values = zip(*min(mine, key=lambda row: row["seed"])["curve"])
+                axis.plot(seconds, values, color=COLOURS[i % len(COLOURS)], label=method,
+                          linestyle="-" if i < len(COLOURS) else ":")
+        axis.axhline(target, color="black", linewidth=0.6, linestyle="--")
+        axis.set(title=link, xlabel="seconds of training", xscale="log")
+    if slow_link.metric_of(rows) == "loss":
+        axes[0][0].set(ylabel="validation loss", ylim=(target - 0.2, target + 1.0))
+    else:
+        axes[0][0].set_ylabel("validation accuracy (%)")
+    legend_below(figure, axes[0][0])
+    save(figure, arguments.out)
+
+
 def mean_or_none(values):
     return statistics.mean(values) if values else None
 
@@ -419,6 +451,12 @@ def main():
         if run is scaling_parts:
             one.add_argument("--ranks", type=int, help="[the most that were measured]")
             one.add_argument("--title")
+
+    one = commands.add_parser("slow-link", help="quality against seconds of training", description=on_slow_links.__doc__)
+    one.add_argument("files", nargs="+", metavar="FILE")
+    one.add_argument("--task", required=True)
+    one.add_argument("--out", required=True)
+    one.set_defaults(run=on_slow_links)
 
     for name, run, words in [("downlink", downlink, "accuracy and saving of a parameter server"),
                              ("downlink-table", downlink_table, "a table in Markdown, on standard output")]:

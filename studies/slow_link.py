@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 
@@ -70,6 +71,26 @@ def tuned_rate(rows, task, method, ranks):
     if not found:
         sys.exit(f"slow_link: {task}: no rows of '{method}' on {ranks} ranks; studies/quality.py makes them")
     return quality.best_rate(found)
+
+
+# What counts as reached: dense's last value on the validation data, and this much worse.
+WORSE = {"accuracy": -1.0, "loss": 0.05}
+
+
+def target_of(rows):
+    """The value to reach, of rows of one task. Dense must be among them."""
+    metric = metric_of(rows)
+    return statistics.mean(row["curve"][-1][2] for row in rows if row["label"] == "dense") + WORSE[metric]
+
+
+def metric_of(rows):
+    return "accuracy" if "test_accuracy" in rows[0] else "loss"
+
+
+def seconds_to(row, target):
+    """Seconds of training until the row's curve reaches the target; None: it never does."""
+    is_reached = target.__le__ if metric_of([row]) == "accuracy" else target.__ge__
+    return next((seconds for _, seconds, value in row["curve"] if is_reached(value)), None)
 
 
 def main():

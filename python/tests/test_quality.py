@@ -59,6 +59,22 @@ class Quality(unittest.TestCase):
             self.assertTrue(0.0 < rows[method]["share"] < 0.1, rows[method])
             self.assertNotEqual(rows[method]["test_loss"], rows["alone"]["test_loss"])
 
+    def test_when_a_run_has_reached_what_dense_reaches(self):
+        sys.path.insert(0, str(STUDIES))
+        self.addCleanup(sys.path.remove, str(STUDIES))
+        import slow_link
+
+        def row(label, metric, *curve):
+            return {"label": label, f"test_{metric}": 0.0, "curve": [[i, 10.0 * i, v] for i, v in enumerate(curve, 1)]}
+
+        dense = [row("dense", "loss", 3.0, 2.0, 1.5), row("dense", "loss", 3.0, 2.0, 1.7)]
+        target = slow_link.target_of([*dense, row("other", "loss", 0.0)])
+        self.assertAlmostEqual(target, 1.65)
+        self.assertEqual(slow_link.seconds_to(row("other", "loss", 2.0, 1.65 - 1e-9, 1.4, 1.8), target), 20.0)
+        self.assertIsNone(slow_link.seconds_to(dense[1], target))
+        self.assertAlmostEqual(slow_link.target_of([row("dense", "accuracy", 50.0, 61.0)]), 60.0)
+        self.assertEqual(slow_link.seconds_to(row("other", "accuracy", 59.9, 60.0), 60.0), 20.0)
+
     def test_a_run_on_slow_links_is_timed_once(self):
         cluster = STUDIES.parent / "scripts/cluster/cluster"
         tried = subprocess.run(["bash", cluster, "once", "2", "1gbit", "true"], capture_output=True, text=True,
