@@ -21,13 +21,13 @@ SCRIPT = pathlib.Path(__file__).resolve().parent / "quality_run.py"
 TASKS = {
     "gpt": (1000, 8, (0.005, 0.01, 0.02)),
     "lstm": (1000, 8, (0.005, 0.01, 0.02)),
-    "fashion": (1000, 32, (0.02, 0.05, 0.1)),
+    "fashion": (3000, 32, (0.02, 0.05, 0.1)),
     "resnet8": (1000, 32, (0.05, 0.1, 0.2)),
     "resnet20": (1000, 32, (0.05, 0.1, 0.2)),
 }
 # The density at which an exchange of 4-bit values sends about that share of dense's bytes, by the number of ranks.
 # A rank of the all-gather sends its frame to every other rank.
-DENSITY = {"1 %": {2: 0.028, 4: 0.0135}, "0.1 %": {2: 0.0023, 4: 0.00105}}
+DENSITY = {"1 %": {2: 0.028, 4: 0.0133}, "0.1 %": {2: 0.0023, 4: 0.00105}}
 DENSITY_15 = {"1 %": {2: 0.6, 4: 0.32}, "0.1 %": {2: 0.045, 4: 0.022}}  # an exchange every 15 steps
 METHODS = {
     "dense": ["dense"],
@@ -46,7 +46,14 @@ for _share in DENSITY:
         f"step ahead, outer rate 2, {_share}": ["local", DENSITY[_share], "--outer-lr", "2"],
         f"15 local steps, {_share}": ["local", DENSITY_15[_share], "--every", "15", "--ahead", "0"],
         f"15 local steps, ahead, {_share}": ["local", DENSITY_15[_share], "--every", "15"],
+        f"DeMo, {_share}": ["demo", DENSITY[_share]],
     }
+# A sweep of the density, for docs/results/quality.md: S against the distance to dense.
+SWEEP = (0.001, 0.003, 0.01, 0.028, 0.05, 0.1)
+for _density in SWEEP:
+    for _name, _kind in (("momentum after the sum", "after-sum"), ("momentum correction", "correction"),
+                         ("step ahead", "local")):  # fmt: skip
+        METHODS[f"{_name}, density {_density:g}"] = [_kind, {2: _density, 4: _density}]
 
 
 def arguments_of(task, method, rate, seed, options):
@@ -87,6 +94,7 @@ def main():
     parser.add_argument("--ranks", type=int, choices=[2, 4], default=2)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--rates", type=numbers(float), default=None)
+    parser.add_argument("--one-rate", action="store_true", help="do not look for a better rate than the best of --rates")
     parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--script", type=pathlib.Path, default=SCRIPT, help=argparse.SUPPRESS)
@@ -111,7 +119,7 @@ def main():
 
     def tuned(method):
         tried = {rate: row_of(method, rate, first) for rate in rates}
-        while (best := best_rate(list(tried.values()))) in (min(tried), max(tried)):
+        while (best := best_rate(list(tried.values()))) in (min(tried), max(tried)) and not options.one_rate:
             rate = best / 2 if best == min(tried) else best * 2
             tried[rate] = row_of(method, rate, first)
         return best

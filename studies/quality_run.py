@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn import functional
 
 import skim
+from dct import Blocks
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
 import gpt_text
@@ -209,7 +210,30 @@ METHODS = (
     "after-sum",  # skim.attach, momentum stays in the optimizer
     "correction",  # skim.attach(optimizer=...)
     "local",  # skim.LocalSteps
+    "demo",  # DeMo: momentum is the residual of a DCT in blocks, and the sign of the mean is applied
 )
+
+
+class DeMo:
+    """The optimizer of arXiv 2411.19870 on skim.Aggregator, which keeps the momentum as its residual.
+
+    DeMo takes k entries of each block. Here the largest of a bucket are sent, by any of Skim's exchanges and codes.
+    """
+
+    def __init__(self, sgd, momentum, **compression):
+        self.sgd = sgd  # without momentum
+        self.parameters = sgd.param_groups[0]["params"]
+        self.blocks = [Blocks(p.shape) for p in self.parameters]
+        self.aggregator = skim.Aggregator(self.parameters, residual_decay=momentum, **compression)
+        self.report = self.aggregator.report
+
+    @torch.no_grad()
+    def step(self):
+        means = [b.forward(p.grad.flatten()) for b, p in zip(self.blocks, self.parameters)]
+        self.aggregator.reduce(means)
+        for b, p, mean in zip(self.blocks, self.parameters, means):
+            p.grad.copy_(b.back(mean).sign().view_as(p))
+        self.sgd.step()
 
 
 def rate_at(step, steps):
@@ -234,6 +258,7 @@ def main():
     parser.add_argument("--outer-lr", type=float, default=1.0, help="local: factor of the mean")
     parser.add_argument("--outer-momentum", type=float, default=0.0, help="local")
     parser.add_argument("--delay", type=int, default=0, help="local: steps until a mean is applied")
+    parser.add_argument("--demo-momentum", type=float, default=0.95, help="demo")
     parser.add_argument("--curve", type=int, default=0, metavar="N",
                         help="validate every N steps, too; the row then has [step, seconds, metric] of each. The "
                         "seconds are of training alone")
@@ -246,14 +271,16 @@ def main():
     torch.manual_seed(options.seed)
     model = task.model()
     optimizer = task.optimizer(model.parameters(), options.lr)
+    if options.method == "demo":
+        optimizer = torch.optim.SGD(model.parameters(), options.lr, weight_decay=optimizer.defaults["weight_decay"])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, options.steps))
     is_local = options.method == "local"
     if options.method == "powersgd":
         # One bucket: with several, gloo meets the hook's sums in another order on another rank.
         dist._DEFAULT_FIRST_BUCKET_BYTES = 2**30
-    trained = model if is_local else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
+    trained = model if is_local or options.method == "demo" else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
     compression = {"density": options.density, "exchange": options.exchange, "value_code": options.value_code}
-    local = None
+    local = demo = None
     if is_local:
         local = skim.LocalSteps(
             model, optimizer, options.every, ahead=options.ahead, outer_lr=options.outer_lr,
@@ -261,6 +288,8 @@ def main():
         )  # fmt: skip
     elif options.method in ("after-sum", "correction"):
         skim.attach(trained, **compression, optimizer=optimizer if options.method == "correction" else None)
+    elif options.method == "demo":
+        demo = DeMo(optimizer, options.demo_momentum, **compression)
     elif options.method == "fp16":
         trained.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif options.method == "powersgd":
@@ -274,7 +303,7 @@ def main():
             optimizer.zero_grad()
             loss = trained(*task.batch(options.batch))
             loss.backward()
-        (local or optimizer).step()
+        (local or demo or optimizer).step()
         schedule.step()
         last = [*last[-49:], loss.item()]
         if options.curve and (step + 1) % options.curve == 0:
@@ -296,8 +325,8 @@ def main():
         for metric, value in task.evaluate(model, part).items():
             row[f"{part}_{metric}"] = round(value, 4)
     report = None
-    if local is not None:
-        report = local.report()
+    if local is not None or demo is not None:
+        report = (local or demo).report()
     elif options.method in ("after-sum", "correction"):
         report = skim.report(trained)
     if report is not None:

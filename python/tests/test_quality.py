@@ -46,7 +46,7 @@ class Quality(unittest.TestCase):
     def test_a_run_of_each_kind(self):
         without = {k: v for k, v in os.environ.items() if k != "SKIM_DATA"}  # the text is made up
         rows = {}
-        for method in ("alone", "correction", "local"):
+        for method in ("alone", "correction", "local", "demo"):
             done = subprocess.run(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                  STUDIES / "quality_run.py", "lstm", method, "--steps", "6", "--batch", "2", "--lr", "0.01"],
@@ -55,9 +55,40 @@ class Quality(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             rows[method] = json.loads(done.stdout)
         self.assertEqual(rows["alone"]["share"], 0.0)
-        for method in ("correction", "local"):
+        for method in ("correction", "local", "demo"):
             self.assertTrue(0.0 < rows[method]["share"] < 0.1, rows[method])
             self.assertNotEqual(rows[method]["test_loss"], rows["alone"]["test_loss"])
+
+    def test_the_transform_of_demo_is_orthonormal_and_finds_waves(self):
+        sys.path.insert(0, str(STUDIES))
+        self.addCleanup(sys.path.remove, str(STUDIES))
+        import dct
+        import torch
+
+        for shape in ((7,), (65, 128), (16, 3, 3, 3)):
+            blocks = dct.Blocks(shape)
+            x = torch.randn(blocks.shape, generator=torch.Generator().manual_seed(1)).flatten()
+            there = blocks.forward(x)
+            self.assertAlmostEqual(there.norm().item(), x.norm().item(), places=4)
+            torch.testing.assert_close(blocks.back(there), x)
+        wave = torch.outer(dct.dct_of(64)[5], dct.dct_of(32)[3]).flatten()
+        there = dct.Blocks((64, 32)).forward(wave).view(64, 32)
+        self.assertAlmostEqual(there[5, 3].item(), 1.0, places=5)
+        there[5, 3] = 0.0
+        self.assertLess(there.abs().max().item(), 1e-5)
+
+    def test_a_screen_of_each_variant(self):
+        without = {k: v for k, v in os.environ.items() if k != "SKIM_DATA"}  # the text is made up
+        rows = []
+        for variant in ((), ("--over-senders", "--flush-last"), ("--momentum-residual", "0.9", "--dct", "--sign")):
+            done = subprocess.run([sys.executable, STUDIES / "screen.py", "lstm", "--lr", "0.01", "--steps", "3",
+                                   "--batch", "2", "--ranks", "2", *variant], capture_output=True, text=True,
+                                  timeout=300, env=without)  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            rows.append(json.loads(done.stdout))
+        self.assertEqual(len({row["test_loss"] for row in rows}), len(rows))
+        base, flushed = rows[0]["entries"], rows[1]["entries"]
+        self.assertAlmostEqual(flushed, (2 * base + 1.0) / 3, places=4)
 
     def test_when_a_run_has_reached_what_dense_reaches(self):
         sys.path.insert(0, str(STUDIES))
