@@ -64,7 +64,7 @@ struct FieldInfo {
   bool is_place = false;
 };
 
-// Stands for the member of the option `exchange` where "auto", a chooser, is allowed, too.
+// Stands for the member of the option `exchange` where it may also be "auto" (a chooser).
 template <class Kind, class Flag>
 struct KindOrAuto {
   Kind& kind;
@@ -116,7 +116,7 @@ void each_field(Options& o, F&& f) {
   each_field(o.codec, f);
 }
 
-// As each_field, where "exchange" may also be "auto": its member is then a KindOrAuto.
+// As each_field, but "exchange" may also be "auto", so its member is a KindOrAuto.
 template <OptionsOf<ExchangeOptions> Options, class Flag, class F>
 void each_field_or_auto(Options& o, Flag& automatic, F&& f) {
   each_field(o, [&](const char* name, auto& member, const FieldInfo& info) {
