@@ -184,7 +184,7 @@ void each_field(Options& o, F&& f) {
 // The Reducer's own options, of any struct that has them.
 template <class Options, class F>
 void each_reducer_field(Options& o, F&& f) {
-  f("dense_sum", o.dense_sum, FieldInfo{"how dense buckets are summed: ring, or vendor (MPI's sum)"});
+  f("dense_sum", o.dense_sum, FieldInfo{"dense buckets: Skim's ring, or vendor: MPI's own sum"});
   f("dense_below", o.dense_below, FieldInfo{"buckets with fewer entries are summed whole (dense)"});
   f("non_finite", o.non_finite,
     FieldInfo{
