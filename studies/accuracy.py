@@ -6,10 +6,10 @@
 
 Trains dense, allgather and gtopk at 1 % and 0.1 % (density warm-up of deep gradient compression) from
 the same seeds, and prints the mean and the standard deviation over seeds. --tune first trains dense at
-each of these learning rates with seed 100 and takes the best; the runs at other densities take it, too.
---tune-epochs shortens these runs, their learning-rate schedule with them. --keep writes every result
-to FILE at once, and takes from there what was run before: a study that was interrupted goes on.
-Needs SKIM_DATA and build/release/skim. Lines on standard error say what is run.
+each of these learning rates with seed 100. All runs then use the best rate. --tune-epochs shortens the
+tuning runs and their learning-rate schedule. --keep writes every result to FILE at once and does not
+repeat runs that FILE has, so an interrupted study goes on. Needs SKIM_DATA and build/release/skim.
+Lines on standard error name the current run.
 """
 
 import argparse

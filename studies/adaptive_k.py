@@ -16,11 +16,11 @@ brought to it:
                                            found by up to 6 runs with seed 100, to within 2 %
   descent-per-bit                          has no such number: it sets a budget of its own, and the others are not
                                            brought to that, but laplace and even are
-The table says what each sent, in per cent of the budget. --out: a JSON array, one object a run, with its curve
-(bytes, epoch, test loss, accuracy) and densities; studies/figures.py budgets draws it. --keep: what was run stays
-in FILE, and an interrupted study goes on. --generated N: N images that Skim makes itself instead of the data set, to
-try this out. --memory updates: residuals hold gradients times the learning rate. Needs SKIM_DATA but for
---generated, and build/release/skim. Lines on standard error say what is run.
+The table has the bytes that each rule sent, in per cent of the budget. --out writes a JSON array, one object a run,
+with its curve (bytes, epoch, test loss, accuracy) and densities. studies/figures.py budgets draws it. --keep keeps
+every run in FILE, so an interrupted study goes on. --generated N trains on N images that Skim makes itself instead of
+the data set, to try this out. With --memory updates, residuals hold gradients times the learning rate. Needs
+build/release/skim, and SKIM_DATA except with --generated. Lines on standard error name the current run.
 """
 
 import argparse
@@ -71,7 +71,7 @@ class Study:
                        exchange, "--lr", f"{self.rate:g}", *arguments, "--memory", memory]
 
     def run(self, *words):
-        """What one run came to (KEPT)."""
+        """The result of one run (KEPT)."""
         line = " ".join([*self.common, *map(str, words)])
         if line not in self.kept:
             if self.only_kept:
@@ -93,7 +93,7 @@ class Study:
 
 
 def outcome(row, lines):
-    """Bytes on the way are those of the busiest rank of each step, scaled to what the busiest of the run sent."""
+    """Bytes along the curve are those of the busiest rank of each step, scaled to the bytes of the run's busiest rank."""
     sent = row["max_sent_bytes_per_step"] * row["steps_done"]
     steps, curve, so_far = [], [], 0
     for entry in lines:

@@ -8,12 +8,13 @@ agree with the published ones), in batches of 10, without momentum; the CNNs for
   sgd  dense
   uni  top-k of what the ranks send, k/n = 0.001, error feedback of updates (the rate is inside the residuals)
   bi   the same, and top-k of what the server sends, k_d/n = 0.001
-OUT gets a line of JSON for each run: what skim simulate --json writes, with `task`, `method`, `lr` and
-`command` (the run's arguments). A run whose command OUT has is not run again, so a study that was interrupted
-goes on. The most telling runs come first, every run with one seed before any with the next. Each simulation is
-kept on one core of its own, where the threads of its ranks wake one another soonest; --jobs runs so many side by
-side. --only takes runs whose name has one of these texts, --list prints the names and the hours that they may
-take. More ARGUMENTs go to skim simulate. Needs SKIM_DATA. Tables and figures: studies/figures.py downlink --help.
+OUT gets a line of JSON for each run: the object of skim simulate --json, with `task`, `method`, `lr` and
+`command` (the run's arguments) added. If OUT already has a command, it is not run again, so an interrupted
+study goes on. All runs with one seed come before those with the next seed, the most telling ones first. Each
+simulation has one core of its own, because there the threads of its ranks wake one another soonest. --jobs is
+the number of simulations side by side. --only takes runs with one of these texts in their names. --list prints
+the names and the hours that they may take. More ARGUMENTs go to skim simulate. Needs SKIM_DATA. Tables and
+figures: studies/figures.py downlink --help.
 """
 
 import argparse
@@ -132,7 +133,7 @@ class Study:
         return self.command(run) in self.done
 
     def seconds(self, run):
-        """That the run may take: by the runs most like it that are done."""
+        """An estimate of the run's time, from the most similar runs that are done."""
         for same in (lambda r: (r["task"], r["method"], r["ranks"]) == (run.task.name, run.method, run.ranks),
                      lambda r: (r["task"], r["method"]) == (run.task.name, run.method),
                      lambda r: r["task"] == run.task.name):

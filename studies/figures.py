@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws what the studies wrote, beside what the papers published. Needs matplotlib (scripts/setup).
+"""Draws the results of the studies, beside the papers' published numbers. Needs matplotlib (scripts/setup).
 
   figures.py budgets        adaptive-k.json...   loss and accuracy against the bytes of runs, by rule
   figures.py iteration-time bench.json           modelled time of an iteration of known models

@@ -1,4 +1,4 @@
-"""What the papers published, to stand beside what was measured here."""
+"""The papers' published numbers, to compare with those measured here."""
 
 # Parameters, and seconds of forward + backward of a batch on one NVIDIA P102-100, as S. Shi et al.
 # publish them with the code of "Communication-Efficient Distributed Deep Learning with Merged Gradient

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Does sparse training end where dense training does? studies/quality_run.py, run after run.
+"""Does sparse training end where dense training does? Runs studies/quality_run.py many times.
 
   studies/quality.py TASK FILE [--ranks 2] [--steps N] [--rates X,X,X] [--seeds 0,1,2] [--methods METHOD METHOD ...]
 
 TASK: gpt, lstm, fashion, resnet8 or resnet20. All methods take the same steps on the same examples, and are tuned by
-the same rule: seed 0 runs at every rate, and goes on to twice or half of the outermost one while that is the best. The
-rate that is best on the validation data runs with the other seeds, too. Tables show the test data. FILE keeps a line of JSON for each run; runs that it has are not made again, so
-an interrupted study goes on. Needs SKIM_DATA, and Skim installed in the Python that runs this.
+the same rule. Seed 0 runs at every rate. While the lowest or highest rate is the best, half or twice that rate runs
+too. The other seeds run at the rate that is best on the validation data. Tables show the test data. FILE keeps a line
+of JSON for each run, and these runs are not repeated, so an interrupted study goes on. Needs SKIM_DATA, and Skim
+installed in the Python that runs this.
 """
 
 import argparse

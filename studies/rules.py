@@ -4,10 +4,9 @@
   studies/rules.py TASK [--densities 0.001,0.005,0.01] [--seeds 1,2,3] [--lr X] [--ranks P]
                      [--epochs E] [--batch B] [--keep FILE]
 
-The study of arXiv 1911.08772: exact top-k, Gaussian_k (robust, and as published), random-k with and
-without error feedback; summed by all-gather, density warm-up of that paper. TASK as in accuracy.py.
---keep: as there; its values are the summaries that the plots read. Needs SKIM_DATA and
-build/release/skim.
+Repeats the study of arXiv 1911.08772: exact top-k, Gaussian_k (robust, and as published), random-k with
+and without error feedback. All-gather sums, with the density warm-up of that paper. TASK and --keep are
+as in accuracy.py. FILE has the summaries that the plots read. Needs SKIM_DATA and build/release/skim.
 """
 
 import argparse

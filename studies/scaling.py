@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How training scales on a slow network: what `skim bench scaling` measures on hosts of scripts/cluster.
+"""How does training scale on a slow network? Runs `skim bench scaling` on hosts of scripts/cluster.
 
   studies/scaling.py [SETTING...] [--out FOLDER] [--tool FILE] [-- ARGUMENT...]
 
@@ -7,8 +7,8 @@ A SETTING is HOSTS@RATE: by default 4@1gbit 8@1gbit 16@1gbit 16@100mbit 32@100mb
 (skim bench network), then the exchanges are measured; FOLDER/scaling-HOSTS-RATE.json is the array that skim
 bench scaling wrote, each object with `rate` and `drops` (must be 0) added. Links of other rates than 1 Gbit/s
 stand for 1 Gbit/s with everything slower by one factor (--time-scale): a machine cannot drive 32 hosts at that
-rate. More ARGUMENTs go to skim bench scaling. Needs what scripts/cluster/cluster needs; takes the hosts down at
-the end, also when interrupted. Tables and figures: studies/figures.py scaling --help.
+rate. More ARGUMENTs go to skim bench scaling. Has the requirements of scripts/cluster/cluster. Takes the hosts
+down at the end, also when interrupted. Tables and figures: studies/figures.py scaling --help.
 """
 
 import argparse
@@ -35,13 +35,13 @@ def cluster(*words, **options):
 
 
 def drops():
-    """Packets that a link has thrown away: then TCP was measured, not the link."""
+    """The number of packets that a link has dropped. If it is not 0, TCP was measured, not the link."""
     table = cluster("stats", stdout=subprocess.PIPE, text=True).stdout.splitlines()[1:]
     return sum(int(up) + int(down) for *_, up, down in map(str.split, table))
 
 
 def measure(setting, options):
-    """Whether the figures hold."""
+    """Measures one setting. Returns whether its figures are valid."""
     hosts, rate = re.fullmatch(r"(\d+)@(.+)", setting).groups()
     number, unit = re.fullmatch(r"([\d.]+)([kmg]bit)(?:\+.*)?", rate).groups()
     name = re.sub(r"[^\w.-]", "-", f"{hosts}-{rate}")

@@ -4,9 +4,10 @@
   studies/slow_link.py TASK FILE [--links 100mbit,1gbit] [--ranks 4] [--seeds 0] [--methods METHOD METHOD ...]
 
 Every host is a rank. The methods are those of quality.py, at the learning rates that were best in its rows
-(--tuned FILE --tuned-ranks P). Exchanges of Skim are "auto", but for DiLoCo. FILE keeps a line of JSON for each run, with
-the validation data's metric over the seconds of training; runs that it has are not made again. Needs SKIM_DATA, Skim
-installed in the Python that runs this, and what scripts/cluster/cluster needs. Leave the machine alone meanwhile.
+(--tuned FILE --tuned-ranks P). All methods of Skim except DiLoCo use the exchange "auto". FILE keeps a line of JSON
+for each run, with the metric on the validation data over the seconds of training. These runs are not repeated. Needs
+SKIM_DATA, Skim installed in the Python that runs this, and what scripts/cluster/cluster needs. Run nothing else on
+the machine meanwhile.
 """
 
 import argparse

@@ -5,9 +5,9 @@
   studies/tables.py --check  changes nothing; names each table that differs from its rows, and fails if one does
 
 A table stands between <!-- table: NAME --> and <!-- end -->. TABLES below says for each NAME: its page, its rows, and
-its columns. A column is a heading and a template over the fields of a row; of several templates the first one counts
-whose fields the row has, and a cell without any is "-". Headings are templates too, over the first row.
---root FOLDER works on another copy of the project. Needs nothing but Python.
+its columns. A column is a heading and a template over the fields of a row. If a column has several templates,
+the first one whose fields the row has is used. If there is none, the cell is "-". Headings are templates over
+the first row. --root FOLDER works on another copy of the project. Needs nothing but Python.
 """
 
 import argparse

@@ -61,7 +61,7 @@ void each_model_field(Options& o, F&& f) {
 template <OptionsOf<TrainOptions> Options, class F>
 void each_optimizer_field(Options& o, F&& f) {
   f("optimizer", o.optimizer,
-    FieldInfo{"optimizer, of the mean gradient; with --local-steps of each rank's own"});
+    FieldInfo{"optimizer of the mean gradient; with --local-steps, of each rank's own gradient"});
   f("lr", o.learning_rate.base, FieldInfo{"learning rate", kPositive});
   f("lr_schedule", o.learning_rate.kind, FieldInfo{"learning rate after the warm-up"});
   f("lr_warmup", o.learning_rate.warmup_epochs,

@@ -1,5 +1,5 @@
 // Analysis of the error that top-k leaves: published bounds, closed forms for two distributions,
-// and measures of a gradient to compare with them. For experiments; training does not use it.
+// and measures of a gradient to compare with them. It is for experiments. Training does not use it.
 //
 // u is the vector that top-k selects from: residual plus gradient. It has d entries; k of them are
 // kept, and kappa = k / d in [0, 1]. Top_k(u) holds the k entries of largest magnitude, Rand_k(u) k
@@ -101,8 +101,8 @@ double feedback_bound(const FeedbackDescent& d);
 
 // Constants that bound the cost of top-k at the ranks, with one link compressed and with both. They
 // are measured as in the program of H. Zou, H. De Sterck, J. Liu (arXiv 2209.15203), but both on
-// the scale of means over the ranks. (There the second divides a mean by a sum, and is P times too
-// small.)
+// the scale of means over the ranks. (The program's second constant divides a mean by a sum, so it
+// is P times too small.)
 //   one way    |Top_k(mean_p u_p) - mean_p Top_k(u_p)| / |g|
 //   both ways  |Top_kd(h + mean_p u_p) - Top_kd(h + mean_p Top_k(u_p))| / |g|
 //

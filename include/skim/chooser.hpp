@@ -1,4 +1,4 @@
-// Which exchange each bucket takes, where the user does not say: "auto".
+// Chooses the exchange of each bucket, if the user asks for "auto".
 #pragma once
 
 #include <cstdint>
@@ -14,55 +14,58 @@
 
 namespace skim {
 
-// All ranks need equal options, but for `link` and `local`, of which rank 0's are used everywhere.
+// All ranks need equal options, except `link` and `local`: all ranks use those of rank 0.
 struct ChooserOptions {
-  // Empty: every exchange whose row says is_candidate. None may hold mass. Some hold more back than
-  // others, so a choice by time alone also changes how fast training converges.
+  // The exchanges to choose among; none may hold mass. Empty: all with ExchangeRow::is_candidate.
+  // Some exchanges hold back more entries than others, so a choice by time alone also changes how
+  // fast training converges.
   std::vector<ExchangeKind> among = {};
   // Empty: rank 0 measures its link to the last rank before the first bucket, which takes a
   // fraction of a second.
   std::optional<Link> link = {};
   LocalSpeeds local = {.select_s = 0.35e-9, .merge_s = 10e-9, .add_s = 0.35e-9};
-  // What trying exchanges may cost: this part of the time that a slot's buckets take, counted over
-  // 1000 buckets at least, in [0, 1]. 0: the cost model alone decides.
+  // The limit of the time for trying exchanges, as a fraction in [0, 1] of the time that a slot's
+  // buckets take, counted over at least 1000 buckets. 0: the cost model alone decides.
   double trial_share = 0.01;
 };
 
-// Beside the Reducer. Before a bucket it says which of candidates() runs; afterwards it is told how
-// long that took. Not thread-safe.
+// The Reducer asks it before each bucket which of candidates() to run. After the bucket, the
+// Reducer tells it how long that took. Not thread-safe.
 class Chooser {
  public:
   virtual ~Chooser() = default;
 
-  // What it chooses among; kind `dense`: the bucket is summed whole. Equal on all ranks, and always
-  // the same. The Reducer makes one exchange of each.
+  // The exchanges that it chooses among, equal on all ranks and in all steps. Kind `dense`: the
+  // bucket is summed whole. The Reducer makes one exchange of each.
   virtual std::span<const ExchangeOptions> candidates() const noexcept = 0;
 
-  // An index of candidates(), equal on all ranks. May communicate: ranks call it for the same
-  // buckets in the same order. Throws: CommError; InvalidArgument, before anything is sent.
+  // Returns an index of candidates(), equal on all ranks. May communicate, so all ranks must call
+  // it for the same buckets in the same order.
+  // Throws: CommError; InvalidArgument, before anything is sent.
   virtual std::size_t choose(StepId id, std::size_t n, const Keep& keep, Communicator& comm) = 0;
 
-  // What this rank's frame of the slot's bucket tells the others.
+  // The times that this rank's frame of the slot's bucket carries to the others.
   struct Times {
     float bucket_s = 0.0F, pair_s = 0.0F;  // as in GroupStats
   };
   virtual Times told(Slot slot) const noexcept = 0;
-  // After the bucket.
-  //   ns     what it took on this rank by the communicator's clock: selection, exchange and apply
-  //   heard  the sum over the ranks of what their frames told, equal on all ranks
+  // Called after the bucket.
+  //   ns     the time on this rank, by the communicator's clock: selection, exchange and apply
+  //   heard  the sum over the ranks of the times in their frames, equal on all ranks
   virtual void took(StepId id, std::int64_t ns, const Times& heard) noexcept = 0;
 
-  // What the slot goes by, and why, in one line whose first word is an exchange's name. Empty
-  // before its first bucket, and where there is nothing to choose. Valid until its next choose().
+  // The slot's exchange and the reason for it, in one line that begins with the exchange's name.
+  // Empty before the slot's first bucket, and if there is nothing to choose. Valid until the slot's
+  // next choose().
   virtual std::string_view reason(Slot slot) const noexcept = 0;
 };
 
-// The kinds that a chooser with these options chooses among.
+// The kinds of exchange that a chooser with these options chooses among.
 std::vector<ExchangeKind> candidates(const ChooserOptions& options);
 
-// Chooses by the cost model (cost.hpp), and corrects it by what the group measured.
-// src/chooser.cpp has the method. Each candidate has `options` but for the kind. A resumed run
-// chooses anew. Throws: InvalidArgument: an option out of its range; a candidate that holds mass.
+// Chooses by the cost model (cost.hpp), and corrects the model by measured times. src/chooser.cpp
+// has the method. Each candidate has `options` except for the kind. A resumed run chooses anew.
+// Throws: InvalidArgument: an option is out of its range; a candidate holds mass.
 std::unique_ptr<Chooser> make_chooser(const ExchangeOptions& options,
                                       const ChooserOptions& chooser = {});
 

@@ -92,15 +92,15 @@ class Codec {
   // that are rounded in one step and slot therefore need two streams. (The Reducer uses the rank.)
   void quantize(SparseBuffer& s, StepId id, int stream) const noexcept;
 
-  // The same, for a rank that does not send its quantized selection itself but a sum, or a part of
-  // a selection. The blocks of those begin elsewhere.
+  // The same, for a rank that sends a sum or a part of a selection instead of its whole quantized
+  // selection. Blocks of a sum or a part begin elsewhere, so its values must be rounded again.
   //   error  the rounding error: s before minus s after, without zeros. Empty for f32 values.
   // The caller must decide for each index i of `error` who owns its mass:
   //   - If some rank uses s_i as it was sent, in the result or in the entries that a merger keeps,
   //     this rank adds error_i to ExchangeResult::returned.
   //   - If every owner takes back its part of index i instead, nothing is missing. Returning
   //     error_i would then create mass.
-  // Non-finite errors are left out, because they belong to no residual.
+  // Errors that are not finite are left out, because a residual must not hold them.
   // Cost: O(nnz). No allocation once warm.
   void quantize(SparseBuffer& s, StepId id, int stream, SparseBuffer& error) const;
 

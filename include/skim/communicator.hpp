@@ -227,7 +227,7 @@ struct VirtualTime {
 // messages that it waited for before. A wait for a send ends when the message has left. A wait for
 // a receive ends when it has come in.
 //
-// Communicators that are split off keep the clock and the link. Timeouts are in real time.
+// Communicators from split() keep the clock and the link. Timeouts are in real time.
 // Throws: InvalidArgument if size < 1 or a number of the link is negative or not finite.
 // Source: Hockney, Parallel Computing 20, 1994, with the ports of LogGP (Alexandrov et al., SPAA
 // 1995).

@@ -89,8 +89,8 @@ void check_load(const Load& load);
 void add_allgather(CostTerms& terms, AllgatherForm form, int ranks, double bytes,
                    double length_bytes = FrameSize().length_bytes);
 
-// Seconds of a step: compute_s, then selection and exchange. A fraction `overlap` of the computing,
-// in [0, 1], can hide time of the link; 0: nothing is hidden.
+// Seconds of a step: compute_s, then selection and exchange. Up to a fraction `overlap`, in [0, 1],
+// of the computing can hide time of the link. 0: nothing is hidden.
 double step_seconds(double compute_s, const Cost& cost, double overlap = 0.0);
 
 // The one-way time of a message of `bytes`, as a ping-pong measures it.

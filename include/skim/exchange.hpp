@@ -1,4 +1,5 @@
-// Exchanges sum sparse gradients over a group. Each algorithm is a class, over a Communicator.
+// Exchanges sum sparse gradients over a group of ranks. Each algorithm is a class that uses a
+// Communicator.
 //
 // To write your own, derive from Exchange and give it to the Reducer in ReducerParts. Besides this
 // header you need or_abort and refuse_message (communicator.hpp), Codec::quantize (codec.hpp), and
@@ -39,7 +40,8 @@ enum class ExchangeKind : std::uint8_t {
 template <>
 std::span<const std::string_view> names_of<ExchangeKind>() noexcept;
 
-// Says who puts an entry that a lossy merge drops back into a residual.
+// Says which rank gets back an entry that a lossy merge drops. The entry joins that rank's
+// residual.
 enum class DropPolicy : std::uint8_t {
   survivors,  // the merger if the index survives elsewhere, otherwise its owners: exact (default)
   merger_keeps,  // the rank that dropped it: exact too, but residual piles up on low ranks
@@ -111,8 +113,8 @@ class HeldMass {
   // Replaces the held mass by that of a saved run. Between steps only. If the mass belongs on
   // another rank, the next run() returns it.
   virtual void hold(Slot slot, std::size_t first, std::span<const float> mass) = 0;
-  // Gives the slot's mass back, to be added to this rank's residual. `returned` brings in its dim,
-  // and gets the mass, canonical.
+  // Gives the slot's mass back, so that the caller can add it to this rank's residual. `returned`
+  // has its dim on entry. It gets the mass, canonical.
   virtual void flush(Slot slot, SparseBuffer& returned) = 0;
 
   // The number of ranks that have gradients: the divisor of the mean.

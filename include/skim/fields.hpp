@@ -64,7 +64,7 @@ struct FieldInfo {
   bool is_place = false;
 };
 
-// Stands for the member of the option `exchange` where "auto", a chooser, is allowed, too.
+// Stands for the member of the option `exchange` where it may also be "auto" (a chooser).
 template <class Kind, class Flag>
 struct KindOrAuto {
   Kind& kind;
@@ -78,37 +78,37 @@ template <OptionsOf<SelectOptions> Options, class F>
 void each_field(Options& o, F&& f) {
   f("select", o.algo, FieldInfo{"how entries are chosen"});
   f("select_threshold", o.threshold,
-    FieldInfo{"threshold: what is at least this large is chosen, whatever the density", kPositive});
+    FieldInfo{"threshold: choose all entries at least this large, at any density", kPositive});
   f("select_block", o.block, FieldInfo{"blocktopk: entries of a block", kPositive});
   f("select_stages", o.stages, FieldInfo{"sidco: stages of its fit [adapted]", kPositive});
-  f("select_seed", o.seed, FieldInfo{"dgc, mstopk, randomk: seed of what they draw"});
+  f("select_seed", o.seed, FieldInfo{"dgc, mstopk, randomk: seed of random draws"});
   f("per_parameter", o.per_parameter,
-    FieldInfo{"choose inside every parameter, not over a whole bucket"});
+    FieldInfo{"choose in each parameter separately, not over a whole bucket"});
 }
 
 template <OptionsOf<CodecOptions> Options, class F>
 void each_field(Options& o, F&& f) {
   f("index_code", o.index,
-    FieldInfo{"indices in frames; auto: the smallest for each that is worth its time"});
-  f("value_code", o.value, FieldInfo{"values in frames: q8, q4, q2 with scales for blocks"});
-  f("rounding", o.rounding, FieldInfo{"to the value code"});
-  f("rounding_seed", o.seed, FieldInfo{"stochastic: seed of what it draws"});
+    FieldInfo{"code of indices; auto: the smallest for each frame, if it is worth its time"});
+  f("value_code", o.value, FieldInfo{"code of values; q8, q4, q2 have scales for blocks"});
+  f("rounding", o.rounding, FieldInfo{"how values are rounded to the value code"});
+  f("rounding_seed", o.seed, FieldInfo{"stochastic: seed of random draws"});
 }
 
 template <OptionsOf<ExchangeOptions> Options, class F>
 void each_field(Options& o, F&& f) {
   const auto nesting = [] { return names_where(&ExchangeRow::nests); };
   f("exchange", o.kind, FieldInfo{"how gradients are summed"});
-  f("drop", o.drop, FieldInfo{"gtopk, gtopk-tree: who keeps what a merge drops"});
+  f("drop", o.drop, FieldInfo{"gtopk, gtopk-tree: which rank keeps an entry that a merge drops"});
   f("inside", o.hierarchy.inside,
-    FieldInfo{.what = "hierarchical: among the ranks of a host", .names = nesting});
+    FieldInfo{.what = "hierarchical: exchange among the ranks of a host", .names = nesting});
   f("between", o.hierarchy.between,
-    FieldInfo{.what = "hierarchical: among one rank of each host", .names = nesting});
+    FieldInfo{.what = "hierarchical: exchange among one rank of each host", .names = nesting});
   f("server", o.server.placement,
     FieldInfo{"param-server: rank 0, which trains or only serves (dedicated), or all ranks, each "
               "for a range of indices (sharded)"});
   f("oktopk_exact", o.oktopk.exact,
-    FieldInfo{"oktopk: the largest of the exact sum, at a volume without a bound"});
+    FieldInfo{"oktopk: deliver the largest entries of the exact sum; bytes then have no bound"});
   f("cut_every", o.oktopk.cut_every,
     FieldInfo{"oktopk: steps until the cut is found anew", kPositive});
   f("regions_every", o.oktopk.regions_every,
@@ -116,7 +116,7 @@ void each_field(Options& o, F&& f) {
   each_field(o.codec, f);
 }
 
-// As each_field, where "exchange" may also be "auto": its member is then a KindOrAuto.
+// As each_field, but "exchange" may also be "auto", so its member is a KindOrAuto.
 template <OptionsOf<ExchangeOptions> Options, class Flag, class F>
 void each_field_or_auto(Options& o, Flag& automatic, F&& f) {
   each_field(o, [&](const char* name, auto& member, const FieldInfo& info) {
@@ -142,7 +142,7 @@ void each_field(Options& o, F&& f) {
                 return names;
               }});
   f("trial_share", o.trial_share,
-    FieldInfo{"auto: part of the run's time that trying exchanges may cost", kFraction});
+    FieldInfo{"auto: fraction of the run's time that trying exchanges may cost", kFraction});
   // All ranks use the values of rank 0 for these two.
   f("link", o.link,
     FieldInfo{.what = "auto: the link to predict from; none: rank 0 measures it",
@@ -154,15 +154,15 @@ void each_field(Options& o, F&& f) {
 template <OptionsOf<FeedbackOptions> Options, class F>
 void each_field(Options& o, F&& f) {
   f("feedback", o.enabled,
-    FieldInfo{"keep what is not sent for the next step; without: it is lost"});
+    FieldInfo{"keep entries that are not sent for the next step; without it they are lost"});
   f("momentum_correction", o.momentum_correction,
     FieldInfo{"momentum of each rank, before selection, in place of sgd's momentum or Adam's "
               "beta1; 0: none",
               kBelowOne});
   f("momentum_dampening", o.momentum_dampening,
-    FieldInfo{"share of each gradient that its velocity leaves out [sgd 0, Adam: its beta1]",
+    FieldInfo{"fraction of each gradient that its velocity leaves out [sgd 0, Adam: its beta1]",
               kBelowOne});
-  f("nesterov_correction", o.nesterov_correction, FieldInfo{"Nesterov form of it"});
+  f("nesterov_correction", o.nesterov_correction, FieldInfo{"Nesterov form of this momentum"});
   f("factor_masking", o.factor_masking,
     FieldInfo{"clear the velocity of entries that were delivered"});
   f("local_clip", o.local_clip,
@@ -175,7 +175,7 @@ void each_field(Options& o, F&& f) {
 template <OptionsOf<LocalStepsOptions> Options, class F>
 void each_field(Options& o, F&& f) {
   f("ahead", o.ahead,
-    FieldInfo{"part of its residual that a rank applies to its own parameters at once", kFraction});
+    FieldInfo{"fraction of its residual that a rank applies to its parameters at once", kFraction});
   f("outer_lr", o.outer_lr, FieldInfo{"factor of the mean update", kPositive});
   f("outer_momentum", o.outer_momentum,
     FieldInfo{"Nesterov momentum of the mean updates", kBelowOne});
@@ -184,8 +184,8 @@ void each_field(Options& o, F&& f) {
 // The Reducer's own options, of any struct that has them.
 template <class Options, class F>
 void each_reducer_field(Options& o, F&& f) {
-  f("dense_sum", o.dense_sum, FieldInfo{"dense: Skim's ring, or vendor, MPI's own sum"});
-  f("dense_below", o.dense_below, FieldInfo{"buckets of fewer entries go dense"});
+  f("dense_sum", o.dense_sum, FieldInfo{"dense buckets: Skim's ring, or vendor: MPI's own sum"});
+  f("dense_below", o.dense_below, FieldInfo{"buckets with fewer entries are summed whole (dense)"});
   f("non_finite", o.non_finite,
     FieldInfo{
         "a step with NaN or infinity: skip it or raise an error, on all ranks, or pass it on"});

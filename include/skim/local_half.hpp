@@ -1,13 +1,13 @@
-// The local half of a step: what happens to this rank's gradient and residual, wherever their
-// memory is. The other half, the exchange, sees only sparse entries in host memory.
+// The local half of a step: all work on this rank's gradient and residual, wherever their memory
+// is. The other half, the exchange, sees only sparse entries in host memory.
 //
-//   select      residual += gradient; the entries to send          (or accumulate and whole: all)
+//   select      residual += gradient; returns the entries to send  (dense: accumulate, whole)
 //   commit      residual -= sent, residual += returned
 //   apply       gradient = factor * sum
 //   end_step or rollback_step
 //
-// One implementation keeps everything in host memory (make_local_half), one on a CUDA device
-// (make_cuda_local_half in cuda.hpp). One of your own goes to the Reducer in ReducerParts::local.
+// make_local_half keeps everything in host memory, make_cuda_local_half (cuda.hpp) on a CUDA
+// device. To use one of your own, give it to the Reducer in ReducerParts::local.
 #pragma once
 
 #include <iosfwd>
@@ -20,26 +20,26 @@
 
 namespace skim {
 
-// The Reducer calls it for one bucket at a time, in the order above. Not thread-safe.
+// The Reducer calls these functions for one bucket at a time, in the order above. Not thread-safe.
 class LocalHalf {
  public:
   virtual ~LocalHalf() = default;
 
   // Declares all buckets, or declares them anew: ErrorFeedback::set_layout. Between steps only.
   virtual void set_layout(std::span<const Bucket> buckets) = 0;
-  // The slots that are declared, in that order.
+  // The declared slots, in the order of their declaration.
   virtual std::span<const Slot> slots() const noexcept = 0;
   // The bucket's parameters, ascending by offset. Throws: InvalidArgument: unknown slot.
   virtual std::span<const Segment> layout(Slot slot) const = 0;
 
-  // Throws: InvalidArgument: a gradient that select, accumulate and apply do not take (another
-  // device or type; null).
+  // Throws: InvalidArgument: select, accumulate and apply do not take this gradient (its device,
+  // its type, or null).
   virtual void check(const GradView& grad) const = 0;
 
-  // residual += grad / scale; mine = the entries to send, at most task.k of them if at_most_k.
-  // grad may be overwritten. mine is overwritten: canonical, in host memory, not yet rounded.
-  // The report's norms and counts are of this rank's gradient as the caller gave it; threshold and
-  // kept_norm2 are of mine.
+  // residual += grad / scale, then mine = the entries to send: at most keep.k of them if at_most_k.
+  // grad may be overwritten. mine is overwritten: canonical, in host memory, not yet rounded. In
+  // the report, threshold and kept_norm2 describe mine. Its other norms and counts describe this
+  // rank's gradient as the caller gave it.
   // Throws: InvalidArgument (nothing changed).
   struct Task {
     StepId id;
@@ -50,39 +50,41 @@ class LocalHalf {
   };
   virtual SelectReport select(const Task& task, SparseBuffer& mine) = 0;
 
-  // Instead of select, for a dense sum: residual += grad / scale.
+  // Called instead of select, for a dense sum: residual += grad / scale.
   virtual SelectReport accumulate(const Task& task) = 0;
-  // After that: residual and gradient together [n], in host memory that the caller may overwrite.
-  // It may be the gradient's own memory. Valid until apply.
+  // Called after accumulate. Returns residual and gradient together [n], in host memory that the
+  // caller may overwrite. It may be the gradient's own memory. Valid until apply.
   virtual std::span<float> whole(StepId id, const GradView& grad) = 0;
 
   // residual -= sent, then residual += returned. Returns the change of |residual|^2.
   // Throws: InvalidArgument: unknown slot, a dim that differs.
   virtual double commit(Slot slot, const SparseView& sent, const SparseView& returned) = 0;
-  // The whole residual was delivered: it becomes 0 at end_step.
+  // Says that the whole residual was delivered. It becomes 0 at end_step.
   virtual void commit_all(Slot slot) = 0;
 
   // grad = factor * sum, in grad's type (scatter() of types.hpp), zeros elsewhere. Returns whether
   // the sum is finite.
   virtual bool apply(StepId id, const SparseView& sum, float factor, const GradView& grad) = 0;
-  // The same for a dense sum; it may be what whole() returned.
+  // The same for a dense sum. `sum` may be the memory that whole() returned.
   virtual bool apply(StepId id, std::span<const float> sum, float factor, const GradView& grad) = 0;
   // Leaves a NaN in grad, for a loss scaler to see (NonFinite::pass_on).
   virtual void apply_nan(const GradView& grad) = 0;
 
-  // The step's commits become permanent, or are taken back: ErrorFeedback has the contract.
+  // end_step makes the step's commits permanent, rollback_step undoes them. ErrorFeedback has the
+  // contract.
   virtual void end_step() noexcept = 0;
   virtual void rollback_step() = 0;
 
-  // All that carries over between steps: residuals by the names of parameters, and the selector's
-  // state. load reads what every rank of the saving run wrote, in rank order; with another number
-  // of ranks, residuals become (1/P) times their sum, and selectors begin anew.
-  // Throws: StateError; residuals of a stream that is damaged are not taken.
+  // Saves and loads the state that carries over between steps: residuals by the names of
+  // parameters, and the selector's state. load reads the streams of all ranks of the old run, in
+  // rank order. With another number of ranks, each residual becomes (1/P) times the sum over the P
+  // old ranks, and selectors begin anew.
+  // Throws: StateError; residuals of a damaged stream are not taken.
   virtual void save(std::ostream& out) const = 0;
   virtual void load(std::span<std::istream* const> of_old_ranks, int rank, int size) = 0;
 
-  // The slot's residual, and the velocity of momentum correction, where they lie; empty if none is
-  // kept. Valid until set_layout.
+  // The slot's residual, and the velocity of momentum correction, in the memory where they lie.
+  // Empty if none is kept. Valid until set_layout.
   virtual DenseView residual(Slot slot) = 0;
   virtual DenseView velocity(Slot /*slot*/) { return {}; }
 
@@ -93,8 +95,9 @@ class LocalHalf {
   }
 };
 
-// In host memory: an ErrorFeedback and a selector. selector: null: made from the options.
-// Throws: InvalidArgument: an option out of its range.
+// Makes a local half in host memory, of an ErrorFeedback and a selector. A null selector is made
+// from the options.
+// Throws: InvalidArgument: an option is out of its range.
 std::unique_ptr<LocalHalf> make_local_half(const SelectOptions& select,
                                            const FeedbackOptions& feedback,
                                            std::unique_ptr<Selector> selector = nullptr);

@@ -1,7 +1,7 @@
 // Local steps: every rank trains by itself, and the ranks exchange how far their parameters have
-// moved. With one step a round these are error feedback of updates and step-ahead (arXiv
-// 2008.05823, 2601.20738); with 15 to 50 SparseLoCo (2508.15706); at density 1 with outer_momentum
-// DiLoCo (2311.08105).
+// moved. The options give published methods: with one step a round, error feedback of updates
+// (ahead = 0) and step-ahead (ahead = 1; arXiv 2008.05823, 2601.20738); with 15 to 50 steps,
+// SparseLoCo (2508.15706); at density 1 with outer_momentum, DiLoCo (2311.08105).
 #pragma once
 
 #include <cstdint>
@@ -26,45 +26,46 @@ struct LocalStepsOptions {
 // optimizer moves, and a residual e, in the reducer. A round:
 //   p = x - a e                       where this rank starts
 //   ... the caller's local steps move p ...
-//   u = (x - a e) - p                 exchange(): what the reducer gets as gradient
+//   u = (x - a e) - p                 exchange(): the reducer gets u as gradient
 //   m = mean over the ranks of the part of e + u that was sent;  e = the rest
 //   x = x - r m                       with b > 0:  v = b v + m;  x = x - r (m + b v)  (Nesterov)
 // x is bitwise equal on all ranks after every round. Between rounds evaluate and save x, not p.
 //
-// Law: at r = 1, b = 0 the moves are neither lost nor made: P x = sum of e - sum of all u so far,
-// for an x that began at 0.
+// Law: at r = 1, b = 0 no move is created or lost. Over P ranks, P x = sum of e - sum of all u so
+// far, if x began at 0.
 //
-// Memory: a float per parameter (x), another one with outer_momentum; and the reducer's. Costs
-// beyond the reducer: O(n) for each bucket and round. Not thread-safe.
+// Memory beyond the reducer's: one float per parameter (x), and another one with outer_momentum.
+// Cost beyond the reducer's: O(n) for each bucket and round. Not thread-safe.
 class LocalSteps {
  public:
-  // The reducer must have its layout, and outlive this object. Its steps are rounds. It must not
-  // pass NaN on (NonFinite::pass_on), because it would reach x.
+  // The reducer must have its layout, and must outlive this object. Each of its steps is a round.
+  // It must not pass NaN on (NonFinite::pass_on), because the NaN would reach x.
   // Throws: InvalidArgument: an option is out of its range.
   LocalSteps(const LocalStepsOptions& options, Reducer& reducer);
   ~LocalSteps();
   LocalSteps(const LocalSteps&) = delete;
   LocalSteps& operator=(const LocalSteps&) = delete;
 
-  // x of a slot [n]; 0 at first. Between rounds only. All ranks must set equal bits.
+  // Sets and returns x of a slot [n], which is 0 at first. Between rounds only. All ranks must set
+  // equal bits.
   // Throws: InvalidArgument: unknown slot, another length.
   void set_shared(Slot slot, std::span<const float> x);
   std::span<const float> shared(Slot slot) const;
-  // Writes where this rank starts, x - a e, to replica [n]. Throws: as set_shared.
+  // Writes x - a e, where this rank starts a round, to replica [n]. Throws: as set_shared.
   void start(Slot slot, std::span<float> replica);
 
   // Ends a round. Collective.
   //   replicas [slots][n]  in the order of the layout. In: p. Out: where the next round starts.
   //   epoch                the next round's, for schedules
   //   reports              one per slot; overwritten
-  // Returns false if a parameter of any rank has become NaN or infinite. x is then as it was, and
-  // the residuals have the finite moves.
+  // Returns false if a parameter of any rank has become NaN or infinite. x then stays as it was,
+  // and the residuals hold the finite moves.
   // Throws: InvalidArgument (nothing changed); CommError and others, as Reducer::wait;
-  // NonFiniteError, where the reducer is to raise it; replicas are then as after false.
+  // NonFiniteError instead of false, with NonFinite::raise. Then x and replicas are as after false.
   bool exchange(std::span<const std::span<float>> replicas, double epoch,
                 std::vector<StepReport>& reports);
 
-  // The state beyond x, which is saved as the model, and the reducer's: v. Equal on all ranks.
+  // Saves and loads v, which is equal on all ranks. Save x as the model, and the reducer by itself.
   // load throws: StateError (nothing changed).
   void save(std::ostream& out) const;
   void load(std::istream& in);

@@ -1,6 +1,6 @@
-// The one spelling of every enumerator: the command line, config files, JSON and Python use these
-// names. A name is its enumerator with dashes: ServerPlacement::rank0 is "rank0",
-// DropPolicy::merger_keeps is "merger-keeps".
+// Every enumerator has one name. The command line, config files, JSON and Python use it. A name is
+// the enumerator with dashes: ServerPlacement::rank0 is "rank0", DropPolicy::merger_keeps is
+// "merger-keeps".
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ template <class E>
 requires std::is_enum_v<E> std::span<const std::string_view> names_of()
 noexcept;
 
-// Whether e is an enumerator: an option may hold a number that is none.
+// Returns whether e is an enumerator. An option may hold a number that is none.
 template <class E>
 requires std::is_enum_v<E>
 bool is_named(E e) noexcept { return static_cast<std::size_t>(e) < names_of<E>().size(); }

@@ -92,7 +92,8 @@ class Reducer {
   // the mean rounded as scatter() says. That rounding error is lost, alike on all ranks.
   // No allocation once warm.
   // Throws: InvalidArgument (nothing changed), also if this step has already reduced the slot.
-  // (With momentum, a selector that refuses comes too late: the velocity already has the gradient.)
+  // (With momentum there is one exception: if the selector refuses, the velocity has already
+  // changed.)
   // After any other exception, CommError above all, the group has been told (abort), and the ranks
   // may disagree. Restart every rank from its last save().
   StepReport reduce(Slot slot, GradView grad);
@@ -105,8 +106,8 @@ class Reducer {
   StepReport wait(BucketTicket ticket);
 
   // Ends a step. Call it once per optimizer step, on every rank, when no ticket is open. Returns
-  // true if the optimizer must apply the step (see NonFinite). `epoch` is the next step's, for
-  // schedules. No communication.
+  // true if the optimizer must apply the step (see NonFinite). `epoch` is that of the next step,
+  // for schedules. Does not communicate.
   // Throws: NonFiniteError (on every rank); InvalidArgument if a ticket is open; any exception of
   // the schedule, after which the group has been told (abort).
   bool end_step(double epoch);
@@ -151,7 +152,7 @@ class Reducer {
 
 // The most bytes that the busiest rank sends, if no rank selects more than k entries
 // (Density::at_most_k). It adds Exchange::max_sent_bytes and the dense sums. down: Density::down.
-// (A sum by DenseSum::vendor may cost more, because it takes more to make it equal on all ranks.)
+// (A sum by DenseSum::vendor may send more, because it must be made equal on all ranks.)
 StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
                         double down = 0.0);
 // The seconds that cost.hpp predicts, plus compute_s, with no overlap. With a chooser it is the

@@ -1,4 +1,4 @@
-// What one bucket of one step took and moved: for logs and benchmarks.
+// The times, bytes and counts of one bucket in one step, for logs and benchmarks.
 #pragma once
 
 #include <cstddef>

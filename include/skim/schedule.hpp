@@ -42,7 +42,7 @@ class DensitySchedule {
   virtual Density density(const Progress& p) = 0;
   // One word or a short phrase for reports: "0.001", "0.25 0.0625 ... then 0.001".
   virtual std::string describe() const = 0;
-  // The share of the budget that was spent before the step of the last answer, as far as it is
+  // The fraction of the budget that was spent before the step of the last answer, as far as it is
   // known. < 0: the schedule has no budget.
   virtual double spent() const noexcept { return -1.0; }
 

@@ -20,8 +20,8 @@ from skim._momentum import Correction, correction_for, expect_taken_out, inner_o
 from skim._report import Report
 from skim._transport import connect
 
-# Where it differs from skim.Reducer's: at equal bytes 4-bit values carry three times the entries, and training
-# ends closer to dense (docs/results/quality.md).
+# These defaults differ from those of skim.Reducer. At equal bytes, 4-bit values carry three times the entries,
+# and training ends closer to dense (docs/results/quality.md).
 DEFAULTS = {"value_code": "q4"}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
@@ -35,7 +35,7 @@ class Options:
 
     density: Any
     optimizer: Any = None
-    of_updates: bool = False  # what is compressed has been through the optimizer
+    of_updates: bool = False  # the optimizer has already turned gradients into updates
     total_steps: int = 0
     selector: Any = None
     local: Any = None
@@ -57,7 +57,7 @@ class Options:
                 )
 
     def momentum(self) -> Correction | None:
-        """What the optimizer's momentum becomes; None without an optimizer."""
+        """The momentum correction that replaces the optimizer's momentum; None without an optimizer."""
         return None if self.optimizer is None else correction_for(self.optimizer)
 
     def reducer(self, comm: _core.Communicator) -> _core.Reducer:
@@ -254,7 +254,7 @@ class Compression:
     def residuals(self, buckets: Iterable[int] | None = None) -> dict[str, torch.Tensor]:
         """A copy of this rank's residual of each parameter: a flat float32 tensor on the CPU, by name.
 
-        buckets: only the parameters of these. None: all.
+        buckets: the indices of the buckets whose parameters to return. None: all.
 
         Ends the open step, if there is one. Summed over the P ranks, the residuals are all gradients so
         far minus P times the means that were delivered.

@@ -9,8 +9,8 @@ import torch
 
 from skim import _core
 
-# In a parameter group, and so in the optimizer's state_dict: momentum, dampening and Nesterov form as
-# the optimizer had them. A group with this key has no momentum of its own any more.
+# A key of a parameter group, and so of the optimizer's state_dict. Its value is the momentum, dampening and
+# Nesterov form that the optimizer had. A group with this key has no momentum of its own any more.
 KEY = "skim_momentum"
 
 
@@ -52,8 +52,9 @@ def correction_for(optimizer: Any) -> Correction:
 def take_out(optimizer: Any, of_updates: bool) -> None:
     """Sets the momentum of every group to 0, and remembers it under KEY. A second call changes nothing.
 
-    SGD's momentum also sums up the weight decay, to 1 / (1 - momentum) of it. The group's weight_decay
-    becomes as much; not if updates are compressed, because they have the decay in them.
+    SGD's momentum also sums up the weight decay, to (1 - dampening) / (1 - momentum) of it. So the group's
+    weight_decay is multiplied by this factor, unless updates are compressed, because updates contain the
+    decay.
     """
     for group in optimizer.param_groups:
         if KEY in group:
@@ -71,7 +72,7 @@ def take_out(optimizer: Any, of_updates: bool) -> None:
 def expect_taken_out(optimizer: Any, correction: Correction, of_updates: bool) -> None:
     """Call it before a step. Takes momentum out again if a state_dict has brought it back.
 
-    Raises InvalidArgument if somebody else sets it, or if it is another one now.
+    Raises InvalidArgument if something else sets the momentum, or if the momentum has changed.
     """
     now = correction_for(optimizer)
     if now != correction:

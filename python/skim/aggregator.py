@@ -13,8 +13,8 @@ from skim._report import Report
 
 
 class Aggregator(Compression):
-    """Averages tensors over the ranks, but sends only some of their entries. The rest is added to the
-    tensors of the next call.
+    """Averages tensors over the ranks, but sends only some of their entries. The rest stays in a
+    residual, which is added to the tensors of the next call.
 
         aggregator = skim.Aggregator(model.parameters(), density=0.01)
         loss.backward()
@@ -30,10 +30,10 @@ class Aggregator(Compression):
     fragments: parts of nearly equal size, cut between tensors, that reduce() takes one at a time. There may be
         fewer, if single tensors are large. A fragment's reduce() is a step of schedules and of the report.
     bucket_mb: tensors are compressed together in buckets of up to this many MB (10^6 bytes).
-    process_group: of torch.distributed. None: the default one.
-    of_updates: the tensors are what the optimizer has moved parameters by, and not gradients.
-    density, exchange and all others: as in skim.attach. The argument scale below
-        stands for scaler and updates_of, also where the optimizer is given.
+    process_group: a process group of torch.distributed. None: the default one.
+    of_updates: True: the tensors are not gradients but updates, by which the optimizer has moved parameters.
+    density, exchange and all others: as in skim.attach. There is no scaler and no updates_of: use
+        the argument scale of step() and reduce() instead, also if the optimizer is given.
 
     Raises InvalidArgument if a tensor or an option cannot work.
     """
@@ -75,7 +75,7 @@ class Aggregator(Compression):
         self._set_layout(buckets)
 
     def step(self, *, scale: float = 1.0) -> bool:
-        """Replaces every tensor's grad by the mean over the ranks of what was sent. Collective.
+        """Replaces every tensor's grad by the mean over the ranks of the entries sent. Collective.
 
         A grad that is None counts as zeros, and becomes a tensor. scale: the loss scale in the gradients.
         Returns whether to apply the gradients. False: a gradient of the group held NaN or infinity. Then
@@ -95,7 +95,7 @@ class Aggregator(Compression):
 
     @torch.no_grad()
     def reduce(self, tensors: Sequence[torch.Tensor], *, fragment: int = 0, scale: float = 1.0) -> bool:
-        """As step, but for the given tensors, in place: those of a fragment, with shapes and order of the start."""
+        """As step(), but in place for the given tensors: those of a fragment, with their first shapes and order."""
         lengths = [self.lengths[i] for i in self.fragments[fragment]]
         if [t.numel() for t in tensors] != lengths:
             raise _core.InvalidArgument(
@@ -149,7 +149,7 @@ def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:
 
 
 def _fragments(tensors: list[torch.Tensor], count: int) -> list[tuple[int, ...]]:
-    """The indices of each fragment's tensors: tensor i goes by the place of its middle among all entries."""
+    """The indices of each fragment's tensors. A tensor belongs to the fragment in which its middle entry lies."""
     total = sum(t.numel() for t in tensors)
     found: list[list[int]] = [[] for _ in range(count)]
     before = 0

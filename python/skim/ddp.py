@@ -41,16 +41,17 @@ def attach(
 
     Call it once, on every rank, with the same arguments, before or between training steps. Each rank
     then sends only the largest entries of its gradient. It keeps the rest in a residual, which it adds
-    to the gradient of the next step. The optimizer gets the mean over the ranks of what was sent.
+    to the gradient of the next step. The optimizer gets the mean over the ranks of the entries sent.
 
     density: the fraction k/n of gradient entries that each rank sends, in (0, 1]. Or a schedule, such
         as skim.listed_density(...) or an object of your own (skim.protocols).
     exchange: "auto" chooses the fastest exchange for each bucket. Or a name of skim.exchanges.
-    optimizer: the model's torch.optim.SGD, Adam or AdamW. Momentum correction then takes the place of its
-        momentum (Adam: of its first moment), which becomes 0, so that no momentum counts twice. For SGD,
-        residuals also hold updates (updates_of), and weight_decay becomes what momentum would have made
-        of it. Use it: sparse training is much closer to dense training with it (docs/pytorch.md). Not
-        together with momentum_correction, momentum_dampening, nesterov_correction and local.
+    optimizer: the model's torch.optim.SGD, Adam or AdamW. Give it: sparse training then ends much closer
+        to dense training (docs/pytorch.md). Momentum correction replaces its momentum (Adam: its first
+        moment). The optimizer's own momentum becomes 0, so that no momentum counts twice. For SGD,
+        residuals also hold updates (updates_of), and weight_decay is multiplied by
+        (1 - dampening) / (1 - momentum), because momentum no longer sums it up. Not together with
+        momentum_correction, momentum_dampening, nesterov_correction and local.
     scaler: the GradScaler, if you use one. Residuals are then kept unscaled.
     updates_of: the optimizer (SGD). Residuals then hold updates: gradients times the learning rate of
         the optimizer's first group. A learning rate that falls then does not shrink entries that wait.
@@ -66,7 +67,7 @@ def attach(
     options: any option of skim.Reducer, which help(skim.Reducer) lists. Among them:
         select: the rule that selects the entries: one of skim.select_algos.
         value_code: of values on the wire: one of skim.value_codes. The default here is "q4": 4-bit values
-            with scales for blocks. What rounding takes off stays in the residual.
+            with scales for blocks. The rounding error stays in the residual.
         momentum_correction: in [0, 1); 0: none. Use it instead of the optimizer's momentum.
         local_clip: limit of the norm of this rank's gradient, before compression; 0: no limit.
         feedback: False: there is no residual, and entries that are not sent are lost.
@@ -131,11 +132,11 @@ def state_dict(model: Any) -> dict[str, torch.Tensor]:
 def load_state_dict(model: Any, state: Mapping[str, torch.Tensor]) -> None:
     """Restores what state_dict returned.
 
-    state: this rank's. If the number of ranks has changed: those of all P ranks of the saved run, in one
-        dict. Each residual then becomes (1/P) times the sum of the saved ones.
+    state: the state of this rank. If the number of ranks has changed: the states of all P ranks of the
+        saved run, in one dict. Each residual then becomes (1/P) times the sum of the saved ones.
 
-    The names and lengths of parameters must be the same; the buckets may differ. Raises StateError if
-    the state is damaged or does not fit. Nothing has changed then.
+    The names and lengths of parameters must be the same; the buckets may differ. Raises StateError if the
+    state is damaged or does not fit. After this error nothing has changed.
     """
     compression_of(model).load_state_dict(state)
 
@@ -167,7 +168,7 @@ def state_template(checkpoint_id: Any, prefix: str = "skim") -> dict[str, torch.
 class DdpCompression(Compression):
     """The compression of one model. skim.attach makes it.
 
-    Set `epoch` once an epoch if the density is a schedule that goes by epochs.
+    Set `epoch` once an epoch if the density is a schedule that depends on epochs.
     """
 
     def __init__(
@@ -217,7 +218,8 @@ class DdpCompression(Compression):
         with self.lock:
             was_open = self._step_open
             super().finish_step(skip=skip)
-            # DDP rebuilds its buckets after the first step. They are settled once two steps had the same.
+            # DDP rebuilds its buckets after the first step. They are settled once two steps in a row had the
+            # same buckets.
             if was_open and self.buckets is None and self._seen == self._seen_before:
                 self._set_layout(list(self._seen))
                 self.statistics.buckets_stand()

@@ -24,7 +24,7 @@ OF_RANK = re.compile(r"(replica|sent_from)_(\d+)_(\d+)$")
 
 @dataclasses.dataclass
 class _Arrived:
-    """What came out of an exchange, one tensor for each parameter of the fragment."""
+    """The result of an exchange: one tensor for each parameter of the fragment."""
 
     applied: bool  # False: the update of some rank was NaN or infinite
     means: Sequence[torch.Tensor]
@@ -53,10 +53,10 @@ class LocalSteps:
         local.finish()                 # after the last step
 
     A round is `every` steps. All ranks have the same shared parameters x, and each has a residual e. A rank
-    starts the round at x - ahead * e and moves by -u in its local steps. Then the ranks exchange e + u, of
-    which each sends the largest entries and keeps the rest as its new e:
+    starts the round at x - ahead * e and moves by -u in its local steps. Then the ranks exchange e + u. Each
+    sends the largest entries and keeps the rest as its new e:
 
-        x = x - outer_lr * (mean over the ranks of what was sent)
+        x = x - outer_lr * (mean over the ranks of the entries sent)
 
     With outer_momentum, x follows Nesterov momentum over these means, as torch.optim.SGD with nesterov=True.
 
@@ -69,30 +69,32 @@ class LocalSteps:
         the same with fragments=3, delay=5
                             Streaming DiLoCo (arXiv 2501.18512), without its mixing factor
 
-    With delay > 0 an exchange runs on a thread of its own beside the next steps, and its mean is applied so many
-    steps later. A rank keeps what it has moved in the meantime. So a link that needs no longer than `delay` steps
-    costs no time. With fragments > 1 the parameters are exchanged in as many parts, in turn, over the steps of a
-    round. So a part needs less time, and a smaller delay.
+    With delay > 0 an exchange runs on a thread of its own beside the next steps, and its mean is applied `delay`
+    steps later. A rank keeps the moves that it has made in the meantime. An exchange that takes no longer than
+    `delay` steps costs no time. With fragments > 1 the parameters are exchanged in that many parts, in turn, over
+    the steps of a round. The exchange of a part takes less time, so a smaller delay is enough.
 
     Between rounds the ranks' parameters differ. `shared()` and model.state_dict() give x, so that nobody
     evaluates or saves one rank's replica by mistake; model.load_state_dict() loads x. Buffers, such as those of
     batch norm, stay each rank's own.
 
-    model: any module that is whole on every rank; not a DistributedDataParallel. All ranks take rank 0's
+    model: any module that is whole on every rank, but not a DistributedDataParallel. All ranks take rank 0's
         parameters at the start.
-    optimizer: any; its state is never exchanged. With every=1, momentum correction takes the place of the
-        momentum of an SGD, as in skim.attach(optimizer=...): an entry that was sent has no velocity any more.
-    every: steps of a round, at least 1.
+    optimizer: any optimizer. Its state is never exchanged. With every=1, momentum correction replaces the
+        momentum of an SGD, as in skim.attach(optimizer=...): the velocity of an entry becomes 0 when it is sent.
+    every: the number of steps of a round, at least 1.
     density: the fraction of entries that each rank sends in a round, or a schedule (skim.attach).
     ahead: in [0, 1]: the part of its residual that a rank applies to its own parameters at once.
     outer_lr: > 0.  outer_momentum: in [0, 1).
     delay: in [0, every]: steps from the start of an exchange to the application of its mean.
-    fragments: in [1, every]: parts of nearly equal size, cut between parameters. Each has an exchange a round.
+    fragments: in [1, every]: the number of parts, which have nearly equal sizes and are cut between parameters.
+        Each part is exchanged once a round.
     exchange, value_code, residual_decay, and the other options: as in skim.Aggregator.
 
-    Memory, in floats for each parameter: x, the residual, and with outer_momentum one more; for each parameter
-    that is being exchanged up to three more. Not thread-safe. Collective: the constructor, finish(), exchange(),
-    load_state_dict(), and the last step of each round, or with delay the step in which the mean is applied.
+    Memory for each parameter: one float for x and one for the residual. outer_momentum takes one more. A
+    parameter that is being exchanged takes up to three more. Not thread-safe. Collective: the constructor,
+    finish(), exchange(), load_state_dict(), the last step of each round, and with delay the step in which the
+    mean is applied.
     Raises InvalidArgument if the model or an option cannot work.
     """
 
@@ -162,8 +164,8 @@ class LocalSteps:
     def step(self, *, idle: bool = False) -> None:
         """optimizer.step(), and the exchange if it ends a round.
 
-        idle: this rank has no batch for this step, and leaves its parameters as they are. It still takes part
-        in the exchange. So ranks with unequal numbers of batches can take equally many steps.
+        idle: True: this rank has no batch for this step, and its parameters stay as they are. It still takes
+        part in the exchange. So ranks with unequal numbers of batches can take equally many steps.
         """
         if not idle:
             self._expect_training("step")
@@ -171,7 +173,7 @@ class LocalSteps:
         self.after_step()
 
     def after_step(self) -> None:
-        """As step, if the optimizer has made its step already (GradScaler.step does)."""
+        """Call it instead of step() if the optimizer has already made its step, as after GradScaler.step."""
         self._expect_training("step")
         self._steps += 1
         for flight in self._flights.values():
@@ -187,8 +189,9 @@ class LocalSteps:
     def exchange(self) -> bool:
         """Ends the round now. Collective. Ranks may have taken different numbers of steps in it.
 
-        Returns False if the parameters of a rank have become NaN or infinite. Nothing was delivered then: x is as
-        it was, and the finite updates are kept in the residuals. With non_finite="raise", raises NonFiniteError.
+        Returns False if the parameters of a rank have become NaN or infinite. Nothing was delivered then. x stays
+        as it was, and the residuals keep the finite updates. With non_finite="raise", raises NonFiniteError
+        instead.
         """
         self._expect_training("exchange")
         self._steps = 0
@@ -199,7 +202,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def _depart(self, f: int, delay: int) -> bool:
-        """Begins the exchange of a fragment. Without delay it also ends it, and returns as exchange()."""
+        """Begins the exchange of a fragment. Without delay it also ends the exchange. Returns as exchange()."""
         here = [self._parameters[i].detach().to(torch.float32, copy=delay > 0) for i in self._fragments[f]]
         flight = self._flights[f] = _Flight(delay, here, Future())
 
@@ -279,7 +282,7 @@ class LocalSteps:
     @contextlib.contextmanager
     @torch.no_grad()
     def shared(self) -> Iterator[torch.nn.Module]:
-        """Inside, the model's parameters are x, which all ranks have in common. Afterwards they are this rank's again."""
+        """In the block, the model's parameters are x, which is equal on all ranks. After it, they are this rank's own."""
         if self._is_shared or self._finished:
             yield self.model
             return
@@ -304,7 +307,7 @@ class LocalSteps:
         self._restart()
 
     def _discard_flights(self) -> None:
-        """What they bring is for an x that is no more."""
+        """Discards open exchanges, because their means belong to an x that has been replaced."""
         for flight in self._flights.values():
             flight.arrived.exception()  # waits
         self._flights.clear()
@@ -317,8 +320,8 @@ class LocalSteps:
     def finish(self) -> None:
         """Ends an open round, and leaves x in the model. Collective. Training is over after it.
 
-        What the residuals still hold is lost. A last exchange at density 1 would deliver it, but does not help as
-        a rule.
+        The mass in the residuals is lost. A last exchange at density 1 would deliver it, but usually does not
+        help.
         """
         if self._finished:
             return
@@ -344,9 +347,9 @@ class LocalSteps:
         return self._aggregator.report()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All that a run goes on from, besides the optimizer: x, the residual, the place in the round.
+        """The state from which a run continues, without the optimizer's: x, the residual, the place in the round.
 
-        Every rank saves its own. The optimizer's state is each rank's own, too.
+        Every rank must save its own, and its optimizer's state too.
         """
         rank, size = self._aggregator.comm.rank, self._aggregator.comm.size
         arrived = {f: flight.arrived.result() for f, flight in self._flights.items()}
@@ -369,10 +372,11 @@ class LocalSteps:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Goes on from state_dict(): this rank's, on as many ranks; or those of all ranks of the saved run in one dict.
+        """Restores a state_dict(): this rank's, or, if the number of ranks has changed, those of all ranks in one dict.
 
-        Load the model's state, if at all, before this. On another number of ranks every rank starts with the
-        means over the old ranks: of their residuals, and in the middle of a round of their replicas. Raises StateError, and nothing has changed.
+        If you load the model's state, load it before this. On another number of ranks every rank starts with the
+        mean of the old residuals and, in the middle of a round, the mean of the old replicas. Raises StateError
+        if the state does not fit; nothing has changed then.
         """
         n, count = sum(x.numel() for x in self._shared), len(self._fragments)
         for key, length in (("round", 1), ("shared", n), ("steps_left", count)):
@@ -422,7 +426,7 @@ def _is_sgd_with_momentum(optimizer: Any) -> bool:
 
 
 class _Hook:
-    """What the model calls. A copy of the model is not trained by local steps, so a copy of this does nothing."""
+    """A hook of the model. Local steps do not train a copy of the model, so a copy of the hook does nothing."""
 
     def __init__(self, call: Any = None) -> None:
         self.call = call

@@ -50,7 +50,7 @@ class OwnSchedule(Protocol):
 
 
 class OwnLocalHalf(Protocol):
-    """The local half of a step: what happens to this rank's gradient and residual, wherever their memory is.
+    """The local half of a step: all work on this rank's gradient and residual, wherever their memory is.
 
     The gradient `grad` is the object that Reducer.reduce() was called with, for example a tensor on a GPU.
     The reducer does not look at it. It exchanges only entries and dense sums with the local half, as NumPy
