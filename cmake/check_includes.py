@@ -10,7 +10,7 @@ from pathlib import Path
 
 LAYERS = [
     {"types", "error", "names", "version"},
-    {"select", "feedback", "codec", "analysis", "communicator", "mpi", "report"},
+    {"select", "feedback", "codec", "analysis", "communicator", "mpi", "quality", "report"},
     {"cost"},
     {"exchange"},
     {"schedule", "chooser", "local_half"},

@@ -50,7 +50,7 @@ for _share in DENSITY:
         f"DeMo, {_share}": ["demo", DENSITY[_share]],
     }
 # A sweep of the density, for docs/results/quality.md: S against the distance to dense.
-SWEEP = (0.001, 0.003, 0.01, 0.028, 0.05, 0.1)
+SWEEP = (0.001, 0.003, 0.01, 0.028, 0.1)
 for _density in SWEEP:
     for _name, _kind in (("momentum after the sum", "after-sum"), ("momentum correction", "correction"),
                          ("step ahead", "local")):  # fmt: skip

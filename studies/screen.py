@@ -51,6 +51,23 @@ class Sender:
 
 
 ADAM = ("gpt", "lstm")
+VARIANTS = {
+    "over_senders": "mean over the senders",
+    "dense_1d": "one-dimensional parameters whole",
+    "flush_every": "flush every {} steps",
+    "flush_last": "flush at the end",
+    "flush_drops": "flush before drops",
+    "momentum_residual": "momentum {:g} as the residual",
+    "stays": "{:g} of what was sent stays",
+    "dct": "DCT in blocks",
+    "sign": "sign of the mean",
+}
+
+
+def variant_of(options):
+    """What differs from the base, in words."""
+    chosen = [(text, getattr(options, name)) for name, text in VARIANTS.items()]
+    return ", ".join(text.format(value) for text, value in chosen if value) or "base"
 
 
 def main():
@@ -136,7 +153,7 @@ def main():
             x.addcdiv_(mean, (second / (1 - 0.999 ** (step + 1))).sqrt_().add_(1e-8), value=-lr)
         else:
             x.mul_(1 - lr * 5e-4 * 10).sub_(mean, alpha=lr if o.momentum_residual else 1.0)
-    row = {**vars(o), "n": n, "seconds": round(time.perf_counter() - began, 1), "entries": round(sent / (o.ranks * o.steps * n), 6)}
+    row = {"variant": variant_of(o), **vars(o), "n": n, "seconds": round(time.perf_counter() - began, 1), "entries": round(sent / (o.ranks * o.steps * n), 6)}
     for part in ("validation", "test"):
         for metric, value in task.evaluate(model, part).items():
             row[f"{part}_{metric}"] = round(value, 4)

@@ -25,8 +25,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CLUSTER = str(ROOT / "scripts/cluster/cluster")
 NET = "10.77.7"
 PORT = "29517"
-METHODS = ["dense", "dense, 16 bit", "PowerSGD, rank 1", "DiLoCo, 50 steps", "momentum correction, 1 %", "step ahead, 1 %",
-           "step ahead, a step late, 1 %", "step ahead, a step late, 0.1 %", "15 local steps, ahead, 1 %"]
+METHODS = ["dense", "momentum correction, 1 %", "step ahead, a step late, 1 %", "15 local steps, ahead, 1 %",
+           "DiLoCo, 50 steps", "dense, 16 bit", "DeMo, 1 %", "PowerSGD, rank 1"]
 
 
 def cluster(*words, **options):

@@ -21,6 +21,7 @@ import sys
 
 import adaptive_k
 import quality
+import slow_link
 from published import PUBLISHED, PUBLISHED_RANKS, ZOU_METHODS, ZOU_SAVING, ZOU_UNION, zou_accuracy
 
 SEEDS = ("1", "2", "3")
@@ -136,7 +137,7 @@ def quality_of(task, ranks):
     def load(folder):
         by_method = {}
         for row in lines(folder, "quality.jsonl"):
-            if (row["task"], row["ranks"]) == (task, ranks):
+            if (row["task"], row["ranks"]) == (task, ranks) and ", density" not in row["label"]:
                 by_method.setdefault(row["label"], []).append(row)
         metric = "test_accuracy" if "test_accuracy" in next(iter(by_method.values()))[0] else "test_loss"
         found = []
@@ -147,12 +148,61 @@ def quality_of(task, ranks):
             one = {"method": method, "rate": best, "rates": len(first), "seeds": len(at_best)}
             one["percent"] = 100 * statistics.mean(row["share"] for row in at_best)
             one["sent"] = at_best[0]["steps"] / at_best[0]["every"]
-            if at_best[0]["method"] in ("after-sum", "correction", "local"):
+            if at_best[0]["method"] in ("after-sum", "correction", "local", "demo"):
                 one["sent"] *= at_best[0]["density"]
             elif at_best[0]["method"] == "alone":
                 one["sent"] = 0
             found.append(one | over([row[metric] for row in at_best], "value"))
         return [row | {"behind": row["value"] - found[0]["value"]} for row in found]
+    return load
+
+
+SWEPT = ("momentum correction", "step ahead", "momentum after the sum")
+
+
+def entry_sends(folder):
+    """A row for each density of the GPT's sweep on 2 ranks: how far each method is behind dense, of seed 0."""
+    rows = [row for row in lines(folder, "quality.jsonl") if (row["task"], row["ranks"], row["steps"]) == ("gpt", 2, 1000)]
+
+    def best(label):
+        mine = [row for row in rows if row["label"] == label]
+        return [row["test_loss"] for row in mine if row["lr"] == quality.best_rate([r for r in mine if r["seed"] == 0])]
+
+    dense, found = statistics.mean(best("dense")), []
+    for density in quality.SWEEP:
+        one = {"density": density, "sends": 1000 * density}
+        for name in SWEPT:
+            label = f"{name}, 1 %" if density == quality.DENSITY["1 %"][2] else f"{name}, density {density:g}"
+            if any(row["label"] == label for row in rows):
+                one[name] = statistics.mean(best(label)) - dense
+        if len(one) > 2:
+            found.append(one)
+    return found
+
+
+def screens(task):
+    """A row for each variant of screen.py, and how far it is from the base under the same schedule of the rate."""
+    def load(folder):
+        rows = [row for row in lines(folder, "screen.jsonl") if row["task"] == task]
+        metric = "test_accuracy" if "test_accuracy" in rows[0] else "test_loss"
+        base = {row["drops"]: row[metric] for row in rows if row["variant"] == "base"}
+        return [row | {"value": row[metric], "percent": 100 * row["entries"], "gain": row[metric] - base[row["drops"]],
+                       "rate_falls": "in drops" if row["drops"] else "cosine"} for row in rows]
+    return load
+
+
+def slow_links(task):
+    """A row for each method of slow_link.py: seconds until the target, and the value at the end, on each link."""
+    def load(folder):
+        rows = [row for row in lines(folder, "slow-link.jsonl") if row["task"] == task]
+        target, found = slow_link.target_of(rows), {}
+        for row in rows:
+            one = found.setdefault(row["label"], {"method": row["label"]})
+            reached = slow_link.seconds_to(row, target)
+            one |= {f"seconds_{row['link']}": "never" if reached is None else f"{reached:.0f} s",
+                    f"whole_{row['link']}": row["seconds"], f"share_{row['link']}": 100 * row["share"]}
+            one["end"] = row["curve"][-1][2]
+        return list(found.values())
     return load
 
 
@@ -277,6 +327,9 @@ RULES = {"rule": "{rule}", "error feedback": ("{feedback}", " "), "density": ("{
          "train loss": ("{train_loss:.4f}", "diverged"), "accuracy %": "{accuracy:.2f}",
          "bytes sent per step and rank": "{sent_bytes_per_step:,}"}
 
+# Task, ranks, metric, digits.
+QUALITY_TABLES = (("gpt", 2, "loss", ".3f"), ("gpt", 4, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"))
+
 TABLES = [
     Table("README.md", "claims", claims, {
         "claim": "{claim}", "verdict": "{verdict}", "number": "{number}", "page": "[{page}]({page}#{anchor})"}),
@@ -305,6 +358,11 @@ TABLES = [
                  for rule in ("survivors", "merger-keeps", "sender-keeps")}}),
     Table("accuracy.md", "drop-rules", kept("drop-rules.jsonl", "training"), {
         "P": "{ranks}", "rule": "{rule}", "train loss": "{train_loss:.4f} ± {train_loss_deviation:.4f}",
+        "test loss": "{test_loss:.4f} ± {test_loss_deviation:.4f}",
+        "accuracy %": "{accuracy:.2f} ± {accuracy_deviation:.2f}"}),
+    Table("accuracy.md", "drop-rules-long", kept("drop-rules.jsonl", "training-long"), {
+        "exchange": "{exchange}", "rule": "{rule}", "seeds": "{seeds}",
+        "train loss": "{train_loss:.4f} ± {train_loss_deviation:.4f}",
         "test loss": "{test_loss:.4f} ± {test_loss_deviation:.4f}",
         "accuracy %": "{accuracy:.2f} ± {accuracy_deviation:.2f}"}),
 
@@ -424,11 +482,13 @@ TABLES = [
                                  for p in (2, 4) for link in ("loopback", "1 Gbit/s")})
       for name in ("ddp-0.001", "ddp-0.01")),
     *(Table("quality.md", f"quality-{task}-{ranks}", quality_of(task, ranks), {
-        "method": "{method}", "bytes": "{percent:.3g} %", "S": "{sent:.4g}", "rate": "{rate:g}", "seeds": "{seeds}",
+        "method": "{method}", "bytes": "{percent:.3g} %", "S": "{sent:.4g}", "rate": "{rate:g}",
+        "rates tried": "{rates}", "seeds": "{seeds}",
         metric: ("{value:%s} ± {value_deviation:%s}" % (form, form), "{value:%s}" % form),
         "minus dense": "{behind:+%s}" % form})
-      for task, ranks, metric, form in (("gpt", 2, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"))),
-
+      for task, ranks, metric, form in QUALITY_TABLES),
+    Table("quality.md", "entry-sends", entry_sends, {
+        "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in SWEPT}}),
     Table("frames.md", "index-sizes", kept("frames.jsonl", "index-sizes"), {
         "index set": "{index_set}", "n": "{n:,}", "k": "{k:,}", "code taken": "{code}",
         "index, bytes": "{index_bytes:,}",

@@ -47,6 +47,19 @@ class Tables(unittest.TestCase):
         done = tables("--check")
         self.assertEqual(done.returncode, 0, done.stderr + "run studies/tables.py")
 
+    def test_the_library_says_of_quality_what_the_table_says(self):
+        source = (ROOT / "src/quality.cpp").read_text().replace("kLevelSends, .", "28.0, .")
+        told = {float(s): tuple(map(float, rest)) for s, *rest in re.findall(
+            r"\.entry_sends = ([\d.]+), \.correction = ([\d.]+), \.step_ahead = ([\d.]+), \.after_sum = ([\d.]+)", source)}
+        page = (ROOT / PAGES / "quality.md").read_text()
+        table = re.search(r"<!-- table: entry-sends -->\n(.*?)<!-- end -->", page, re.DOTALL)[1]
+        rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:]]
+        measured = {float(row[1]): tuple(map(float, row[2:])) for row in rows}
+        self.assertGreaterEqual(len(told), 4)
+        for sends, of_library in told.items():  # which says it with two digits
+            for a, b in zip(of_library, measured[sends], strict=True):
+                self.assertLess(abs(a - b), 0.0051, sends)
+
     def test_a_number_that_was_changed_on_a_page_is_found(self):
         self.change(f"{PAGES}/accuracy.md", "| gtopk:0.001 | 1.0086 | 76.69 |", "| gtopk:0.001 | 1.0086 | 78.69 |")
         self.assert_found("accuracy.md: cifar-resnet20", "has  | gtopk:0.001 | 1.0086 | 78.69", "76.69")

@@ -43,8 +43,9 @@ std::span<const std::string_view> names_of<ExchangeKind>() noexcept;
 // Says which rank gets back an entry that a lossy merge drops. The entry joins that rank's
 // residual.
 enum class DropPolicy : std::uint8_t {
-  survivors,  // the merger if the index survives elsewhere, otherwise its owners: exact (default)
-  merger_keeps,  // the rank that dropped it: exact too, but residual piles up on low ranks
+  survivors,     // the merger if the index survives elsewhere, otherwise its owners: exact
+  merger_keeps,  // the rank that dropped it: exact too, and trains best (default). With gtopk_tree
+                 // residuals pile up on low ranks
   sender_keeps,  // each sender, if the index is absent from the result: as published for gTop-k;
                  // loses mass if an index survives on one branch and is dropped on another
 };
@@ -83,7 +84,7 @@ struct HierarchyOptions {
 
 struct ExchangeOptions {
   ExchangeKind kind = ExchangeKind::allgather;
-  DropPolicy drop = DropPolicy::survivors;  // gtopk, gtopk_tree
+  DropPolicy drop = DropPolicy::merger_keeps;  // gtopk, gtopk_tree
   OkTopKOptions oktopk = {};
   HierarchyOptions hierarchy = {};
   ServerOptions server = {};

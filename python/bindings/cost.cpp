@@ -3,6 +3,7 @@
 
 #include "python/bindings/keywords.hpp"
 #include "skim/exchange.hpp"
+#include "skim/quality.hpp"
 
 namespace skim::python {
 namespace {
@@ -114,6 +115,10 @@ void bind_cost(nb::module_& m) {
         "compute_s, in [0, 1], can hide time of the link.");
   m.def("duration_text", &duration_text, "seconds"_a,
         "The duration as text, such as '8.9 ms' or '1.35 s'.");
+  m.attr("level_sends") = kLevelSends;
+  m.def("quality_note", &quality_note, "density"_a, "steps"_a,
+        "What to expect of a run of so many steps, by S = density * steps: how often a rank sends "
+        "the average entry. steps > 0.");
 }
 
 }  // namespace skim::python

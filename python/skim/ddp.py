@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -56,7 +57,8 @@ def attach(
     updates_of: the optimizer (SGD). Residuals then hold updates: gradients times the learning rate of
         the optimizer's first group. A learning rate that falls then does not shrink entries that wait.
         Not together with local_clip.
-    total_steps: the number of steps of the run, for schedules that plan ahead; 0: not known.
+    total_steps: the number of steps of the run; 0: not known. Schedules plan ahead with it. If the
+        density is a number, rank 0 warns of a run in which the average entry is sent too rarely.
     non_finite: if a gradient of any rank holds NaN or infinity, the step is taken back on all ranks.
         "pass-on": the mean then holds a NaN, for a GradScaler or your loop to see. "raise": backward
         raises on all ranks.
@@ -79,7 +81,8 @@ def attach(
     writer: a TensorBoard SummaryWriter, or any object with add_scalar(tag, value, step).
     dry_run: True (20 steps) or a number of steps >= 1. Trains without compression, as before, and
         measures that many steps and the link. Then rank 0 prints whether compression would pay, with
-        which density and exchange, and the predicted speed-up. Ignores the other options except timeout.
+        which density and exchange, and the predicted speed-up. With total_steps it also says what is
+        known about the quality. Ignores the other options except timeout.
 
     Returns the DdpCompression, or the DryRun. You need not keep it: skim.compression_of(model) and the
     other functions find the DdpCompression by the model.
@@ -89,7 +92,7 @@ def attach(
     if ddp in _attached:
         raise _core.InvalidArgument("skim.attach: this model has been attached already")
     if dry_run:
-        return DryRun(ddp, 20 if dry_run is True else dry_run, timeout)
+        return DryRun(ddp, 20 if dry_run is True else dry_run, timeout, total_steps)
     compressed = Options(
         density=density, optimizer=optimizer, total_steps=total_steps, selector=selector, local=local,
         non_finite=non_finite, others={"exchange": exchange, **options},
@@ -107,6 +110,9 @@ def attach(
         )
     compression = DdpCompression(ddp, compressed, scaler, updates_of, timeout, writer)
     _attached[ddp] = compression
+    if compression.comm.rank == 0 and total_steps > 0 and isinstance(density, (int, float)):
+        if density * total_steps < _core.level_sends:
+            warnings.warn("skim.attach: " + _core.quality_note(density, total_steps), stacklevel=2)
     return compression
 
 

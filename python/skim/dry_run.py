@@ -32,11 +32,11 @@ class Prediction:
 class DryRun:
     """A dry run. skim.attach(..., dry_run=True) makes it. `verdict` is empty until all steps are measured."""
 
-    def __init__(self, ddp: DistributedDataParallel, steps: int, timeout: float) -> None:
+    def __init__(self, ddp: DistributedDataParallel, steps: int, timeout: float, total_steps: int = 0) -> None:
         if steps < 1:
             raise _core.InvalidArgument(f"skim.attach: dry_run must be True or a number of steps >= 1, not {steps}")
         self.comm = connect(ddp.process_group, timeout=timeout)
-        self.steps = steps
+        self.steps, self.total_steps = steps, total_steps
         # Medians over the steps, in seconds: of the slowest rank, and exposed_s of the quickest one.
         self.step_s = self.compute_s = self.exposed_s = 0.0
         self.link: _core.Link | None = None
@@ -149,8 +149,13 @@ class DryRun:
         return (
             f'verdict: it would pay: skim.attach(model, density={density:g}, exchange="auto") ({chosen.exchange}), predicted '
             f"{_ms(chosen.step_s)} a step, {self.step_s / chosen.step_s:.2f} times as fast; residuals take "
-            f"{4e-6 * sum(g.numel() for g in self._gradients):.1f} MB a rank. What it does to accuracy only training tells."
-        )
+            f"{4e-6 * sum(g.numel() for g in self._gradients):.1f} MB a rank. "
+        ) + self._quality(density)
+
+    def _quality(self, density: float) -> str:
+        if self.total_steps == 0:
+            return "What it does to accuracy only training tells."
+        return "\n" + _core.quality_note(density, self.total_steps)
 
 
 # No annotations: see ddp.py.

@@ -13,6 +13,7 @@ import pickle
 import sys
 import tempfile
 import traceback
+import warnings
 
 import numpy as np
 import skim
@@ -750,6 +751,19 @@ def case_dry_run_trains_as_before():
     assert len(set(gathered(watcher.verdict))) == 1
     assert "speed-up" in str(watcher) and len(str(watcher).splitlines()) == 9
     expect(skim.InvalidArgument, "dry_run must be True or", skim.attach, DDP(Linear()), dry_run=-3)
+
+    rare = skim.attach(DDP(Linear()), dry_run=3, total_steps=1000)._quality(0.003)
+    assert "S = density x steps = 3:" in rare and "density 0.028" in rare, rare
+
+
+def case_total_steps_tell_of_rare_sends():
+    for density, told in ((0.003, True), (0.028, False), (skim.listed_density([], 0.003), False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            skim.attach(DDP(Linear()), density=density, total_steps=1000)
+        found = [str(w.message) for w in caught if "skim.attach" in str(w.message)]
+        assert len(found) == (1 if told and RANK == 0 else 0), found
+        assert all("needs density 0.028" in text for text in found), found
 
 
 # ---- without DDP

@@ -87,6 +87,9 @@ class Quality(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             rows.append(json.loads(done.stdout))
         self.assertEqual(len({row["test_loss"] for row in rows}), len(rows))
+        self.assertEqual([row["variant"] for row in rows],
+                         ["base", "mean over the senders, flush at the end",
+                          "momentum 0.9 as the residual, DCT in blocks, sign of the mean"])  # fmt: skip
         base, flushed = rows[0]["entries"], rows[1]["entries"]
         self.assertAlmostEqual(flushed, (2 * base + 1.0) / 3, places=4)
 

@@ -192,11 +192,11 @@ class Script(Case):
             self.assertIn(f"== 4 ranks over {link}\n", out)
         self.assertIn("  step 4/4  ", out)
         for link in ("memory speed", "1 Gbit/s", "100 Mbit/s"):
-            self.assertIn(f"At {link} neither gtopk at 1 % nor dense reached 93 % accuracy", out)
+            self.assertIn(f"At {link} neither allgather at 2 % nor dense reached 93 % accuracy", out)
         self.assertRegex(out, r"\n(Picture: .*/demo\.svg, .*/demo\.png|No picture: .*)\n$")
 
     def test_ctrl_c_ends_everything(self):
-        metrics = self.dir / "memory.jsonl"
+        metrics = self.dir / "memory-dense.jsonl"
         run = self.start("--steps", 1000000, "--eval-epochs", 0)
         self.addCleanup(lambda: is_running(run.pid) and os.killpg(run.pid, signal.SIGKILL))
         self.wait_for_step(run, metrics, 3)

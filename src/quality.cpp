@@ -1,0 +1,72 @@
+// The measured distance to dense training, and its text.
+#include "skim/quality.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+
+#include "skim/error.hpp"
+
+namespace skim {
+namespace {
+
+// Tolerance for the rounding of products such as 0.07 x 1000.
+constexpr double kRounding = 1e-9;
+
+// docs/results/quality.md has the command; a test compares these figures with its table.
+constexpr std::array<MeasuredQuality, 5> kMeasured{{
+    {.entry_sends = 1.0, .correction = 0.29, .step_ahead = 0.10, .after_sum = 0.44},
+    {.entry_sends = 3.0, .correction = 0.06, .step_ahead = 0.06, .after_sum = 0.19},
+    {.entry_sends = 10.0, .correction = 0.03, .step_ahead = 0.04, .after_sum = 0.10},
+    {.entry_sends = kLevelSends, .correction = 0.01, .step_ahead = 0.04, .after_sum = 0.07},
+    {.entry_sends = 100.0, .correction = 0.01, .step_ahead = 0.03, .after_sum = 0.05},
+}};
+
+template <class... Args>
+std::string text_of(const char* format, Args... args) {
+  std::array<char, 128> text{};
+  std::snprintf(text.data(), text.size(), format, args...);
+  return text.data();
+}
+
+}  // namespace
+
+std::span<const MeasuredQuality> measured_quality() noexcept { return kMeasured; }
+
+std::optional<double> density_of_sends(double sends, std::uint64_t steps) {
+  SKIM_EXPECTS(steps > 0, "density_of_sends: steps must be > 0");
+  const double exact = sends / static_cast<double>(steps);
+  const double digit = std::pow(10.0, std::floor(std::log10(exact)) - 1.0);
+  const double rounded = digit * std::ceil(exact / digit - kRounding);
+  return rounded < 1.0 ? std::optional(rounded) : std::nullopt;
+}
+
+std::string quality_note(double density, std::uint64_t steps) {
+  SKIM_EXPECTS(steps > 0, "quality_note: steps must be > 0");
+  const double sends = density * static_cast<double>(steps);
+  std::string note = text_of(
+      "S = density x steps = %.3g: how often a rank sends the average entry in the run.", sends);
+  if (sends >= kLevelSends * (1.0 - kRounding)) {
+    return note + text_of("\nWith momentum correction, a small GPT and a ResNet-8 ended level with "
+                          "dense at S = %g.",
+                          kLevelSends);
+  }
+  // The largest measured S that the run reaches.
+  const auto above = std::ranges::upper_bound(kMeasured, sends * (1.0 + kRounding), {},
+                                              &MeasuredQuality::entry_sends);
+  const MeasuredQuality& at = above == kMeasured.begin() ? kMeasured.front() : *(above - 1);
+  note += text_of(
+      "\nAt S = %g a small GPT ended %.2f nats behind dense with momentum correction, %.2f without "
+      "it,\n%.2f with local steps of one, and %.2f on one rank that trains alone.",
+      at.entry_sends, at.correction, at.after_sum, at.step_ahead, kAloneBehind);
+  if (const std::optional<double> level = density_of_sends(kLevelSends, steps)) {
+    note += text_of("\nAt S = %g, which needs density %g, momentum correction was level with dense.",
+                    kLevelSends, *level);
+  } else {
+    note += text_of("\nOnly dense exchange reaches S = %g in so few steps.", kLevelSends);
+  }
+  return note;
+}
+
+}  // namespace skim
