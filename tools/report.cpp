@@ -183,14 +183,28 @@ train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const s
 
 namespace {
 
-// The options with the run's choices filled in, where the options leave them open.
-train::TrainOptions effective(train::TrainOptions o, const train::Summary& s) {
-  o.memory = train::memory_of(o);
-  if (train::is_adaptive(o)) o.adaptive_form = train::form_of(o);
-  if (train::is_dense(o)) o.density = 1.0;
+// The options as JSON, with the values that the run derived from other options. "derived" lists
+// their names.
+nlohmann::json effective(train::TrainOptions o, const train::Summary& s) {
+  nlohmann::json derived = nlohmann::json::array();
+  if (!o.memory) {
+    o.memory = train::memory_of(o);
+    derived.push_back("memory");
+  }
+  if (train::is_adaptive(o) && !o.adaptive_form) {
+    o.adaptive_form = train::form_of(o);
+    derived.push_back("adaptive_form");
+  }
+  if (train::is_dense(o)) {
+    o.density = 1.0;
+    derived.push_back("density");
+  }
+  derived.push_back(o.steps > 0 ? "epochs" : "steps");
   o.steps = s.length.total;
   o.epochs = s.length.epoch(s.length.total);
-  return o;
+  nlohmann::json all = train::options_json(o);
+  all["derived"] = std::move(derived);
+  return all;
 }
 
 }  // namespace
@@ -199,7 +213,7 @@ nlohmann::json to_json(const Row& row, int ranks) {
   const train::Summary& s = row.summary;
   const bool text = row.options.data.name == "text";
   const auto quality = [&](double x) { return s.evaluated() ? finite(x) : nlohmann::json(); };
-  nlohmann::json j = train::options_json(effective(row.options, s));
+  nlohmann::json j = effective(row.options, s);
   j.update({{"run", row.name},
             {"ranks", ranks},
             {"parameters", s.parameters},

@@ -30,11 +30,13 @@
 #include "tools/commands.hpp"
 #include "tools/json_file.hpp"
 #include "tools/launcher.hpp"
+#include "tools/repetition.hpp"
 #include "tools/report.hpp"
 #include "tools/summation.hpp"
 #include "tools/train_command.hpp"
 #include "tools/units.hpp"
 #include "train/data.hpp"
+#include "train/options_json.hpp"
 #include "train/simulation.hpp"
 
 namespace skim::tool {
@@ -44,20 +46,25 @@ constexpr std::uint64_t kWarm = 2;  // untimed steps: memory is allocated, oktop
 
 // The link of a rank, and the file for the result.
 struct LinkOptions {
-  std::string link, latency = "0us", json;
+  Link link{};
   bool link_only = false;
+  std::string json;
 
-  VirtualTime time() const {
-    return {{.alpha_s = parse_seconds("--latency", latency),
-             .beta_s_per_byte = parse_link("--link", link)},
-            !link_only};
-  }
+  VirtualTime time() const { return {link, !link_only}; }
 };
 
 void declare(CommandLine& line, LinkOptions& o) {
   line.group("The link of a rank, full duplex");
-  line.plain("--link", o.link, "RATE", "rate of payload, as 100mbit or 1gbit")->required();
-  line.option("--latency", o.latency, "TIME", "latency of a message, as 50us or 0.4ms");
+  const auto rate = [&o](const std::string& given) {
+    o.link.beta_s_per_byte = parse_link("--link", given);
+  };
+  const auto latency = [&o](const std::string& given) {
+    o.link.alpha_s = parse_seconds("--latency", given);
+  };
+  const bool repeats = o.link.beta_s_per_byte > 0.0;  // the run of a file, which has the link
+  line.call("--link", rate, "RATE", "rate of payload, as 100mbit or 1gbit")->required(!repeats);
+  line.call("--latency", latency, "TIME", "latency of a message, as 50us or 0.4ms")
+      ->default_str("0us");
   line.flag("--link-only", o.link_only,
             "count no processor time, only the link's: every run gives the same result");
   line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
@@ -287,8 +294,32 @@ struct TrainingOptions {
   train::TrainOptions train;
   train::SimulationOptions simulation;
   LinkOptions link;
-  std::string compute;
 };
+
+// The options that only a simulation has, by their names in its summary.
+template <class Options, class F>
+void each_simulation_field(Options& o, F&& f) {
+  f("ranks", o.simulation.ranks, kPositive);
+  f("alpha_s", o.link.link.alpha_s, kNotNegative);
+  f("beta_s_per_byte", o.link.link.beta_s_per_byte, kPositive);
+  f("link_only", o.link.link_only, FieldRange());
+  f("measure_delta", o.simulation.measure_delta, kPositive);
+  f("measure_constants", o.simulation.measure_constants, kPositive);
+}
+
+// Sets the options to those of the file's run. The command line is parsed afterwards and overrides
+// them.
+void take_over(const Repetition& r, TrainingOptions& o) {
+  if (r.runs.empty()) return;
+  if (r.runs.size() > 1) {
+    throw InvalidArgument(fmt::format("{} has {} runs; skim simulate repeats a file with one",
+                                      r.who(), r.runs.size()));
+  }
+  train::read_options(r.runs[0], o.train, r.who());
+  each_simulation_field(o, [&](const char* name, auto& member, const FieldRange& range) {
+    train::read_option(r.runs[0], name, member, {"", range}, r.who());
+  });
+}
 
 std::atomic<bool> g_stop{false};
 std::atomic<int> g_signal{0};
@@ -307,10 +338,8 @@ void check(TrainingOptions& o) {
     throw InvalidArgument("--json and --metrics are one file: '" + o.link.json + "'");
   }
   o.simulation.time = o.link.time();
-  if (!o.compute.empty()) o.simulation.compute_s = parse_seconds("--compute", o.compute);
   check_budget({Row{.name = train::exchange_name(o.train), .options = o.train, .summary = {}}});
   if (o.train.target_time.seconds > 0.0) {  // predictions use the simulated link and speeds
-    o.train.compute.seconds = o.simulation.compute_s.value_or(0.0);
     o.train.chooser.link = o.simulation.time.link;
     if (!o.simulation.time.processor_time) o.train.chooser.local = {};
   }
@@ -387,10 +416,8 @@ int run(TrainingOptions& o) {
   progress.end();
   nlohmann::json row =
       to_json(Row{.name = name, .options = o.train, .summary = s.run}, o.simulation.ranks);
-  const VirtualTime& time = o.simulation.time;
-  row["alpha_s"] = time.link.alpha_s;
-  row["beta_s_per_byte"] = time.link.beta_s_per_byte;
-  row["link_only"] = !time.processor_time;
+  each_simulation_field(
+      o, [&](const char* field, const auto& member, const FieldRange&) { row[field] = member; });
   row["total_s"] = s.total_s;
   row["wall_s"] = s.wall_s;
   json.write(nlohmann::json::array({row}));
@@ -402,13 +429,11 @@ int run(TrainingOptions& o) {
 
 void declare(CLI::App& app, TrainingOptions& o, bool& training, bool& toy) {
   CommandLine line(app);
+  describe_config(app, "repeat the run of a file that --json wrote");
   declare_form(line, training, toy);
   line.group("Ranks");
   line.option("--ranks", o.simulation.ranks, "P", "ranks, each a thread that exchanges")
       ->check(CLI::Range(1, 4096));
-  line.plain(
-      "--compute", o.compute, "TIME",
-      "time of forward and backward in a step, as 20ms [the measured median over the ranks]");
   line.plain("--measure-delta", o.simulation.measure_delta, "N",
              "every N steps, measure |x - sum|^2 / the mean of |x - RandK(x)|^2; x is the sum of "
              "the vectors that the ranks selected from")
@@ -445,6 +470,14 @@ int simulate_training(int argc, char** argv) {
   TrainingOptions o;
   bool training = false, toy = false;
   if (const char* dir = std::getenv("SKIM_DATA")) o.train.data.dir = dir;
+  Repetition repetition;
+  try {
+    repetition = repetition_of(argc, argv);
+    take_over(repetition, o);
+  } catch (const InvalidArgument& e) {
+    fmt::print(stderr, "skim simulate: {}\n", e.what());
+    return 2;
+  }
   CLI::App app(
       "Trains like a group of ranks, but in this process, with one copy of the parameters and the "
       "real selection and exchange. The time of a step is simulated: computing, plus the processor "
@@ -457,7 +490,8 @@ int simulate_training(int argc, char** argv) {
       "stopped by signal N.\n\n"
       "Example:\n"
       "  skim simulate --train --ranks 100 --link 1gbit --latency 0.4ms --model mlp --steps 20");
-  return parse_and_run(app, argc, argv, [&] { return run(o); });
+  return parse_and_run(app, static_cast<int>(repetition.arguments.size()),
+                       repetition.arguments.data(), [&] { return run(o); });
 }
 
 }  // namespace

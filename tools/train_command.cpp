@@ -18,6 +18,7 @@
 #include "tools/commands.hpp"
 #include "tools/fit.hpp"
 #include "tools/launcher.hpp"
+#include "tools/repetition.hpp"
 #include "tools/report.hpp"
 #include "tools/units.hpp"
 #include "train/fields.hpp"
@@ -151,6 +152,13 @@ class Declare {
     };
     line_.call(name.c_str(), set, "TIME", info.what);
   }
+  void add(const std::string& name, std::optional<train::Duration>& x,
+           const FieldInfo& info) const {
+    const auto set = [&x, name](const std::string& given) {
+      x = train::Duration{parse_seconds(name, given)};
+    };
+    line_.call(name.c_str(), set, "TIME", info.what);
+  }
   // These fields have no option of their own. They come from --fit or from a summary.
   void add(const std::string&, std::optional<Link>&, const FieldInfo&) const {}
   void add(const std::string&, LocalSpeeds&, const FieldInfo&) const {}
@@ -228,9 +236,7 @@ namespace {
 
 void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
   CommandLine line(app);
-  app.get_config_ptr()->description(
-      "read options from a TOML file (long names without the leading dashes), or repeat the runs "
-      "of a file that --summary wrote");
+  describe_config(app, "repeat the runs of a file that --summary wrote");
   if (command.declare) command.declare(line);
   line.group("Runs");
   line.option("--ranks", a.ranks, "P",
@@ -462,59 +468,10 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
 
 namespace {
 
-// The runs of --config FILE if FILE is a summary, and the arguments without this option.
-struct Repetition {
-  std::string file;
-  std::vector<nlohmann::json> runs;  // empty if FILE is no summary; CLI11 then reads it as TOML
-  std::vector<char*> arguments;
-};
-
-Repetition repetition_of(int argc, char** argv) {
-  constexpr std::string_view kConfig = "--config", kConfigIs = "--config=";
-  Repetition r;
-  for (int i = 0; i < argc; ++i) {
-    const std::string_view word = argv[i];
-    const bool apart = word == kConfig && i + 1 < argc;
-    if (!apart && !word.starts_with(kConfigIs)) {
-      r.arguments.push_back(argv[i]);
-      continue;
-    }
-    const std::string file(apart ? argv[i + 1] : argv[i] + kConfigIs.size());
-    std::ifstream in(file);
-    const nlohmann::json all = nlohmann::json::parse(in, nullptr, false);
-    if (all.is_discarded()) {  // the file is not JSON, or does not exist
-      r.arguments.push_back(argv[i]);
-      if (apart) r.arguments.push_back(argv[++i]);
-      continue;
-    }
-    if (apart) ++i;
-    r.file = file;
-    r.runs.clear();
-    for (const nlohmann::json& run : all) {
-      if (!all.is_array() || !run.is_object() || !run.contains("exchange")) {
-        r.runs.clear();
-        break;
-      }
-      r.runs.push_back(run);
-    }
-    if (r.runs.empty()) {
-      throw InvalidArgument("--config: '" + file +
-                            "' is JSON but no summary of runs; take a file that --summary wrote, "
-                            "or a TOML file");
-    }
-  }
-  return r;
-}
-
 // Sets the options to those of this run. The command line is parsed afterwards and overrides them.
 void take_over(const Repetition& r, std::size_t run, Arguments& a) {
-  const std::string who = "--config " + r.file;
-  train::read_options(r.runs[run], a.train, who);
-  try {
-    a.ranks = r.runs[run].value("ranks", a.ranks);
-  } catch (const nlohmann::json::exception&) {
-    throw InvalidArgument(who + ": ranks: expected a number");
-  }
+  train::read_options(r.runs[run], a.train, r.who());
+  train::read_option(r.runs[run], "ranks", a.ranks, {"", kPositive}, r.who());
 }
 
 }  // namespace

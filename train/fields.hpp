@@ -118,7 +118,8 @@ void each_exchange_field(Options& o, F&& f) {
     FieldInfo{"adaptive: instead of --budget, limit of the run's predicted time, as 10min; needs "
               "--fit and --compute"});
   f("compute", o.compute,
-    FieldInfo{"target-time: time of forward and backward in a step, as 20ms"});
+    FieldInfo{"target-time and skim simulate: time of forward and backward in a step, as 20ms "
+              "[skim simulate: the measured median over the ranks]"});
   f("adaptive_form", o.adaptive_form,
     FieldInfo{"adaptive: assumption about the entries that are left out; auto: feedback with "
               "error feedback, else measured"});

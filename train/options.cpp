@@ -66,7 +66,7 @@ void expect_possible(const TrainOptions& o, const ReducerOptions& r) {
         "--budget: --exchange auto may choose the dense sum at any density; leave dense out of "
         "--among");
   }
-  if (o.target_time.seconds > 0.0 && (!o.chooser.link || !(o.compute.seconds > 0.0))) {
+  if (o.target_time.seconds > 0.0 && (!o.chooser.link || !(o.compute && o.compute->seconds > 0.0))) {
     throw InvalidArgument(
         "--target-time uses predictions, so it needs the link (--fit FILE) and --compute TIME");
   }
@@ -121,7 +121,7 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                     .n = std::max<std::size_t>(1, n),
                     .ranks = ranks};
   a.cost = in_bytes ? max_step_bytes(r, ranks, std::move(lengths), o.down_density)
-                    : predicted_seconds(r, ranks, std::move(lengths), o.compute.seconds,
+                    : predicted_seconds(r, ranks, std::move(lengths), o.compute->seconds,
                                         *o.chooser.link, o.chooser.local, o.down_density);
   return adaptive_density(std::move(a));
 }

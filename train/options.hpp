@@ -128,7 +128,9 @@ struct TrainOptions {
   Duration target_time;
   std::optional<AdaptiveForm> adaptive_form = {};  // none: use form_of()
   double contraction = 1.0;
-  Duration compute;  // for target_time: forward and backward of a step
+  // Forward and backward of a step, for target_time and for a simulation, which measures it if it
+  // is none.
+  std::optional<Duration> compute = {};
   DenseSum dense_sum = DenseSum::ring;
   std::size_t dense_below = 4096;
   NonFinite non_finite = NonFinite::skip;

@@ -1,6 +1,7 @@
 // For each type of an option, an overload of json_of and one of take.
 #include "train/options_json.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <concepts>
 #include <cstdlib>
@@ -59,6 +60,7 @@ json json_of(const DensityRule& rule) {
 json json_of(const WarmUp& w) { return to_text(w); }
 json json_of(const ByteCount& x) { return x.bytes; }
 json json_of(const Duration& x) { return x.seconds; }
+json json_of(const std::optional<Duration>& x) { return x ? json_of(*x) : nullptr; }
 json json_of(const std::optional<Link>& link) {
   if (!link) return nullptr;
   return {{"alpha_s", link->alpha_s}, {"beta_s_per_byte", link->beta_s_per_byte}};
@@ -122,6 +124,10 @@ void take(const json& j, ByteCount& x, const FieldInfo&, const std::string&) {
 void take(const json& j, Duration& x, const FieldInfo&, const std::string&) {
   x.seconds = j.get<double>();
 }
+void take(const json& j, std::optional<Duration>& x, const FieldInfo&, const std::string&) {
+  x.reset();
+  if (!j.is_null()) x = Duration{j.get<double>()};
+}
 void take(const json& j, std::optional<Link>& link, const FieldInfo&, const std::string&) {
   link.reset();
   if (j.is_null()) return;
@@ -152,15 +158,28 @@ json options_json(const TrainOptions& o, FieldScope scope) {
   return options_where(o, [scope](const FieldInfo& info) { return info.scope == scope; });
 }
 
+template <class T>
+void read_option(const json& j, const char* name, T& member, const FieldInfo& info,
+                 const std::string& who) {
+  if (!j.contains(name)) return;
+  const std::string where = who + ": " + name;
+  try {
+    take(j.at(name), member, info, where);
+  } catch (const json::exception&) {
+    throw InvalidArgument(where + ": not a value that --summary writes: " + j.at(name).dump());
+  }
+}
+template void read_option(const json&, const char*, bool&, const FieldInfo&, const std::string&);
+template void read_option(const json&, const char*, int&, const FieldInfo&, const std::string&);
+template void read_option(const json&, const char*, std::int64_t&, const FieldInfo&,
+                          const std::string&);
+template void read_option(const json&, const char*, double&, const FieldInfo&, const std::string&);
+
 void read_options(const json& j, TrainOptions& o, const std::string& who) {
+  const json derived = j.value("derived", json::array());
   each_field(o, [&](const char* name, auto& member, const FieldInfo& info) {
-    if (info.is_place || !j.contains(name)) return;
-    const std::string where = who + ": " + name;
-    try {
-      take(j.at(name), member, info, where);
-    } catch (const json::exception&) {
-      throw InvalidArgument(where + ": not a value that --summary writes: " + j.at(name).dump());
-    }
+    const bool is_derived = std::ranges::find(derived, json(name)) != derived.end();
+    if (!info.is_place && !is_derived) read_option(j, name, member, info, who);
   });
 }
 

@@ -14,9 +14,15 @@ nlohmann::json options_json(const TrainOptions& options);
 // The options of one scope.
 nlohmann::json options_json(const TrainOptions& options, FieldScope scope);
 
-// Sets the options that j has, except those that say where files go. Ignores other keys. Throws:
+// Sets the options that j has, except those that say where files go and those that j["derived"]
+// lists, because the run derives them from the others again. Ignores other keys. Throws:
 // InvalidArgument whose message begins with `who`, if a value has another type or is out of range.
 void read_options(const nlohmann::json& j, TrainOptions& options, const std::string& who);
+
+// Sets one option, if j has it. For bool, int, int64_t and double. Throws: as read_options.
+template <class T>
+void read_option(const nlohmann::json& j, const char* name, T& member, const FieldInfo& info,
+                 const std::string& who);
 
 // The options that must be equal on all ranks, and between a checkpoint and the run that resumes
 // it.

@@ -273,7 +273,7 @@ class Simulator {
       begin_ns = std::max(begin_ns, rank.begin_ns);
       end_ns = std::max(end_ns, rank.end_ns);
     }
-    r.compute_ms = simulation_.compute_s ? 1e3 * *simulation_.compute_s : median(compute_ms);
+    r.compute_ms = options_.compute ? 1e3 * options_.compute->seconds : median(compute_ms);
     r.exposed_ms = 1e-6 * static_cast<double>(end_ns - begin_ns);
     r.step_ms = r.compute_ms + r.exposed_ms;
     total_s_ += 1e-3 * r.step_ms;

@@ -23,9 +23,6 @@ class Model;  // models.hpp
 struct SimulationOptions {
   int ranks = 1;
   VirtualTime time = {};
-  // Time of forward and backward of a step. None: measured in each step, as the median over the
-  // ranks.
-  std::optional<double> compute_s = {};
   std::int64_t measure_delta = 0;      // measure in every so many steps; 0: never
   std::int64_t measure_constants = 0;  // likewise
 };
@@ -67,7 +64,8 @@ struct SimulationSummary {
   std::shared_ptr<Model> model;  // as last evaluated
 };
 
-// Trains like `ranks` ranks of train(). With the same options, data and number of torch's threads,
+// Trains like `ranks` ranks of train(). A step computes for options.compute or, if it is none, for
+// the measured median over the ranks. With the same options, data and number of torch's threads,
 // the parameters are the same, bit for bit. Checkpoints are neither written nor read. Every step
 // compares the means that the ranks end with.
 // If `stop` becomes true, the simulation ends before the next batch of a rank and discards that

@@ -74,6 +74,45 @@ class Training(Case):
         self.assertAlmostEqual(row["beta_s_per_byte"], 8e-9)
         self.assertTrue(metrics[-1]["evaluation"])
 
+    def test_a_summary_repeats_its_run(self):
+        machine = ["wall_ms", "wall_s", "peak_rss_bytes", "metrics", "threads"]
+
+        def repeated(name, *arguments):
+            path = self.dir / f"{name}.jsonl"
+            done = skim("simulate", "--train", *arguments, "--metrics", path, "--json", self.dir / f"{name}.json")
+            self.assert_ok(done)
+            (row,) = json.loads((self.dir / f"{name}.json").read_text())
+            return without(row, *machine), [without(line, *machine) for line in lines(path)]
+
+        case = [*LINK, *SMALL, "--model", "mlp-64", "--ranks", 3, "--steps", 4, "--density", 0.01, "--bucket-mb", 0,
+                "--compute", "20ms", "--link-only", "--threads", 1]
+        for how, expected in [
+            (["--exchange", "param-server", "--down-density", 0.1, "--measure-constants", 3], (0.02, 0, 3)),
+            (["--exchange", "gtopk", "--measure-delta", 2], (0.02, 2, 0)),
+        ]:
+            first = repeated("first", *case, *how)
+            self.assertEqual(tuple(first[0][key] for key in ("compute", "measure_delta", "measure_constants")), expected)
+            self.assertEqual(repeated("again", "--config", self.dir / "first.json"), first)
+        # The command line goes before the file.
+        faster = repeated("faster", f"--config={self.dir / 'first.json'}", "--compute", "0s", "--link", "2gbit")
+        self.assertEqual({key for key in first[0] if first[0][key] != faster[0][key] and not key.endswith("_ms")},
+                         {"compute", "beta_s_per_byte", "total_s"})
+        self.assertEqual((faster[0]["compute"], faster[0]["compute_ms"], faster[0]["alpha_s"]), (0, 0, 1e-4))
+        (measured,) = json.loads(simulate("--steps", 1, "--json", "-").stdout)
+        self.assertIsNone(measured["compute"])
+
+    def test_files_that_cannot_be_repeated(self):
+        file = self.dir / "s.json"
+        for text, words in [("[]", ["no summary", "TOML"]), ('[{"exchange": "gtopk"}, {"exchange": "dense"}]', ["2 runs"]),
+                            ('[{"exchange": "gtopk", "ranks": "all"}]', ["ranks", '"all"']),
+                            ('[{"exchange": "gtopk", "alpha_s": -1}]', ["alpha_s", ">= 0", "-1"]),
+                            ('[{"exchange": "gtopk", "measure_delta": 0.5}]', ["measure_delta", "whole number"])]:
+            file.write_text(text)
+            self.assert_refused(simulate("--steps", 1, "--config", file), "--config", *words)
+        # A summary of skim train names no link.
+        file.write_text('[{"exchange": "gtopk"}]')
+        self.assert_refused(skim("simulate", "--train", "--config", file), "--link")
+
     def test_a_hundred_ranks(self):
         row, metrics = self.run_with_metrics("m.jsonl", "--ranks", 100, "--batch", 1, "--steps", 3)
         self.assertEqual((row["ranks"], row["steps"], len(metrics)), (100, 3, 4))

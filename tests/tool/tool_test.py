@@ -219,6 +219,25 @@ class Usage(Case):
         self.assertEqual({key for key in OPTIONS(first) - results if first[key] != second[key]}, {"lr", "metrics"})
         self.assertFalse((self.dir / "m").exists())
 
+    def test_a_repetition_derives_anew_what_its_run_derived(self):
+        summary, again = self.dir / "s.json", self.dir / "again.json"
+
+        def repeated(arguments, changes):
+            self.assert_ok(train("--model", "linear", *arguments, "--summary", summary))
+            self.assert_ok(skim("train", "--config", summary, *changes, "--summary", again))
+            return [json.loads(path.read_text())[0] for path in (summary, again)]
+
+        first, second = repeated(["--steps", 2, "--exchange", "dense"], ["--exchange", "gtopk"])
+        self.assertEqual((first["density"], second["density"]), (1, 0.001))
+        self.assertIn("density", first["derived"])
+        first, second = repeated(["--steps", 2, "--density", "adaptive", "--budget", "1MB"], ["--optimizer", "adam"])
+        self.assertEqual((first["memory"], second["memory"]), ("updates", "gradients"))
+        self.assertEqual(first["derived"], ["memory", "adaptive_form", "epochs"])
+        first, second = repeated(["--epochs", 0.125], ["--epochs", 0.25])
+        self.assertEqual(second["steps"], 2 * first["steps"])
+        first, second = repeated(["--steps", 2, "--memory", "gradients"], ["--density", 0.5])
+        self.assertEqual((second["memory"], second["derived"]), ("gradients", ["epochs"]))
+
     def test_bad_data_files(self):
         def mnist(images, labels):
             folder = pathlib.Path(tempfile.mkdtemp(dir=self.dir)) / "mnist"

@@ -432,10 +432,10 @@ TEST(time, of_a_dense_step_is_the_formula) {
   TrainOptions o = options("dense");
   o.bucket_mb = 0.0;
   o.steps = 3;
+  o.compute = Duration{0.25};
   const SimulationOptions simulation{
       .ranks = 4,
-      .time = {.link = {.alpha_s = 1e-3, .beta_s_per_byte = 8e-9}, .processor_time = false},
-      .compute_s = 0.25};
+      .time = {.link = {.alpha_s = 1e-3, .beta_s_per_byte = 8e-9}, .processor_time = false}};
   double total = 0.0;
   const SimulationSummary s =
       simulate(o, data(), simulation, kNoStop, {.on_step = [&](const SimulatedStep& step) {
@@ -456,13 +456,13 @@ TEST(time, of_a_dense_step_is_the_formula) {
 }
 
 TEST(time, of_the_processor_counts_unless_told_otherwise) {
-  const TrainOptions o = options("gtopk");
+  TrainOptions o = options("gtopk");
+  o.compute = Duration{0.0};
   const auto exchange_ms = [&](bool processor_time) {
     std::vector<double> all;
     simulate(o, data(),
              {.ranks = 4,
-              .time = {.link = {.alpha_s = 1e-5}, .processor_time = processor_time},
-              .compute_s = 0.0},
+              .time = {.link = {.alpha_s = 1e-5}, .processor_time = processor_time}},
              kNoStop,
              {.on_step = [&](const SimulatedStep& s) { all.push_back(s.record.exposed_ms); }});
     return all;
