@@ -246,13 +246,18 @@ def at_density(folder, task, rule, memory, feedback, density, file, printed, see
 
 
 def claims(folder):
-    """The claims of the first page; their numbers are looked up in the tables."""
+    """The claims of the first page, negative results first. Their numbers are looked up in the tables."""
     def number(table, where, field):
         [row] = [row for row in TABLE_OF[table].rows(folder) if where.items() <= row.items()]
         return row[field]
 
+    def order(row):
+        """0: the claim does not hold; 1: it nearly holds, or was not measured; 2: it holds."""
+        verdict = row["verdict"]
+        return 0 if re.match(r"\*\*(no|not)\b", verdict) else 2 if re.match(r"(\*\*)?yes\b", verdict) else 1
+
     return [row | {"number": row["number"].format(*(number(*of) for of in row["of"]))}
-            for row in lines(folder, "claims.jsonl")]
+            for row in sorted(lines(folder, "claims.jsonl"), key=order)]
 
 
 # ---- the tables ------------------------------------------------------------------------------------------

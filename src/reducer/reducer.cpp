@@ -5,30 +5,18 @@
 #include <array>
 #include <atomic>
 #include <cmath>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "reducer/communication_thread.hpp"
-#include "reducer/held_mass.hpp"
-#include "reducer/progress_state.hpp"
-#include "reducer/step_cost.hpp"
+#include "reducer/keep.hpp"
+#include "reducer/saved_state.hpp"
+#include "reducer/step_report.hpp"
 #include "skim/error.hpp"
 
 namespace skim {
 namespace {
-
-// Reports the end of the bucket's last phase, even if an exception ends it.
-struct LastPhase {
-  explicit LastPhase(const std::function<void(const char*)>& f) : on_phase(f) {}
-  LastPhase(const LastPhase&) = delete;
-  LastPhase& operator=(const LastPhase&) = delete;
-  ~LastPhase() {
-    if (on_phase) on_phase(nullptr);
-  }
-  const std::function<void(const char*)>& on_phase;
-};
 
 std::unique_ptr<LocalHalf> local_of(const ReducerOptions& options, ReducerParts& parts) {
   SKIM_EXPECTS(!parts.local || !parts.selector,
@@ -101,12 +89,15 @@ struct Reducer::Impl {
     const Traffic before = comm.traffic();
     report.group.sent_bytes = sent_before;
     const std::uint32_t signals = report.group.signals = raised.exchange(0);
-    const LastPhase last_phase(options.on_phase);
+    Phases phases(options.on_phase, comm);
     try {
       Exchange* const exchange = choose(report);
       comm.set_phase({"reduce: selection"});
-      report.finite =
-          exchange ? reduce_sparse(*exchange, report, grad) : reduce_dense(report, grad);
+      if (exchange != nullptr) {
+        reduce_sparse(*exchange, report, grad, phases);
+      } else {
+        reduce_dense(report, grad, phases);
+      }
     } catch (const InvalidArgument&) {
       // Nothing was sent, so the group may go on.
       raised.fetch_or(signals);
@@ -116,56 +107,52 @@ struct Reducer::Impl {
       comm.abort(comm.rank());
       throw;
     }
-    close(report, before, grad);
+    count_traffic(report, before, comm.traffic());
+    close(report, grad);
     return report;
   }
 
-  // The data path of docs/architecture.md. Returns whether the sum is finite.
-  bool reduce_sparse(Exchange& exchange, StepReport& report, GradView grad) {
-    const Slot slot = report.id.slot;
+  // The data path of docs/architecture.md.
+  void reduce_sparse(Exchange& exchange, StepReport& report, GradView grad, Phases& phases) {
     const Keep keep = keep_of(density, grad.n);
-    Phases phases(*this);
+    phases.enter("select", report.select_ns);
     const SelectReport chosen =
         local->select({report.id, grad, keep, density.at_most_k, comm.size()}, mine);
     codec.quantize(mine, report.id, comm.rank());
     tell_group(report, chosen, chosen.kept_norm2);
-    phases.enter("exchange", report.select_ns);
+    phases.enter("exchange", report.exchange_ns);
     const ExchangeResult sum = exchange.run(report.id, mine.view(), keep, report.group, comm);
-    phases.enter("apply", report.exchange_ns);
-    const double change = local->commit(slot, mine.view(), sum.returned);
-    const bool finite = sum.dense_sum.empty() ? apply(report.id, sum.sum, grad)
-                                              : apply(report.id, sum.dense_sum.span(), grad);
-    phases.end(report.apply_ns);
-    describe(report, keep, chosen, sum, change);
-    return finite;
+    phases.enter("apply", report.apply_ns);
+    const double change = local->commit(report.id.slot, mine.view(), sum.returned);
+    report.finite = apply(report.id, sum, grad);
+    phases.end();
+    describe_sparse(report, {keep, chosen, mine.view(), sum, change}, *local, holder);
   }
 
   // Sums residual and gradient together, with all entries.
-  bool reduce_dense(StepReport& report, GradView grad) {
-    const Slot slot = report.id.slot;
-    Phases phases(*this);
+  void reduce_dense(StepReport& report, GradView grad, Phases& phases) {
+    phases.enter("select", report.select_ns);
     const SelectReport accumulated =
         local->accumulate({.id = report.id, .grad = grad, .keep = {}, .ranks = comm.size()});
-    take_held(slot);
+    take_held(report.id.slot);
     const std::span<float> data = local->whole(report.id, grad);
     tell_group(report, accumulated, accumulated.total_norm2);
-    phases.enter("exchange", report.select_ns);
-    or_abort(comm, [&] {
-      std::array<std::byte, kFrameStatsBytes> note{};
-      encode_stats(report.group, note);
-      comm.set_phase({"dense: sum"});
-      comm.allreduce_sum(data, options.dense_sum, note, notes);
-      gather_notes(report.group);
-    });
-    phases.enter("apply", report.exchange_ns);
-    local->commit_all(slot);
-    const bool finite = apply(report.id, data, grad);
-    phases.end(report.apply_ns);
+    phases.enter("exchange", report.exchange_ns);
+    or_abort(comm, [&] { sum_densely(data, report.group); });
+    phases.enter("apply", report.apply_ns);
+    local->commit_all(report.id.slot);
+    report.finite = apply(report.id, data, grad);
+    phases.end();
+    describe_dense(report);
+  }
 
-    report.dense = true;
-    report.k = report.sent_nnz = report.sum_nnz = grad.n;
-    report.capture = 1.0;
-    return finite;
+  // The ranks' statistics travel with the sum.
+  void sum_densely(std::span<float> data, GroupStats& stats) {
+    std::array<std::byte, kFrameStatsBytes> note{};
+    encode_stats(stats, note);
+    comm.set_phase({"dense: sum"});
+    comm.allreduce_sum(data, options.dense_sum, note, notes);
+    gather_notes(comm, notes, stats);
   }
 
   // grad becomes the mean. sum: a SparseView or a span of all entries.
@@ -174,19 +161,9 @@ struct Reducer::Impl {
     const int ranks = holder != nullptr ? holder->contributors(comm.size()) : comm.size();
     return local->apply(id, sum, grad.scale / static_cast<float>(ranks), grad);
   }
-
-  void describe(StepReport& report, const Keep& keep, const SelectReport& chosen,
-                const ExchangeResult& sum, double change) const {
-    report.k = keep.k;
-    report.sent_nnz = mine.nnz();
-    report.sum_nnz = sum.dense_sum.empty() ? sum.sum.nnz() : sum.dense_sum.n;
-    report.union_nnz = holder != nullptr ? holder->union_nnz() : 0;
-    report.threshold = chosen.threshold;
-    // The two norms are rounded differently, so their ratio may exceed 1.
-    report.capture =
-        chosen.total_norm2 > 0.0 ? std::min(1.0, chosen.kept_norm2 / chosen.total_norm2) : 1.0;
-    const bool keeps = !local->residual(report.id.slot).empty();
-    report.residual_norm = keeps ? std::sqrt(std::max(0.0, chosen.total_norm2 + change)) : 0.0;
+  bool apply(StepId id, const ExchangeResult& result, const GradView& grad) {
+    return result.dense_sum.empty() ? apply(id, result.sum, grad)
+                                    : apply(id, result.dense_sum.span(), grad);
   }
 
   void expect_reducible(Slot slot, const GradView& grad) const {
@@ -215,16 +192,12 @@ struct Reducer::Impl {
     return exchanges[chooser->choose(report.id, report.n, keep_of(density, report.n), comm)].get();
   }
 
-  void close(StepReport& report, const Traffic& before, const GradView& grad) {
+  void close(StepReport& report, const GradView& grad) {
     reduced.push_back(report.id.slot);
     if (was_chosen) {
       chooser->took(report.id, report.select_ns + report.exchange_ns + report.apply_ns,
                     {report.group.bucket_s, report.group.pair_s});
     }
-    const Traffic& after = comm.traffic();
-    report.sent_bytes = after.sent_bytes - before.sent_bytes;
-    report.received_bytes = after.received_bytes - before.received_bytes;
-    report.rounds = after.rounds - before.rounds;
     sent_bytes += report.sent_bytes;
     report.finite = report.finite && report.group.non_finite == 0;
     if (!report.finite) {
@@ -233,26 +206,6 @@ struct Reducer::Impl {
     }
     combine(step_stats, report.group);
   }
-
-  // Tells on_phase where a bucket is, and measures its phases. The first one is "select".
-  class Phases {
-   public:
-    explicit Phases(const Impl& impl) : impl_(impl) { begin("select"); }
-    // Ends the phase, which took ns, and begins another.
-    void enter(const char* phase, std::int64_t& ns) {
-      end(ns);
-      begin(phase);
-    }
-    void end(std::int64_t& ns) const { ns = impl_.comm.now_ns() - start_; }
-
-   private:
-    void begin(const char* phase) {
-      if (impl_.options.on_phase) impl_.options.on_phase(phase);
-      start_ = impl_.comm.now_ns();
-    }
-    const Impl& impl_;
-    std::int64_t start_ = 0;
-  };
 
   // Adds the mass that the exchange holds of the slot to this rank's residual. Returns whether
   // there was any.
@@ -264,27 +217,6 @@ struct Reducer::Impl {
     nothing.reset(local->size(slot));
     local->commit(slot, nothing.view(), mine.view());
     return true;
-  }
-
-  static void tell_group(StepReport& report, const SelectReport& got, double sent_norm2) {
-    report.non_finite = got.non_finite;
-    report.group.gradient_norm2 = got.gradient_norm2;
-    report.group.accumulated_norm2 = got.total_norm2;
-    report.group.sent_norm2 = sent_norm2;
-    report.group.non_finite = static_cast<std::uint32_t>(
-        std::min<std::uint64_t>(report.non_finite, std::numeric_limits<std::uint32_t>::max()));
-  }
-
-  void gather_notes(GroupStats& stats) {
-    if (comm.size() == 1) return;
-    stats = {};
-    for (std::size_t r = 0; r < notes.size(); ++r) {
-      if (notes[r].size() != kFrameStatsBytes) {
-        refuse_message(comm, static_cast<int>(r), "note",
-                       "it has " + std::to_string(notes[r].size()) + " bytes");
-      }
-      combine(stats, decode_stats(notes[r].first<kFrameStatsBytes>()));
-    }
   }
 
   // ---- the step -------------------------------------------------------------------------------
@@ -325,6 +257,7 @@ struct Reducer::Impl {
       if (exchange) exchange->rollback_step();
     }
   }
+  SavedParts saved_parts() { return {*local, holder, exchanges, *schedule}; }
 
   ReducerOptions options;
   Communicator& comm;
@@ -421,31 +354,14 @@ HeldMass::Piece Reducer::held(Slot slot) noexcept {
 
 void Reducer::save(std::ostream& out) const {
   impl_->expect_between_steps("save");
-  save_progress({impl_->progress, impl_->sent_bytes}, out);
-  save_held(*impl_->local, impl_->holder, out);
-  impl_->local->save(out);
-  for (const auto& exchange : impl_->exchanges) {
-    if (exchange) exchange->save(out);
-  }
-  impl_->schedule->save(out);
+  save_state({impl_->progress, impl_->sent_bytes}, impl_->saved_parts(), out);
 }
 
 void Reducer::load(std::span<std::istream* const> of_old_ranks) {
   impl_->expect_between_steps("load");
   SKIM_EXPECTS(!of_old_ranks.empty(), "load: needs the state of at least one rank");
-  const int rank = impl_->comm.rank(), size = impl_->comm.size();
-  const SavedProgress saved = load_progress(of_old_ranks, impl_->progress, rank, size);
-  const LoadedMass held = load_held(of_old_ranks, *impl_->local, rank, size);
-  impl_->local->load(of_old_ranks, rank, size);
-  const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
-  hold_or_keep(held, *impl_->local, same_group ? impl_->holder : nullptr);
-  if (same_group) {
-    std::istream& own = *of_old_ranks[static_cast<std::size_t>(rank)];
-    for (const auto& exchange : impl_->exchanges) {
-      if (exchange) exchange->load(own);
-    }
-    impl_->schedule->load(own);
-  }
+  const SavedProgress saved = load_state(of_old_ranks, impl_->progress, impl_->saved_parts(),
+                                         impl_->comm.rank(), impl_->comm.size());
   impl_->progress = saved.progress;
   impl_->sent_bytes = impl_->sent_before = saved.sent_bytes;
   impl_->density = impl_->schedule->density(saved.progress);

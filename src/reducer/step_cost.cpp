@@ -1,6 +1,4 @@
 // The cost of a step at a given density, in bytes and in seconds. Schedules with a budget use it.
-#include "reducer/step_cost.hpp"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -10,21 +8,12 @@
 #include <vector>
 
 #include "exchange/byte_counts.hpp"
+#include "reducer/keep.hpp"
 #include "skim/cost.hpp"
 #include "skim/error.hpp"
+#include "skim/reducer.hpp"
 
 namespace skim {
-
-bool goes_dense(const ReducerOptions& options, const Density& density, std::size_t n) {
-  const bool cuts_the_result = density.down > 0.0 && density.down < 1.0;
-  return (density.up >= 1.0 && !cuts_the_result) || n < options.dense_below;
-}
-Keep keep_of(const Density& density, std::size_t n) {
-  return {.k = entries(density.up, n),
-          .threshold = density.threshold,
-          .k_down = density.down > 0.0 ? entries(density.down, n) : 0};
-}
-
 namespace {
 
 std::vector<ExchangeOptions> candidates_of(const ReducerOptions& options) {

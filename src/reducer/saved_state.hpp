@@ -1,0 +1,27 @@
+// Internal: the state of a reducer, as saved: its progress, and the state of each of its parts.
+#pragma once
+
+#include <iosfwd>
+#include <memory>
+#include <span>
+
+#include "reducer/progress_state.hpp"
+#include "skim/exchange.hpp"
+#include "skim/local_half.hpp"
+#include "skim/schedule.hpp"
+
+namespace skim {
+
+struct SavedParts {
+  LocalHalf& local;
+  HeldMass* holder;                                      // may be null
+  std::span<const std::unique_ptr<Exchange>> exchanges;  // null: dense
+  DensitySchedule& schedule;
+};
+
+// Reducer::save and Reducer::load have the contract. now: the progress of the loading run.
+void save_state(const SavedProgress& progress, const SavedParts& parts, std::ostream& out);
+SavedProgress load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
+                         const SavedParts& parts, int rank, int size);
+
+}  // namespace skim

@@ -1,0 +1,61 @@
+#include "reducer/step_report.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <string>
+
+#include "skim/codec.hpp"
+
+namespace skim {
+
+void tell_group(StepReport& report, const SelectReport& chosen, double sent_norm2) {
+  report.non_finite = chosen.non_finite;
+  report.group.gradient_norm2 = chosen.gradient_norm2;
+  report.group.accumulated_norm2 = chosen.total_norm2;
+  report.group.sent_norm2 = sent_norm2;
+  report.group.non_finite = static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(chosen.non_finite, std::numeric_limits<std::uint32_t>::max()));
+}
+
+void describe_sparse(StepReport& report, const SparsePath& path, LocalHalf& local,
+                     const HeldMass* holder) {
+  const auto& [keep, chosen, mine, sum, change] = path;
+  report.k = keep.k;
+  report.sent_nnz = mine.nnz();
+  report.sum_nnz = sum.dense_sum.empty() ? sum.sum.nnz() : sum.dense_sum.n;
+  report.union_nnz = holder != nullptr ? holder->union_nnz() : 0;
+  report.threshold = chosen.threshold;
+  // The two norms are rounded differently, so their ratio may exceed 1.
+  report.capture =
+      chosen.total_norm2 > 0.0 ? std::min(1.0, chosen.kept_norm2 / chosen.total_norm2) : 1.0;
+  const bool keeps = !local.residual(report.id.slot).empty();
+  report.residual_norm = keeps ? std::sqrt(std::max(0.0, chosen.total_norm2 + change)) : 0.0;
+}
+
+void describe_dense(StepReport& report) {
+  report.dense = true;
+  report.k = report.sent_nnz = report.sum_nnz = report.n;
+  report.capture = 1.0;
+}
+
+void count_traffic(StepReport& report, const Traffic& before, const Traffic& after) {
+  report.sent_bytes = after.sent_bytes - before.sent_bytes;
+  report.received_bytes = after.received_bytes - before.received_bytes;
+  report.rounds = after.rounds - before.rounds;
+}
+
+void gather_notes(const Communicator& comm, const MessageList& notes, GroupStats& stats) {
+  if (comm.size() == 1) return;
+  stats = {};
+  for (std::size_t r = 0; r < notes.size(); ++r) {
+    if (notes[r].size() != kFrameStatsBytes) {
+      refuse_message(comm, static_cast<int>(r), "note",
+                     "it has " + std::to_string(notes[r].size()) + " bytes");
+    }
+    combine(stats, decode_stats(notes[r].first<kFrameStatsBytes>()));
+  }
+}
+
+}  // namespace skim
