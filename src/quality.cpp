@@ -4,7 +4,8 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdio>
+#include <iomanip>
+#include <sstream>
 
 #include "skim/error.hpp"
 
@@ -23,13 +24,6 @@ constexpr std::array<MeasuredQuality, 5> kMeasured{{
     {.entry_sends = 100.0, .correction = 0.01, .step_ahead = 0.03, .after_sum = 0.05},
 }};
 
-template <class... Args>
-std::string text_of(const char* format, Args... args) {
-  std::array<char, 128> text{};
-  std::snprintf(text.data(), text.size(), format, args...);
-  return text.data();
-}
-
 }  // namespace
 
 std::span<const MeasuredQuality> measured_quality() noexcept { return kMeasured; }
@@ -45,28 +39,29 @@ std::optional<double> density_of_sends(double sends, std::uint64_t steps) {
 std::string quality_note(double density, std::uint64_t steps) {
   SKIM_EXPECTS(steps > 0, "quality_note: steps must be > 0");
   const double sends = density * static_cast<double>(steps);
-  std::string note = text_of(
-      "S = density x steps = %.3g: how often a rank sends the average entry in the run.", sends);
+  std::ostringstream note;
+  note << "S = density x steps = " << std::setprecision(3) << sends
+       << ": how often a rank sends the average entry in the run.\n";
   if (sends >= kLevelSends * (1.0 - kRounding)) {
-    return note + text_of("\nWith momentum correction, a small GPT and a ResNet-8 ended level with "
-                          "dense at S = %g.",
-                          kLevelSends);
+    note << "With momentum correction, a small GPT and a ResNet-8 ended level with dense at S = "
+         << kLevelSends << '.';
+    return note.str();
   }
   // The largest measured S that the run reaches.
   const auto above = std::ranges::upper_bound(kMeasured, sends * (1.0 + kRounding), {},
                                               &MeasuredQuality::entry_sends);
   const MeasuredQuality& at = above == kMeasured.begin() ? kMeasured.front() : *(above - 1);
-  note += text_of(
-      "\nAt S = %g a small GPT ended %.2f nats behind dense with momentum correction, %.2f without "
-      "it,\n%.2f with local steps of one, and %.2f on one rank that trains alone.",
-      at.entry_sends, at.correction, at.after_sum, at.step_ahead, kAloneBehind);
+  note << "At S = " << at.entry_sends << " a small GPT ended " << at.correction
+       << " nats behind dense with momentum correction, " << at.after_sum << " without it,\n"
+       << at.step_ahead << " with LocalSteps of one step, and " << kAloneBehind
+       << " on one rank that trains alone.\n";
   if (const std::optional<double> level = density_of_sends(kLevelSends, steps)) {
-    note += text_of("\nAt S = %g, which needs density %g, momentum correction was level with dense.",
-                    kLevelSends, *level);
+    note << "At S = " << kLevelSends << ", which needs density " << *level
+         << ", momentum correction was level with dense.";
   } else {
-    note += text_of("\nOnly dense exchange reaches S = %g in so few steps.", kLevelSends);
+    note << "Only dense exchange reaches S = " << kLevelSends << " in so few steps.";
   }
-  return note;
+  return note.str();
 }
 
 }  // namespace skim

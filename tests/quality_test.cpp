@@ -41,7 +41,8 @@ TEST(quality, the_note_goes_by_the_largest_measured_s_that_the_run_reaches) {
   const std::string rare = quality_note(0.0035, 1000);
   EXPECT_TRUE(contains(rare, "S = density x steps = 3.5")) << rare;
   EXPECT_TRUE(contains(rare, "At S = 3 a small GPT")) << rare;
-  EXPECT_TRUE(contains(rare, "density 0.028")) << rare;
+  EXPECT_TRUE(contains(rare, "needs density 0.028, ")) << rare;
+  EXPECT_TRUE(rare.ends_with("level with dense.")) << rare;
   // Less than was ever measured: the worst row.
   EXPECT_TRUE(contains(quality_note(0.0001, 1000), "At S = 1 a small GPT"));
   EXPECT_TRUE(contains(quality_note(0.003, 1000), "At S = 3 a small GPT"));
