@@ -505,6 +505,23 @@ TEST(simulation, refusals) {
   EXPECT_EQ(refusal(options("hierarchical"), {.ranks = 2}).find("--exchange hierarchical"), 0U);
 }
 
+// With --down-density the chooser has only exchanges that select from the sum, and no dense sum.
+TEST(options, down_density_restricts_the_chooser) {
+  TrainOptions o = options("auto");
+  o.down_density = 0.01;
+  EXPECT_EQ(candidates(*reducer_options(o).chooser), std::vector{ExchangeKind::oktopk});
+  o.exchange.hierarchy.between = ExchangeKind::oktopk;
+  EXPECT_EQ(candidates(*reducer_options(o).chooser),
+            (std::vector{ExchangeKind::oktopk, ExchangeKind::hierarchical}));
+  o.chooser.among = {ExchangeKind::gtopk, ExchangeKind::dense};
+  EXPECT_THROW(reducer_options(o), InvalidArgument);
+  o = options("hierarchical");
+  o.down_density = 0.01;
+  EXPECT_THROW(reducer_options(o), InvalidArgument);
+  o.exchange.hierarchy.between = ExchangeKind::global_topk;
+  EXPECT_NO_THROW(reducer_options(o));
+}
+
 TEST(simulation, says_what_memory_it_needs) {
   EXPECT_NO_THROW(expect_memory(1e6, "a run", "take less"));
   try {
