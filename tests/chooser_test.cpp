@@ -85,6 +85,22 @@ TEST(chooser, begins_with_what_the_model_finds_cheapest) {
   EXPECT_EQ(count(taken[0], best.kind), 50) << "without trials it stays, whatever it takes";
 }
 
+// With k_down = n, oktopk returns every entry that was sent, and allgather is shorter.
+TEST(chooser, predicts_for_the_entries_of_the_result) {
+  const ChooserOptions options{
+      .among = {K::oktopk, K::allgather}, .link = Link{1e-6, 1e-7}, .trial_share = 0.0};
+  test::run_group(8, [&](Communicator& comm) {
+    const auto chooser = make_chooser({}, options);
+    const auto chosen = [&](std::size_t k_down) {
+      const std::size_t c = chooser->choose({0, 0}, kN, {.k = 5000, .k_down = k_down}, comm);
+      return name_of(chooser->candidates()[c].kind);
+    };
+    EXPECT_EQ(chosen(0), "oktopk");
+    EXPECT_EQ(chosen(kN), "allgather");
+    EXPECT_EQ(chosen(0), "oktopk");
+  });
+}
+
 // The shortest exchange of any rank says nothing: the step ends with what all of them wait for.
 TEST(chooser, goes_by_what_the_step_waits_for) {
   const ChooserOptions options{
