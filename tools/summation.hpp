@@ -100,7 +100,7 @@ class Summation {
   }
   void add(const ExchangeOptions& o) {
     kinds_.push_back(o.kind);
-    exchanges_.push_back(o.kind == ExchangeKind::dense ? nullptr : make_exchange(o));
+    exchanges_.push_back(make_exchange_or_null(o));
   }
   std::unique_ptr<Chooser> chooser_;
   std::vector<ExchangeKind> kinds_;

@@ -288,9 +288,10 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
 }
 
 int training_ranks(const TrainOptions& o, int ranks) {
-  const bool serves = !o.automatic && o.exchange.kind == ExchangeKind::param_server &&
-                      o.exchange.server.placement == ServerPlacement::dedicated;
-  return ranks > 1 && serves ? ranks - 1 : ranks;
+  if (o.automatic || !row_of(o.exchange.kind).holds_mass) return ranks;
+  const std::unique_ptr<Exchange> exchange = make_exchange(o.exchange);
+  const HeldMass* const holder = exchange->held_mass();
+  return holder != nullptr ? holder->contributors(ranks) : ranks;
 }
 
 float gradient_scale(const TrainOptions& o, double learning_rate) {

@@ -165,7 +165,8 @@ class Simulator {
  private:
   void expect_possible(const ReducerOptions& o) const {
     if (!o.chooser && row_of(o.exchange.kind).needs_hosts) {
-      throw InvalidArgument("--exchange hierarchical: in a simulation all ranks are on one host");
+      throw InvalidArgument("--exchange " + exchange_name(options_) +
+                            ": in a simulation all ranks are on one host");
     }
     if (training_ranks(options_, 2) != 2) {
       throw InvalidArgument(
@@ -180,13 +181,14 @@ class Simulator {
     if (o.dense_sum == DenseSum::vendor) {
       throw InvalidArgument("--dense-sum vendor: a simulation has no MPI");
     }
+    const std::string holders = name_list(names_where(&ExchangeRow::holds_mass));
     if (simulation_.measure_constants > 0 &&
-        (o.exchange.kind != ExchangeKind::param_server || options_.bucket_mb > 0.0 ||
+        (!row_of(o.exchange.kind).holds_mass || options_.bucket_mb > 0.0 ||
          o.feedback.momentum_correction > 0.0F || o.feedback.local_clip > 0.0F ||
          o.feedback.residual_decay < 1.0F)) {
       throw InvalidArgument(
-          "--measure-constants needs --exchange param-server and --bucket-mb 0, without "
-          "--momentum-correction, --local-clip and --residual-decay");
+          "--measure-constants needs --exchange " + holders +
+          " and --bucket-mb 0, without --momentum-correction, --local-clip and --residual-decay");
     }
     if (simulation_.measure_delta == 0) return;
     const bool loses = o.exchange.drop == DropPolicy::sender_keeps;
@@ -194,8 +196,8 @@ class Simulator {
     if (!o.feedback.enabled || loses || holds || gradient_scale(options_, 0.5) != 1.0F) {
       throw InvalidArgument(
           "--measure-delta needs residuals of gradients with every entry that the exchange leaves "
-          "out: not with dense, --no-feedback, --drop sender-keeps, param-server or --memory "
-          "updates");
+          "out: not with dense, --no-feedback, --drop sender-keeps, " +
+          holders + " or --memory updates");
     }
   }
 

@@ -200,6 +200,8 @@ bool cuts_result(const ExchangeOptions& options);
 
 // Throws: InvalidArgument: `dense`, which is no Exchange; an option is out of its range.
 std::unique_ptr<Exchange> make_exchange(const ExchangeOptions& options);
+// The same, but null for `dense`.
+std::unique_ptr<Exchange> make_exchange_or_null(const ExchangeOptions& options);
 
 // Predicts the cost of one exchange. With one rank that is the selection alone. It assumes that
 // selections have no index in common, which is the most expensive case.

@@ -30,7 +30,7 @@ class Hierarchical final : public Exchange {
         between_(make_part(options, options.hierarchy.between)),
         codec_(options.codec),
         exact_({.index = options.codec.index}) {}
-  std::string_view name() const noexcept override { return "hierarchical"; }
+  std::string_view name() const noexcept override { return name_of(ExchangeKind::hierarchical); }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {

@@ -61,7 +61,7 @@ class OkTopK final : public Exchange {
  public:
   explicit OkTopK(const ExchangeOptions& options)
       : codec_(options.codec), exact_({.index = options.codec.index}), options_(options.oktopk) {}
-  std::string_view name() const noexcept override { return "oktopk"; }
+  std::string_view name() const noexcept override { return name_of(ExchangeKind::oktopk); }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {

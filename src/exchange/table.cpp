@@ -1,5 +1,5 @@
 // The table of exchanges, and the functions that read it. An exchange's own file defines its make
-// and terms functions. No other file names an exchange.
+// and terms functions. No other file of the library names an exchange, except as a default.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -180,6 +180,9 @@ std::unique_ptr<Exchange> make_exchange(const ExchangeOptions& options) {
                "make_exchange: '" + std::string(row.name) +
                    "' is no sparse exchange; the Reducer sums whole gradients itself");
   return row.make(options);
+}
+std::unique_ptr<Exchange> make_exchange_or_null(const ExchangeOptions& options) {
+  return options.kind == ExchangeKind::dense ? nullptr : make_exchange(options);
 }
 
 void decode_frame(const Codec& codec, Bytes message, std::size_t dim, SparseBuffer& out,

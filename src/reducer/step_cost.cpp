@@ -45,7 +45,7 @@ StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<st
                "max_step_bytes: ranks must be >= 1 (got " + std::to_string(ranks) + ")");
   std::vector<std::shared_ptr<const Exchange>> exchanges;
   for (const ExchangeOptions& o : candidates_of(options)) {
-    exchanges.push_back(o.kind == ExchangeKind::dense ? nullptr : make_exchange(o));
+    exchanges.push_back(make_exchange_or_null(o));
   }
   return [=, lengths = std::move(lengths)](double up) {
     const Density density{.up = up, .down = down};

@@ -503,6 +503,15 @@ TEST(simulation, refusals) {
   o.dense_sum = DenseSum::vendor;
   EXPECT_EQ(refusal(o, {.ranks = 2}).find("--dense-sum vendor"), 0U);
   EXPECT_EQ(refusal(options("hierarchical"), {.ranks = 2}).find("--exchange hierarchical"), 0U);
+  o = options("param-server");
+  EXPECT_EQ(refusal(o, {.ranks = 2, .measure_delta = 1}).find("--measure-delta needs"), 0U);
+  o.exchange.server.placement = ServerPlacement::dedicated;
+  EXPECT_EQ(training_ranks(o, 3), 2);
+  EXPECT_EQ(training_ranks(o, 1), 1);
+  EXPECT_EQ(refusal(o, {.ranks = 2}).find("--server dedicated"), 0U);
+  EXPECT_EQ(refusal(options("gtopk"), {.ranks = 2, .measure_constants = 1})
+                .find("--measure-constants needs --exchange param-server and"),
+            0U);
 }
 
 // With --down-density the chooser has only exchanges that select from the sum, and no dense sum.
