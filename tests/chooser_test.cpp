@@ -82,7 +82,7 @@ TEST(chooser, begins_with_what_the_model_finds_cheapest) {
   }
   const Choice best = cheapest(among, {}, load, kSlow, options.local);
   const auto taken = drive(3, 50, options, [](K, int, int) { return 1.0; });
-  EXPECT_EQ(count(taken[0], best.kind), 50) << "without trials it stays, whatever it takes";
+  EXPECT_EQ(count(taken[0], best.exchange), 50) << "without trials it stays, whatever it takes";
 }
 
 // With k_down = n, oktopk returns every entry that was sent, and allgather is shorter.

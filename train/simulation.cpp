@@ -204,12 +204,12 @@ class Simulator {
   void expect_room(const ReducerOptions& o) const {
     const auto n = static_cast<double>(parameters_);
     const double density = largest_density(options_);
-    const std::vector<ExchangeKind> kinds =
+    const std::vector<ExchangeKind> exchanges =
         o.chooser ? candidates(*o.chooser) : std::vector{o.exchange.kind};
     const double floats = 1.0 + (o.feedback.enabled ? 1.0 : 0.0) +
                           (o.feedback.momentum_correction > 0.0F ? 1.0 : 0.0);
     expect_memory(simulation_.ranks * floats * n * sizeof(float) +
-                      exchange_memory(kinds, simulation_.ranks, parameters_,
+                      exchange_memory(exchanges, simulation_.ranks, parameters_,
                                       static_cast<std::size_t>(std::ceil(density * n))),
                   options_.model + " on " + std::to_string(simulation_.ranks) + " ranks",
                   "take fewer ranks, a smaller model or a lower density");
@@ -501,11 +501,11 @@ class Simulator {
 
 }  // namespace
 
-double exchange_memory(std::span<const ExchangeKind> kinds, int ranks, std::size_t n,
+double exchange_memory(std::span<const ExchangeKind> exchanges, int ranks, std::size_t n,
                        std::size_t k) {
   const Load load{.ranks = ranks, .n = static_cast<double>(n), .k = static_cast<double>(k)};
   double most = 0.0;
-  for (const ExchangeKind kind : kinds) most = std::max(most, row_of(kind).memory(load));
+  for (const ExchangeKind kind : exchanges) most = std::max(most, row_of(kind).memory(load));
   return ranks * most;
 }
 

@@ -210,7 +210,7 @@ Cost predict(const ExchangeOptions& options, const Load& load, const Link& link,
              const LocalSpeeds& local = {});
 
 struct Choice {
-  ExchangeKind kind = ExchangeKind::dense;
+  ExchangeKind exchange = ExchangeKind::dense;
   Cost cost;
   std::string reason;  // one line: "gtopk 8.9 ms, allgather 9.3 ms, dense 1.35 s"
 };

@@ -228,7 +228,7 @@ Choice cheapest(std::span<const ExchangeKind> among, const ExchangeOptions& opti
   for (std::size_t i = 1; i < order.size(); ++i) {
     if (i == 1 || order[i].kind == ExchangeKind::dense) best.reason += ", " + entry(order[i]);
   }
-  if (best.kind == ExchangeKind::dense) best.reason += ": do not compress";
+  if (best.exchange == ExchangeKind::dense) best.reason += ": do not compress";
   return best;
 }
 

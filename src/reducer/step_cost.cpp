@@ -30,9 +30,9 @@ namespace {
 std::vector<ExchangeOptions> candidates_of(const ReducerOptions& options) {
   if (!options.chooser) return {options.exchange};
   std::vector<ExchangeOptions> all;
-  for (const ExchangeKind kind : candidates(*options.chooser)) {
+  for (const ExchangeKind exchange : candidates(*options.chooser)) {
     all.push_back(options.exchange);
-    all.back().kind = kind;
+    all.back().kind = exchange;
   }
   return all;
 }

@@ -551,7 +551,7 @@ TEST(simulation, says_what_memory_it_needs) {
   // Each gets what any rank sent, where the server leaves nothing out: up to the whole gradient.
   EXPECT_EQ(memory(K::param_server, 8, 100000), memory(K::allgather, 8, 100000));
   EXPECT_EQ(memory(K::param_server, 200, 1000), 2.0 * memory(K::param_server, 100, 1000));
-  // Of several kinds: the most.
+  // Of several exchanges: the most.
   EXPECT_EQ(exchange_memory(std::vector{K::gtopk, K::allgather}, 8, 1000, 10),
             memory(K::allgather, 8, 1000));
 }
