@@ -85,9 +85,10 @@ class ModelChooser final : public Chooser {
     if (comm.size() == 1 || n == 0) return first_sparse();
     if (!is_ready_) or_abort(comm, [&] { prepare(comm); });
     State& state = slots_[id.slot];
-    if (state.n != n || state.k != keep.k) {
+    if (state.n != n || state.k != keep.k || state.k_down != keep.k_down) {
       state.n = n;
       state.k = keep.k;
+      state.k_down = keep.k_down;
       predict_all(state);
       follow_model(state);
     }
@@ -136,7 +137,7 @@ class ModelChooser final : public Chooser {
     Times times;          // of this rank
   };
   struct State {
-    std::size_t n = 0, k = 0;
+    std::size_t n = 0, k = 0, k_down = 0;
     std::vector<Candidate> of;  // [candidates_]
     std::size_t incumbent = 0;
     std::optional<std::size_t> trial = {};  // the candidate that is tried
@@ -242,6 +243,7 @@ class ModelChooser final : public Chooser {
       const Load load{.ranks = ranks_,
                       .n = static_cast<double>(state.n),
                       .k = static_cast<double>(std::clamp<std::size_t>(state.k, 1, state.n)),
+                      .k_down = static_cast<double>(std::min(state.k_down, state.n)),
                       .frame = frame_size(candidates_[c].codec),
                       .hosts = hosts_,
                       .inside = inside_};

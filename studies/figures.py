@@ -239,7 +239,7 @@ def auto_cell(r):
     if "over_best" not in r:
         return "-"
     over = r["over_best"]
-    return f"{r.get('chosen') or r.get('scheme') or '?'}: {over['median']:.3f} [{over['low']:.3f}, {over['high']:.3f}]"
+    return f"{r.get('chosen') or '?'}: {over['median']:.3f} [{over['low']:.3f}, {over['high']:.3f}]"
 
 
 # What --cell says: a row of skim bench scaling in few characters.

@@ -142,12 +142,12 @@ TEST(cost, a_fast_link_is_told_not_to_compress) {
   const Load load{.ranks = 4, .n = 25e6, .k = 25e3};
   const std::vector kinds{ExchangeKind::dense, ExchangeKind::allgather, ExchangeKind::gtopk_tree};
   const Choice best = cheapest(kinds, load, fast, local);
-  EXPECT_EQ(best.kind, ExchangeKind::dense);
+  EXPECT_EQ(best.exchange, ExchangeKind::dense);
   EXPECT_NE(best.reason.find("do not compress"), std::string::npos) << best.reason;
   EXPECT_NE(best.reason.find("selection 10 ms"), std::string::npos) << best.reason;
 
   const Choice slow = cheapest(kinds, load, kPaperLink, local);
-  EXPECT_NE(slow.kind, ExchangeKind::dense);
+  EXPECT_NE(slow.exchange, ExchangeKind::dense);
   EXPECT_EQ(slow.reason.find("do not compress"), std::string::npos) << slow.reason;
   EXPECT_NE(slow.reason.find("dense 1.35 s"), std::string::npos) << slow.reason;
   for (const ExchangeKind kind : kinds) {
@@ -171,8 +171,8 @@ TEST(cost, forms_of_an_allgather) {
 TEST(cost, the_first_of_equals_is_chosen) {
   const Load load{.ranks = 6, .n = 1e6, .k = 1e3};
   using K = ExchangeKind;
-  EXPECT_EQ(cheapest({K::gtopk_tree, K::gtopk}, load, {}).kind, K::gtopk_tree);
-  EXPECT_EQ(cheapest({K::gtopk, K::gtopk_tree}, load, {}).kind, K::gtopk);
+  EXPECT_EQ(cheapest({K::gtopk_tree, K::gtopk}, load, {}).exchange, K::gtopk_tree);
+  EXPECT_EQ(cheapest({K::gtopk, K::gtopk_tree}, load, {}).exchange, K::gtopk);
   EXPECT_THROW(cheapest({}, load, {}), InvalidArgument);
 }
 
@@ -226,7 +226,8 @@ TEST(cost, oktopk_needs_the_bytes_of_two_selections) {
     // Parts, counts, and shares: long messages go around a ring.
     const double shares = ranks > 4 ? p - 1 : std::log2(p);
     EXPECT_EQ(c.rounds, p - 1 + std::log2(p) + shares);
-    EXPECT_EQ(cheapest(all_kinds(), load, {.beta_s_per_byte = 9e-9}).kind, ExchangeKind::oktopk);
+    EXPECT_EQ(cheapest(all_kinds(), load, {.beta_s_per_byte = 9e-9}).exchange,
+              ExchangeKind::oktopk);
   }
 }
 

@@ -85,6 +85,16 @@ inline Traffic broadcast_traffic(std::uint64_t bytes, std::size_t r, std::size_t
   return t;
 }
 
+// Of rank r in a dense sum of n entries around a ring, with the statistics of every rank.
+inline Traffic ring_traffic(std::size_t n, std::size_t r, std::size_t p) {
+  if (p == 1) return {};
+  const auto chunk = [&](std::size_t c) { return n * (c % p + 1) / p - n * (c % p) / p; };
+  return {.sent_bytes = 4 * (2 * n - chunk(r) - chunk(r + 1)) + 48 * (p - 1),
+          .received_bytes = 4 * (2 * n - chunk(r) - chunk(r + p - 1)) + 48 * (p - 1),
+          .messages = 2 * (p - 1),
+          .rounds = 2 * (p - 1)};
+}
+
 inline ExchangeOutcome allgather_oracle(const std::vector<SparseView>& mine) {
   ExchangeOutcome out{.sum = sum(mine), .returned = {}, .traffic = {}};
   std::vector<std::uint64_t> lengths;

@@ -513,6 +513,40 @@ TEST(oktopk, state_is_saved_and_rolled_back) {
   }
 }
 
+// A row says truly whether k_down counts: then it changes the result, and else it changes nothing.
+TEST(exchange, k_down_counts_where_the_row_says_so) {
+  using K = ExchangeKind;
+  const std::size_t n = 200, k = 12;
+  std::vector<ExchangeOptions> all = test::sparse_exchanges();
+  for (const ExchangeRow& part : exchange_rows()) {
+    if (!part.nests) continue;
+    all.push_back({.kind = K::hierarchical, .hierarchy = {.inside = part.kind}});
+    all.push_back({.kind = K::hierarchical, .hierarchy = {.between = part.kind}});
+  }
+  const auto entries_of = [&](const ExchangeOptions& options, std::size_t k_down) {
+    std::size_t entries = 0;
+    run_group(4, [&](Communicator& whole) {
+      OnHosts comm(whole, [](std::size_t r) { return r / 2; });
+      const auto exchange = make_exchange(options);
+      const auto r = static_cast<std::size_t>(whole.rank());
+      const SparseBuffer mine = test::top_k(test::normal(n, r), k);
+      GroupStats stats;
+      const ExchangeResult result =
+          exchange->run({0, 0}, mine.view(), {.k = k, .k_down = k_down}, stats, comm);
+      if (r == 0) entries = result.dense_sum.empty() ? result.sum.nnz() : n;
+    });
+    return entries;
+  };
+  for (const ExchangeOptions& options : all) {
+    const bool changes = entries_of(options, 2) != entries_of(options, 0);
+    EXPECT_EQ(cuts_result(options), changes)
+        << test::name_of(options) << ", inside " << name_of(options.hierarchy.inside)
+        << ", between " << name_of(options.hierarchy.between);
+  }
+  EXPECT_FALSE(cuts_result({.kind = K::dense}));
+  EXPECT_FALSE(cuts_result({.kind = K::hierarchical, .hierarchy = {.between = K::hierarchical}}));
+}
+
 TEST(exchange, names_and_options) {
   EXPECT_EQ(make_exchange({.kind = ExchangeKind::allgather})->name(), "allgather");
   EXPECT_EQ(make_exchange({.kind = ExchangeKind::gtopk})->name(), "gtopk");

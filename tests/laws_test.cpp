@@ -552,22 +552,33 @@ TEST(laws, selection_and_contraction) {
   }
 }
 
-// ---- 7: rounds and bytes are the formulas
+// ---- 7: rounds and bytes are the oracle's
 // -----------------------------------------------------------
 
-// On disjoint selections of k entries every frame that gTop-k moves holds k, and partial sums of r
-// ranks r k. (What oktopk moves depends on the selections: exchange_test.)
+// On disjoint selections of k entries. The Reducer adds nothing to what the exchange sends.
 TEST(laws, traffic) {
   const std::size_t n = 1003, k = 7;
   for (const int ranks : group_sizes()) {
-    const auto p = static_cast<std::uint64_t>(ranks);
-    const std::uint64_t log = test::log2_ceil(p), frame = 24 + 48 + 8 * k;
+    const auto p = static_cast<std::size_t>(ranks);
+    std::vector<SparseBuffer> selections(p);
+    std::vector<SparseView> views;
+    for (std::size_t r = 0; r < p; ++r) {
+      selections[r].reset(n);
+      for (std::size_t e = 0; e < k; ++e) {
+        selections[r].append(static_cast<Index>(r + e * p), static_cast<float>(1 + r + e));
+      }
+      views.push_back(selections[r].view());
+    }
     for (const Kind& kind : kinds()) {
-      const bool sharded = kind.options.server.placement == ServerPlacement::sharded;
-      if (kind.options.kind == ExchangeKind::oktopk || sharded) continue;
+      std::vector<Traffic> expected;
+      if (kind.options.kind == ExchangeKind::dense) {
+        for (std::size_t r = 0; r < p; ++r) expected.push_back(test::ring_traffic(n, r, p));
+      } else {
+        expected = test::ExchangeOracle(kind.options).run(views, k).traffic;
+      }
       run_group(ranks, [&](Communicator& comm) {
         SCOPED_TRACE(kind.name + " on " + std::to_string(ranks) + " ranks");
-        const auto r = static_cast<std::uint64_t>(comm.rank());
+        const auto r = static_cast<std::size_t>(comm.rank());
         ReducerOptions o;
         o.exchange = kind.options;
         o.exchange.codec.index = IndexCode::raw32;  // the one whose bytes follow from k alone
@@ -577,82 +588,14 @@ TEST(laws, traffic) {
         Reducer reducer(o, std::move(parts), comm);
         reducer.set_layout(buckets({n}));
         Floats g(n, 0.0F);
-        for (std::size_t e = 0; e < k; ++e) g[r + e * p] = static_cast<float>(1 + r + e);
+        for (std::size_t e = 0; e < k; ++e) g[views[r].index[e]] = views[r].value[e];
         const Traffic before = comm.traffic();
         const StepReport report = reducer.reduce(0, std::span(g));
-
-        std::uint64_t sent = 0, received = 0, rounds = 0, messages = 0;
-        if (ranks > 1 && kind.name == "dense") {
-          const auto chunk = [&](std::uint64_t c) { return n * (c % p + 1) / p - n * (c % p) / p; };
-          sent = 4 * (2 * n - chunk(r) - chunk(r + 1)) + 48 * (p - 1);
-          received = 4 * (2 * n - chunk(r) - chunk(r + p - 1)) + 48 * (p - 1);
-          rounds = messages = 2 * (p - 1);
-        } else if (ranks > 1 && (kind.name == "allgather" || kind.name == "global-topk" ||
-                                 kind.name == "hierarchical")) {
-          // Around a ring, or with the lengths of m - 1 messages in front of m.
-          rounds = messages = p <= 3 ? p - 1 : log;
-          sent = received = (p - 1) * frame + 8 * (p - 1 - rounds);
-          if (kind.name == "hierarchical") {  // one host: then its leader tells the sum
-            const std::uint64_t all = 24 + 48 + 8 * k * p;
-            rounds += log;
-            if (r > 0) received += all;
-            for (std::uint64_t d = 1; d < p; d *= 2) {
-              if (r >= d || r + d >= p) continue;
-              sent += all;
-              ++messages;
-            }
-          }
-        } else if (ranks > 1 && kind.options.kind == ExchangeKind::param_server) {
-          rounds = 1 + log;
-          received = r > 0 ? frame : (p - 1) * frame;  // the result has k entries, too
-          for (std::uint64_t d = std::bit_ceil(r + 1); r + d < p; d *= 2) ++messages;
-          messages += r > 0 ? 1U : 0U;
-          sent = messages * frame;
-        } else if (ranks > 1 && kind.name == "sparcml") {
-          const std::uint64_t inner = std::bit_floor(p), outer = p - inner;
-          const auto of = [&](std::uint64_t first, std::uint64_t count) {  // a sum of these ranks
-            const std::uint64_t more = first < outer ? std::min(count, outer - first) : 0;
-            return 24 + 48 + 8 * k * (count + more);
-          };
-          rounds = std::bit_width(inner) - 1U + (outer > 0 ? 2U : 0U);
-          if (r >= inner) {
-            sent = frame;
-            received = of(0, inner);
-            messages = 1;
-          } else {
-            for (std::uint64_t d = 1; d < inner; d *= 2) {
-              sent += of(r / d * d, d);
-              received += of((r / d ^ 1U) * d, d);
-              ++messages;
-            }
-            if (r < outer) {
-              received += frame;
-              sent += of(0, inner);
-              ++messages;
-            }
-          }
-        } else if (ranks > 1 && kind.options.kind == ExchangeKind::gtopk) {
-          const std::uint64_t inner = std::bit_floor(p), swaps = std::bit_width(inner) - 1U;
-          const bool folds = r + inner < p;
-          messages = r < inner ? swaps + (folds ? 1U : 0U) : 1U;
-          sent = received = messages * frame;
-          rounds = swaps + (inner < p ? 2U : 0U);
-        } else if (ranks > 1) {
-          std::uint64_t merges = 0, passes = 0;  // of this rank
-          for (std::uint64_t d = 1; d < p; d *= 2) {
-            merges += r % (2 * d) == 0 && r + d < p ? 1U : 0U;
-            passes += r < d && r + d < p ? 1U : 0U;
-          }
-          messages = (r > 0 ? 1U : 0U) + passes;
-          sent = messages * frame;
-          received = (merges + (r > 0 ? 1U : 0U)) * frame;
-          rounds = 2 * log;
-        }
-        EXPECT_EQ(report.sent_bytes, sent);
-        EXPECT_EQ(report.received_bytes, received);
-        EXPECT_EQ(report.rounds, rounds);
-        EXPECT_EQ(comm.traffic().messages - before.messages, messages);
-        EXPECT_EQ(comm.traffic().sent_bytes - before.sent_bytes, sent);
+        EXPECT_EQ(report.sent_bytes, expected[r].sent_bytes);
+        EXPECT_EQ(report.received_bytes, expected[r].received_bytes);
+        EXPECT_EQ(report.rounds, expected[r].rounds);
+        EXPECT_EQ(comm.traffic().messages - before.messages, expected[r].messages);
+        EXPECT_EQ(comm.traffic().sent_bytes - before.sent_bytes, expected[r].sent_bytes);
       });
     }
   }

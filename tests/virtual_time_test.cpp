@@ -299,36 +299,42 @@ TEST(cost_of_exchange, of_the_table) {
   }
 }
 
-// In the third run, whose cut and regions stand. Every region has two entries of every rank, and
-// two of the largest sums, those of rank 0.
+// In the third run, whose cut and regions stand. Every region has two entries of every rank. The
+// largest sums are those of rank 0, and then those of the last rank.
 TEST(cost_of_exchange, oktopk) {
   for (const int ranks : kSizes) {
-    SCOPED_TRACE(ranks);
     const std::size_t p = static_cast<std::size_t>(ranks), k = 2 * p, n = 8 * k * p;
-    const auto measure_runs = [&](int runs) {
-      return measure(ranks, [&](Communicator& comm) {
-        const auto r = static_cast<std::size_t>(comm.rank());
-        SparseBuffer mine;
-        mine.reset(n);
-        for (std::size_t e = 0; e < k; ++e) {
-          mine.append(static_cast<Index>(r + e * p * 8),
-                      static_cast<float>((r == 0 ? 1'000'000 : 0) + r * k + e + 1));
-        }
-        const auto exchange = make_exchange(raw(ExchangeKind::oktopk));
-        for (int i = 0; i < runs; ++i) {
-          GroupStats stats;
-          exchange->run({static_cast<std::uint64_t>(i), 0}, mine.view(), {.k = k}, stats, comm);
-          exchange->end_step();
-        }
-      });
-    };
-    const Measured two = measure_runs(2), three = measure_runs(3);
-    const Cost expected =
-        predict(raw(ExchangeKind::oktopk),
-                {.ranks = ranks, .n = static_cast<double>(n), .k = static_cast<double>(k)}, kLink);
-    EXPECT_EQ(static_cast<double>(three.most.sent_bytes - two.most.sent_bytes), expected.bytes);
-    EXPECT_EQ(static_cast<double>(three.most.rounds - two.most.rounds), expected.rounds);
-    EXPECT_NEAR(three.seconds - two.seconds, expected.exchange_s(), 1e-9);
+    for (const std::size_t k_down : {std::size_t{0}, 2 * k}) {
+      SCOPED_TRACE(std::to_string(ranks) + " ranks, k_down " + std::to_string(k_down));
+      const auto measure_runs = [&](int runs) {
+        return measure(ranks, [&](Communicator& comm) {
+          const auto r = static_cast<std::size_t>(comm.rank());
+          SparseBuffer mine;
+          mine.reset(n);
+          for (std::size_t e = 0; e < k; ++e) {
+            mine.append(static_cast<Index>(r + e * p * 8),
+                        static_cast<float>((r == 0 ? 1'000'000 : 0) + r * k + e + 1));
+          }
+          const auto exchange = make_exchange(raw(ExchangeKind::oktopk));
+          for (int i = 0; i < runs; ++i) {
+            GroupStats stats;
+            exchange->run({static_cast<std::uint64_t>(i), 0}, mine.view(),
+                          {.k = k, .k_down = k_down}, stats, comm);
+            exchange->end_step();
+          }
+        });
+      };
+      const Measured two = measure_runs(2), three = measure_runs(3);
+      const Cost expected = predict(raw(ExchangeKind::oktopk),
+                                    {.ranks = ranks,
+                                     .n = static_cast<double>(n),
+                                     .k = static_cast<double>(k),
+                                     .k_down = static_cast<double>(k_down)},
+                                    kLink);
+      EXPECT_EQ(static_cast<double>(three.most.sent_bytes - two.most.sent_bytes), expected.bytes);
+      EXPECT_EQ(static_cast<double>(three.most.rounds - two.most.rounds), expected.rounds);
+      EXPECT_NEAR(three.seconds - two.seconds, expected.exchange_s(), 1e-9);
+    }
   }
 }
 

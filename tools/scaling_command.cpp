@@ -309,7 +309,7 @@ Row row_for(const Contender& c, const ScalingOptions& o, const Setting& s, const
   r.result_entries = c.result_entries;
   constexpr double kFewestTicks = 50.0;  // usually of 10 ms; fewer are not reliable
   if (c.ticks.all >= kFewestTicks) r.busy = 1.0 - c.ticks.idle / c.ticks.all;
-  r.chosen = c.summation->kind();
+  r.chosen = c.summation->exchange();
   r.reason = c.summation->reason();
   if (r.chosen != ExchangeKind::dense) r.select_s = t.select_s;
   if (s.fit) {

@@ -217,11 +217,11 @@ int run(const SimulateOptions& o) {
   const std::vector<std::string> names = o.exchanges.empty() ? default_exchanges() : o.exchanges;
   for (const int ranks : o.ranks) {
     for (const std::string& name : names) {
-      const std::vector<ExchangeKind> kinds =
+      const std::vector<ExchangeKind> exchanges =
           name == kAuto ? candidates({}) : std::vector{from_name<ExchangeKind>(name, "--exchange")};
-      const bool may_be_dense = std::ranges::count(kinds, ExchangeKind::dense) > 0;
+      const bool may_be_dense = std::ranges::count(exchanges, ExchangeKind::dense) > 0;
       const double gradients = may_be_dense ? 4.0 * ranks * static_cast<double>(o.params) : 0.0;
-      train::expect_memory(gradients + train::exchange_memory(kinds, ranks, o.params, k),
+      train::expect_memory(gradients + train::exchange_memory(exchanges, ranks, o.params, k),
                            fmt::format("{} on {} ranks", name, ranks),
                            "take fewer ranks, --params or --density");
     }

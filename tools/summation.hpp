@@ -1,4 +1,4 @@
-// The ways in which a benchmark sums gradients: one exchange, the dense sum, or a chooser's choice.
+// How a benchmark sums gradients: by one exchange, by the dense sum, or as a chooser decides.
 #pragma once
 
 #include <array>
@@ -84,7 +84,7 @@ class Summation {
     return out;
   }
   // The exchange of the last bucket.
-  ExchangeKind kind() const { return kinds_[now_]; }
+  ExchangeKind exchange() const { return kinds_[now_]; }
   // The chooser's reason, or empty without a chooser. Valid until the next run().
   std::string_view reason() const { return chooser_ ? chooser_->reason(0) : std::string_view(); }
 
@@ -100,7 +100,7 @@ class Summation {
   }
   void add(const ExchangeOptions& o) {
     kinds_.push_back(o.kind);
-    exchanges_.push_back(o.kind == ExchangeKind::dense ? nullptr : make_exchange(o));
+    exchanges_.push_back(make_exchange_or_null(o));
   }
   std::unique_ptr<Chooser> chooser_;
   std::vector<ExchangeKind> kinds_;

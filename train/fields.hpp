@@ -109,8 +109,8 @@ void each_exchange_field(Options& o, F&& f) {
   f("density_max", o.density_max,
     FieldInfo{"largest density that a rule may choose (except accordion)", kDensityRange});
   f("down_density", o.down_density,
-    FieldInfo{"density of the result, for param-server (1: every entry that it received), "
-              "global-topk and oktopk [as --density]",
+    FieldInfo{"density of the result, for exchanges that select from the sum (" +
+                  name_list(names_that_cut()) + "); 1: every entry [as --density]",
               kDensityRange});
   f("budget", o.budget,
     FieldInfo{"adaptive: the most that any rank sends over the whole run, as 50MB or 2GB"});

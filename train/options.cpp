@@ -89,6 +89,32 @@ void expect_local_steps(const TrainOptions& o) {
   }
 }
 
+// Leaves the chooser only the exchanges that select from the sum.
+// Throws: InvalidArgument if there are none.
+void expect_cut(const TrainOptions& o, ReducerOptions& r) {
+  if (r.chooser) {
+    std::vector<ExchangeKind> among = candidates(*r.chooser);
+    std::erase_if(among, [&](ExchangeKind exchange) {
+      ExchangeOptions options = o.exchange;
+      options.kind = exchange;
+      return !cuts_result(options);
+    });
+    if (among.empty()) {
+      throw InvalidArgument("--down-density: no exchange in --among selects from the sum; add " +
+                            name_list(names_where([](const ExchangeRow& row) {
+                              return !row.holds_mass && cuts_result({.kind = row.kind});
+                            })));
+    }
+    r.chooser->among = std::move(among);
+    return;
+  }
+  if (cuts_result(o.exchange)) return;
+  const bool depends = row_of(o.exchange.kind).cuts_result != nullptr;
+  throw InvalidArgument(
+      "--down-density: " + exchange_name(o) + (depends ? " with these options" : "") +
+      " does not select from the sum; take one of " + name_list(names_that_cut()));
+}
+
 std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                                                std::vector<std::size_t> lengths,
                                                const RunLength& run) {
@@ -197,6 +223,10 @@ std::string exchange_name(const TrainOptions& o) {
   return std::string(o.automatic ? kAuto : name_of(o.exchange.kind));
 }
 
+std::vector<std::string> names_that_cut() {
+  return names_where([](const ExchangeRow& row) { return cuts_result({.kind = row.kind}); });
+}
+
 void set_exchange(TrainOptions& o, std::string_view name, const std::string& who) {
   o.automatic = name == kAuto;
   if (!o.automatic) o.exchange.kind = from_name<ExchangeKind>(name, who);
@@ -214,11 +244,7 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   r.exchange = o.exchange;
   r.exchange.codec.seed = o.seed;
   if (o.automatic) r.chooser = o.chooser;
-  if (o.down_density > 0.0 && !o.automatic && !row_of(o.exchange.kind).cuts_result) {
-    throw InvalidArgument("--down-density: " + exchange_name(o) +
-                          " returns every entry that was sent; use an exchange that selects from "
-                          "the sum, such as param-server");
-  }
+  if (o.down_density > 0.0) expect_cut(o, r);
   if (o.local_steps > 0) {
     expect_local_steps(o);
   } else if (holds_updates(o)) {
@@ -262,9 +288,10 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
 }
 
 int training_ranks(const TrainOptions& o, int ranks) {
-  const bool serves = !o.automatic && o.exchange.kind == ExchangeKind::param_server &&
-                      o.exchange.server.placement == ServerPlacement::dedicated;
-  return ranks > 1 && serves ? ranks - 1 : ranks;
+  if (o.automatic || !row_of(o.exchange.kind).holds_mass) return ranks;
+  const std::unique_ptr<Exchange> exchange = make_exchange(o.exchange);
+  const HeldMass* const holder = exchange->held_mass();
+  return holder != nullptr ? holder->contributors(ranks) : ranks;
 }
 
 float gradient_scale(const TrainOptions& o, double learning_rate) {

@@ -121,7 +121,8 @@ struct TrainOptions {
   DensityRule density;
   WarmUp density_warmup;
   double density_min = 1e-4, density_max = 0.25;  // for rules other than accordion
-  double down_density = 0.0;                      // of the result, in (0, 1]; 0: as up
+  // Of the result, in (0, 1]; 0: as up. The chooser then has only exchanges with cuts_result().
+  double down_density = 0.0;
   // For adaptive. One of these must be > 0. They limit the whole run: bytes sent by the busiest
   // rank, or predicted seconds.
   ByteCount budget;
@@ -154,6 +155,8 @@ std::int64_t exchanges_of(const TrainOptions& options, std::int64_t steps);
 // The exchange's name, or "auto".
 inline constexpr std::string_view kAuto = "auto";
 std::string exchange_name(const TrainOptions& options);
+// The exchanges that select from the sum, if their options are the defaults.
+std::vector<std::string> names_that_cut();
 // Throws: InvalidArgument whose message begins with `who`.
 void set_exchange(TrainOptions& options, std::string_view name, const std::string& who);
 

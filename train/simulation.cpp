@@ -165,7 +165,8 @@ class Simulator {
  private:
   void expect_possible(const ReducerOptions& o) const {
     if (!o.chooser && row_of(o.exchange.kind).needs_hosts) {
-      throw InvalidArgument("--exchange hierarchical: in a simulation all ranks are on one host");
+      throw InvalidArgument("--exchange " + exchange_name(options_) +
+                            ": in a simulation all ranks are on one host");
     }
     if (training_ranks(options_, 2) != 2) {
       throw InvalidArgument(
@@ -180,13 +181,14 @@ class Simulator {
     if (o.dense_sum == DenseSum::vendor) {
       throw InvalidArgument("--dense-sum vendor: a simulation has no MPI");
     }
+    const std::string holders = name_list(names_where(&ExchangeRow::holds_mass));
     if (simulation_.measure_constants > 0 &&
-        (o.exchange.kind != ExchangeKind::param_server || options_.bucket_mb > 0.0 ||
+        (!row_of(o.exchange.kind).holds_mass || options_.bucket_mb > 0.0 ||
          o.feedback.momentum_correction > 0.0F || o.feedback.local_clip > 0.0F ||
          o.feedback.residual_decay < 1.0F)) {
       throw InvalidArgument(
-          "--measure-constants needs --exchange param-server and --bucket-mb 0, without "
-          "--momentum-correction, --local-clip and --residual-decay");
+          "--measure-constants needs --exchange " + holders +
+          " and --bucket-mb 0, without --momentum-correction, --local-clip and --residual-decay");
     }
     if (simulation_.measure_delta == 0) return;
     const bool loses = o.exchange.drop == DropPolicy::sender_keeps;
@@ -194,20 +196,20 @@ class Simulator {
     if (!o.feedback.enabled || loses || holds || gradient_scale(options_, 0.5) != 1.0F) {
       throw InvalidArgument(
           "--measure-delta needs residuals of gradients with every entry that the exchange leaves "
-          "out: not with dense, --no-feedback, --drop sender-keeps, param-server or --memory "
-          "updates");
+          "out: not with dense, --no-feedback, --drop sender-keeps, " +
+          holders + " or --memory updates");
     }
   }
 
   void expect_room(const ReducerOptions& o) const {
     const auto n = static_cast<double>(parameters_);
     const double density = largest_density(options_);
-    const std::vector<ExchangeKind> kinds =
+    const std::vector<ExchangeKind> exchanges =
         o.chooser ? candidates(*o.chooser) : std::vector{o.exchange.kind};
     const double floats = 1.0 + (o.feedback.enabled ? 1.0 : 0.0) +
                           (o.feedback.momentum_correction > 0.0F ? 1.0 : 0.0);
     expect_memory(simulation_.ranks * floats * n * sizeof(float) +
-                      exchange_memory(kinds, simulation_.ranks, parameters_,
+                      exchange_memory(exchanges, simulation_.ranks, parameters_,
                                       static_cast<std::size_t>(std::ceil(density * n))),
                   options_.model + " on " + std::to_string(simulation_.ranks) + " ranks",
                   "take fewer ranks, a smaller model or a lower density");
@@ -499,11 +501,11 @@ class Simulator {
 
 }  // namespace
 
-double exchange_memory(std::span<const ExchangeKind> kinds, int ranks, std::size_t n,
+double exchange_memory(std::span<const ExchangeKind> exchanges, int ranks, std::size_t n,
                        std::size_t k) {
   const Load load{.ranks = ranks, .n = static_cast<double>(n), .k = static_cast<double>(k)};
   double most = 0.0;
-  for (const ExchangeKind kind : kinds) most = std::max(most, row_of(kind).memory(load));
+  for (const ExchangeKind kind : exchanges) most = std::max(most, row_of(kind).memory(load));
   return ranks * most;
 }
 

@@ -35,8 +35,8 @@ class Chooser {
  public:
   virtual ~Chooser() = default;
 
-  // The exchanges that it chooses among, equal on all ranks and in all steps. Kind `dense`: the
-  // bucket is summed whole. The Reducer makes one exchange of each.
+  // The exchanges that it chooses among, equal on all ranks and in all steps. `dense`: the bucket
+  // is summed whole. The Reducer makes one exchange of each.
   virtual std::span<const ExchangeOptions> candidates() const noexcept = 0;
 
   // Returns an index of candidates(), equal on all ranks. May communicate, so all ranks must call
@@ -60,7 +60,7 @@ class Chooser {
   virtual std::string_view reason(Slot slot) const noexcept = 0;
 };
 
-// The kinds of exchange that a chooser with these options chooses among.
+// The exchanges that a chooser with these options chooses among.
 std::vector<ExchangeKind> candidates(const ChooserOptions& options);
 
 // Chooses by the cost model (cost.hpp), and corrects the model by measured times. src/chooser.cpp

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <iosfwd>
 #include <limits>
 #include <memory>
@@ -183,8 +184,9 @@ struct ExchangeRow {
   // An estimate of the bytes of scratch memory that one rank needs for one bucket. `skim simulate`
   // refuses a run whose estimate does not fit into the machine.
   double (*memory)(const Load&);
+  // Whether it selects from the sum with these options, so that Keep::k_down counts. Null: never.
+  bool (*cuts_result)(const ExchangeOptions&) = nullptr;
   bool holds_mass = false;    // has a HeldMass
-  bool cuts_result = false;   // selects from the sum: Keep::k_down counts
   bool nests = false;         // may be a part of `hierarchical`
   bool needs_hosts = false;   // differs from its parts only if hosts have several ranks
   bool is_candidate = false;  // the chooser tries it by default (chooser.hpp)
@@ -193,10 +195,14 @@ struct ExchangeRow {
 std::span<const ExchangeRow> exchange_rows() noexcept;
 const ExchangeRow& row_of(ExchangeKind kind);
 // The names of the exchanges with a property: names_where(&ExchangeRow::nests).
-std::vector<std::string> names_where(bool ExchangeRow::*property);
+std::vector<std::string> names_where(const std::function<bool(const ExchangeRow&)>& property);
+// Whether the exchange of these options selects from the sum, so that Keep::k_down counts.
+bool cuts_result(const ExchangeOptions& options);
 
 // Throws: InvalidArgument: `dense`, which is no Exchange; an option is out of its range.
 std::unique_ptr<Exchange> make_exchange(const ExchangeOptions& options);
+// The same, but null for `dense`.
+std::unique_ptr<Exchange> make_exchange_or_null(const ExchangeOptions& options);
 
 // Predicts the cost of one exchange. With one rank that is the selection alone. It assumes that
 // selections have no index in common, which is the most expensive case.
@@ -205,7 +211,7 @@ Cost predict(const ExchangeOptions& options, const Load& load, const Link& link,
              const LocalSpeeds& local = {});
 
 struct Choice {
-  ExchangeKind kind = ExchangeKind::dense;
+  ExchangeKind exchange = ExchangeKind::dense;
   Cost cost;
   std::string reason;  // one line: "gtopk 8.9 ms, allgather 9.3 ms, dense 1.35 s"
 };

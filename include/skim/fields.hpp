@@ -55,7 +55,7 @@ enum class FieldScope : std::uint8_t {
 };
 
 struct FieldInfo {
-  const char* what;  // one line
+  std::string what;  // one line
   FieldRange range = {};
   // The valid names, if the option is a name or a list of names. Null: all names of the type.
   std::vector<std::string> (*names)() = nullptr;
@@ -134,12 +134,10 @@ void each_field_or_auto(Options& o, Flag& automatic, F&& f) {
 template <OptionsOf<ChooserOptions> Options, class F>
 void each_field(Options& o, F&& f) {
   f("among", o.among,
-    FieldInfo{.what = "auto: what it may choose [all but global-topk]", .names = [] {
-                std::vector<std::string> names;
-                for (const ExchangeRow& row : exchange_rows()) {
-                  if (!row.holds_mass) names.emplace_back(row.name);
-                }
-                return names;
+    FieldInfo{.what = "auto: exchanges to choose among [" +
+                      name_list(names_where(&ExchangeRow::is_candidate)) + "]",
+              .names = [] {
+                return names_where([](const ExchangeRow& row) { return !row.holds_mass; });
               }});
   f("trial_share", o.trial_share,
     FieldInfo{"auto: fraction of the run's time that trying exchanges may cost", kFraction});

@@ -52,4 +52,11 @@ requires std::is_enum_v<E> E from_name(std::string_view name, std::string_view w
                         "'; there are: " + valid);
 }
 
+// "a, b, c", for messages and help texts.
+inline std::string name_list(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text.append(text.empty() ? "" : ", ").append(name);
+  return text;
+}
+
 }  // namespace skim

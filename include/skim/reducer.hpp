@@ -156,7 +156,8 @@ class Reducer {
 StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
                         double down = 0.0);
 // The seconds that cost.hpp predicts, plus compute_s, with no overlap. With a chooser it is the
-// least among the chooser's candidates.
+// least among the chooser's candidates. Each rank counts as a host of its own, so `hierarchical`
+// costs as much as its exchange between hosts.
 StepCost predicted_seconds(const ReducerOptions& options, int ranks,
                            std::vector<std::size_t> lengths, double compute_s, const Link& link,
                            const LocalSpeeds& local, double down = 0.0);

@@ -60,7 +60,7 @@ void bind_cost(nb::module_& m) {
 
   nb::class_<Choice>(m, "Choice", "The cheapest exchange.")
       .def_prop_ro(
-          "kind", [](const Choice& c) { return name_of(c.kind); }, "The exchange's name.")
+          "exchange", [](const Choice& c) { return name_of(c.exchange); }, "The exchange's name.")
       .def_ro("cost", &Choice::cost)
       .def_ro("reason", &Choice::reason, "The cheapest exchanges and their times, in one line.");
 

@@ -106,8 +106,9 @@ void bind_exchange(nb::module_& m) {
           "Whether ranks select entries. False only for 'dense', which sums whole gradients.")
       .def_ro("holds_mass", &ExchangeRow::holds_mass,
               "Whether it keeps mass from step to step, as a server does.")
-      .def_ro("cuts_result", &ExchangeRow::cuts_result,
-              "Whether it selects from the sum, so that k_down counts.")
+      .def_prop_ro(
+          "cuts_result", [](const ExchangeRow& r) { return cuts_result({.kind = r.kind}); },
+          "Whether it selects from the sum with its default options, so that k_down counts.")
       .def_ro("nests", &ExchangeRow::nests, "Whether it may be a part of 'hierarchical'.")
       .def_ro("needs_hosts", &ExchangeRow::needs_hosts,
               "Whether it differs from its parts only if hosts have several ranks.")

@@ -34,8 +34,8 @@ class Formulas(unittest.TestCase):
             }
             best = skim.cheapest(ranks=ranks, n=1e6, k=1e3, link=LINK, among=list(skim.exchanges))
             self.assertEqual(best.cost.total_s, min(costs.values()))
-            self.assertEqual(costs[best.kind], best.cost.total_s)
-            self.assertTrue(best.reason.startswith(f"{best.kind} {skim.duration_text(best.cost.total_s)}"))
+            self.assertEqual(costs[best.exchange], best.cost.total_s)
+            self.assertTrue(best.reason.startswith(f"{best.exchange} {skim.duration_text(best.cost.total_s)}"))
 
     def test_hosts(self):
         def rounds(hosts):

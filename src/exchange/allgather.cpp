@@ -11,7 +11,7 @@ namespace {
 class Allgather final : public Exchange {
  public:
   explicit Allgather(const CodecOptions& codec) : codec_(codec) {}
-  std::string_view name() const noexcept override { return "allgather"; }
+  std::string_view name() const noexcept override { return name_of(ExchangeKind::allgather); }
 
   ExchangeResult run(StepId, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {

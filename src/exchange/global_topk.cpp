@@ -14,7 +14,7 @@ class GlobalTopK final : public Exchange {
  public:
   explicit GlobalTopK(const ExchangeOptions& options)
       : allgather_(make_exchange(allgather(options))) {}
-  std::string_view name() const noexcept override { return "global-topk"; }
+  std::string_view name() const noexcept override { return name_of(ExchangeKind::global_topk); }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {

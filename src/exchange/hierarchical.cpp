@@ -30,7 +30,7 @@ class Hierarchical final : public Exchange {
         between_(make_part(options, options.hierarchy.between)),
         codec_(options.codec),
         exact_({.index = options.codec.index}) {}
-  std::string_view name() const noexcept override { return "hierarchical"; }
+  std::string_view name() const noexcept override { return name_of(ExchangeKind::hierarchical); }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {
@@ -114,15 +114,10 @@ class Hierarchical final : public Exchange {
     std::vector<int> ranks;  // [rank in the part]: rank in the whole group
   };
 
-  static std::string listed(const std::vector<std::string>& names) {
-    std::string text;
-    for (const std::string& name : names) text.append(text.empty() ? "" : ", ").append(name);
-    return text;
-  }
   static std::unique_ptr<Exchange> make_part(ExchangeOptions options, ExchangeKind kind) {
     SKIM_EXPECTS(row_of(kind).nests, "hierarchical: '" + std::string(row_of(kind).name) +
                                          "' cannot be a part of it; there are: " +
-                                         listed(names_where(&ExchangeRow::nests)));
+                                         name_list(names_where(&ExchangeRow::nests)));
     options.kind = kind;
     return make_exchange(options);
   }
@@ -242,6 +237,16 @@ CostTerms hierarchical_terms(const ExchangeOptions& options, const Load& load) {
           .result = between.result,
           .inside_rounds = inside.rounds + children,
           .inside_chain_bytes = inside.chain_bytes + children * result};
+}
+
+// Each part gets the whole of Keep.
+bool hierarchical_cuts_result(const ExchangeOptions& options) {
+  const auto cuts = [&](ExchangeKind part) {
+    ExchangeOptions of_part = options;
+    of_part.kind = part;
+    return row_of(part).nests && cuts_result(of_part);
+  };
+  return cuts(options.hierarchy.inside) || cuts(options.hierarchy.between);
 }
 
 std::unique_ptr<Exchange> make_hierarchical(const ExchangeOptions& options) {

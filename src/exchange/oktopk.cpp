@@ -61,7 +61,7 @@ class OkTopK final : public Exchange {
  public:
   explicit OkTopK(const ExchangeOptions& options)
       : codec_(options.codec), exact_({.index = options.codec.index}), options_(options.oktopk) {}
-  std::string_view name() const noexcept override { return "oktopk"; }
+  std::string_view name() const noexcept override { return name_of(ExchangeKind::oktopk); }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {
@@ -531,13 +531,15 @@ class OkTopK final : public Exchange {
 CostTerms oktopk_terms(const ExchangeOptions& options, const Load& load) {
   constexpr double kWords = 24.0;  // two counts and a checksum
   const double p = load.ranks, part = load.frame.bytes(load.k / p, load.n);
+  const double result = std::min({result_of(load), p * load.k, load.n});
+  const double share = load.frame.bytes(result / p, load.n);
   CostTerms terms{.rounds = p - 1,
-                  .merged = 2 * load.k,  // a region's sum, and the shares of the result
-                  .result = std::min(load.n, result_of(load))};
+                  .merged = load.k + result,  // a region's sum, and the shares of the result
+                  .result = result};
   terms.sent_bytes = terms.chain_bytes = (p - 1) * (part + load.frame.stats_bytes);
   add_allgather(terms, allgather_form(load.ranks, static_cast<std::size_t>(kWords)), load.ranks,
                 kWords, load.frame.length_bytes);
-  add_allgather(terms, form_of_frames(options.codec, load, 4.0 / 3.0 * load.k), load.ranks, part,
+  add_allgather(terms, form_of_frames(options.codec, load, 4.0 / 3.0 * result), load.ranks, share,
                 load.frame.length_bytes);
   return terms;
 }

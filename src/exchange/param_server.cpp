@@ -36,7 +36,7 @@ class ParamServer final : public Exchange, public HeldMass {
  public:
   explicit ParamServer(const ExchangeOptions& options)
       : codec_(options.codec), options_(options.server), selector_(make_selector({})) {}
-  std::string_view name() const noexcept override { return "param-server"; }
+  std::string_view name() const noexcept override { return name_of(ExchangeKind::param_server); }
   int contributors(int ranks) const noexcept override {
     return dedicated(ranks) ? ranks - 1 : ranks;
   }

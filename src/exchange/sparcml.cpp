@@ -51,7 +51,7 @@ void add(const SparseView& lower, const SparseView& upper, SparseBuffer& out) {
 class SparCML final : public Exchange {
  public:
   explicit SparCML(const CodecOptions& codec) : codec_(codec) {}
-  std::string_view name() const noexcept override { return "sparcml"; }
+  std::string_view name() const noexcept override { return name_of(ExchangeKind::sparcml); }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
                      Communicator& comm) override {

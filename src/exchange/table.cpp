@@ -1,8 +1,9 @@
 // The table of exchanges, and the functions that read it. An exchange's own file defines its make
-// and terms functions. No other file names an exchange.
+// and terms functions. No other file of the library names an exchange, except as a default.
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,7 @@ CostTerms hierarchical_terms(const ExchangeOptions&, const Load&);
 CostTerms oktopk_terms(const ExchangeOptions&, const Load&);
 CostTerms param_server_terms(const ExchangeOptions&, const Load&);
 CostTerms sparcml_terms(const ExchangeOptions&, const Load&);
+bool hierarchical_cuts_result(const ExchangeOptions&);
 
 namespace {
 
@@ -46,6 +48,8 @@ double of_dense(const Load& load) { return 4.0 * sizeof(float) * load.n / load.r
 double of_all_frames(const Load& load) { return kEntry * load.ranks * load.k; }
 double of_union(const Load& load) { return kEntry * std::min(load.ranks * load.k, load.n); }
 double of_few_frames(const Load& load) { return 200.0 * load.k; }
+
+bool always(const ExchangeOptions&) { return true; }
 
 using K = ExchangeKind;
 constexpr std::array kRows{
@@ -81,14 +85,14 @@ constexpr std::array kRows{
                 .make = make_global_topk,
                 .terms = global_topk_terms,
                 .memory = of_all_frames,
-                .cuts_result = true,
+                .cuts_result = always,
                 .nests = true},
     ExchangeRow{.kind = K::oktopk,
                 .name = "oktopk",
                 .make = make_oktopk,
                 .terms = oktopk_terms,
                 .memory = of_few_frames,
-                .cuts_result = true,
+                .cuts_result = always,
                 .nests = true,
                 .is_candidate = true},
     ExchangeRow{.kind = K::sparcml,
@@ -103,7 +107,7 @@ constexpr std::array kRows{
                 .make = make_hierarchical,
                 .terms = hierarchical_terms,
                 .memory = of_few_frames,
-                .cuts_result = true,
+                .cuts_result = hierarchical_cuts_result,
                 .needs_hosts = true,
                 .is_candidate = true},
     ExchangeRow{.kind = K::param_server,
@@ -111,8 +115,8 @@ constexpr std::array kRows{
                 .make = make_param_server,
                 .terms = param_server_terms,
                 .memory = of_union,
-                .holds_mass = true,
-                .cuts_result = true},
+                .cuts_result = always,
+                .holds_mass = true},
 };
 static_assert(
     [] {
@@ -157,12 +161,17 @@ const ExchangeRow& row_of(ExchangeKind kind) {
   return kRows[static_cast<std::size_t>(kind)];
 }
 
-std::vector<std::string> names_where(bool ExchangeRow::*property) {
+std::vector<std::string> names_where(const std::function<bool(const ExchangeRow&)>& property) {
   std::vector<std::string> names;
   for (const ExchangeRow& row : kRows) {
-    if (row.*property) names.emplace_back(row.name);
+    if (property(row)) names.emplace_back(row.name);
   }
   return names;
+}
+
+bool cuts_result(const ExchangeOptions& options) {
+  const ExchangeRow& row = row_of(options.kind);
+  return row.cuts_result != nullptr && row.cuts_result(options);
 }
 
 std::unique_ptr<Exchange> make_exchange(const ExchangeOptions& options) {
@@ -171,6 +180,9 @@ std::unique_ptr<Exchange> make_exchange(const ExchangeOptions& options) {
                "make_exchange: '" + std::string(row.name) +
                    "' is no sparse exchange; the Reducer sums whole gradients itself");
   return row.make(options);
+}
+std::unique_ptr<Exchange> make_exchange_or_null(const ExchangeOptions& options) {
+  return options.kind == ExchangeKind::dense ? nullptr : make_exchange(options);
 }
 
 void decode_frame(const Codec& codec, Bytes message, std::size_t dim, SparseBuffer& out,
@@ -216,7 +228,7 @@ Choice cheapest(std::span<const ExchangeKind> among, const ExchangeOptions& opti
   for (std::size_t i = 1; i < order.size(); ++i) {
     if (i == 1 || order[i].kind == ExchangeKind::dense) best.reason += ", " + entry(order[i]);
   }
-  if (best.kind == ExchangeKind::dense) best.reason += ": do not compress";
+  if (best.exchange == ExchangeKind::dense) best.reason += ": do not compress";
   return best;
 }
 

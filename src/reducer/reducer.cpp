@@ -39,9 +39,7 @@ std::unique_ptr<Chooser> chooser_of(const ReducerOptions& options, ReducerParts&
 std::vector<std::unique_ptr<Exchange>> exchanges_of(const ReducerOptions& options,
                                                     ReducerParts& parts, const Chooser* chooser) {
   std::vector<std::unique_ptr<Exchange>> all;
-  const auto add = [&](const ExchangeOptions& o) {
-    all.push_back(o.kind == ExchangeKind::dense ? nullptr : make_exchange(o));
-  };
+  const auto add = [&](const ExchangeOptions& o) { all.push_back(make_exchange_or_null(o)); };
   if (parts.exchange) {
     all.push_back(std::move(parts.exchange));
   } else if (chooser != nullptr) {

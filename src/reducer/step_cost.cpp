@@ -19,9 +19,9 @@ namespace {
 std::vector<ExchangeOptions> candidates_of(const ReducerOptions& options) {
   if (!options.chooser) return {options.exchange};
   std::vector<ExchangeOptions> all;
-  for (const ExchangeKind kind : candidates(*options.chooser)) {
+  for (const ExchangeKind exchange : candidates(*options.chooser)) {
     all.push_back(options.exchange);
-    all.back().kind = kind;
+    all.back().kind = exchange;
   }
   return all;
 }
@@ -34,7 +34,7 @@ StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<st
                "max_step_bytes: ranks must be >= 1 (got " + std::to_string(ranks) + ")");
   std::vector<std::shared_ptr<const Exchange>> exchanges;
   for (const ExchangeOptions& o : candidates_of(options)) {
-    exchanges.push_back(o.kind == ExchangeKind::dense ? nullptr : make_exchange(o));
+    exchanges.push_back(make_exchange_or_null(o));
   }
   return [=, lengths = std::move(lengths)](double up) {
     const Density density{.up = up, .down = down};

@@ -113,7 +113,8 @@ class Plan(Case):
 
     def test_quality_of_a_run_of_that_length(self):
         for steps, s, words, others in [
-            (2900, "29", "fell behind dense", ["reached dense", "unclear"]),
+            (2900, "29", "Without momentum correction, runs with S < 30 fell behind dense. With it, two",
+             ["reached dense", "unclear"]),
             (3000, "30", "unclear", ["fell behind", "reached dense"]),
             (4900, "49", "unclear", ["fell behind", "reached dense"]),
             (5000, "50", "reached dense accuracy", ["fell behind", "unclear"]),
@@ -125,7 +126,7 @@ class Plan(Case):
                 self.assertIn(words, done.stdout)
                 for other in others:
                     self.assertNotIn(other, done.stdout)
-                for remedy in ["larger density", "momentum correction", "more steps"]:
+                for remedy in ["larger density", "momentum\ncorrection", "more steps"]:
                     self.assertEqual(remedy in done.stdout, s == "29")
                 for r in self.rows(*self.QUALITY, "--steps", steps):
                     self.assertAlmostEqual(r["entry_sends"], r["density"] * steps)

@@ -168,6 +168,10 @@ class Usage(Case):
         self.assert_refused(train("--server", "star"), "--server", "star", "rank0", "sharded")
         self.assert_refused(train("--exchange", "allgather", "--down-density", "0.1"),
                             "--down-density", "allgather", "param-server")
+        self.assert_refused(train("--exchange", "hierarchical", "--down-density", "0.1"),
+                            "--down-density", "hierarchical with these options", "oktopk")
+        self.assert_refused(train("--exchange", "auto", "--among", "dense,gtopk", "--down-density", "0.1"),
+                            "--down-density", "--among", "add global-topk, oktopk")
         self.assert_refused(train("--exchange", "param-server", "--down-density", "2"),
                             "--down-density", "(0, 1]")
         self.assert_refused(train("--memory", "updates", "--optimizer", "adam"), "--memory", "sgd")

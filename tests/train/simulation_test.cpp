@@ -503,6 +503,32 @@ TEST(simulation, refusals) {
   o.dense_sum = DenseSum::vendor;
   EXPECT_EQ(refusal(o, {.ranks = 2}).find("--dense-sum vendor"), 0U);
   EXPECT_EQ(refusal(options("hierarchical"), {.ranks = 2}).find("--exchange hierarchical"), 0U);
+  o = options("param-server");
+  EXPECT_EQ(refusal(o, {.ranks = 2, .measure_delta = 1}).find("--measure-delta needs"), 0U);
+  o.exchange.server.placement = ServerPlacement::dedicated;
+  EXPECT_EQ(training_ranks(o, 3), 2);
+  EXPECT_EQ(training_ranks(o, 1), 1);
+  EXPECT_EQ(refusal(o, {.ranks = 2}).find("--server dedicated"), 0U);
+  EXPECT_EQ(refusal(options("gtopk"), {.ranks = 2, .measure_constants = 1})
+                .find("--measure-constants needs --exchange param-server and"),
+            0U);
+}
+
+// With --down-density the chooser has only exchanges that select from the sum, and no dense sum.
+TEST(options, down_density_restricts_the_chooser) {
+  TrainOptions o = options("auto");
+  o.down_density = 0.01;
+  EXPECT_EQ(candidates(*reducer_options(o).chooser), std::vector{ExchangeKind::oktopk});
+  o.exchange.hierarchy.between = ExchangeKind::oktopk;
+  EXPECT_EQ(candidates(*reducer_options(o).chooser),
+            (std::vector{ExchangeKind::oktopk, ExchangeKind::hierarchical}));
+  o.chooser.among = {ExchangeKind::gtopk, ExchangeKind::dense};
+  EXPECT_THROW(reducer_options(o), InvalidArgument);
+  o = options("hierarchical");
+  o.down_density = 0.01;
+  EXPECT_THROW(reducer_options(o), InvalidArgument);
+  o.exchange.hierarchy.between = ExchangeKind::global_topk;
+  EXPECT_NO_THROW(reducer_options(o));
 }
 
 TEST(simulation, says_what_memory_it_needs) {
@@ -525,7 +551,7 @@ TEST(simulation, says_what_memory_it_needs) {
   // Each gets what any rank sent, where the server leaves nothing out: up to the whole gradient.
   EXPECT_EQ(memory(K::param_server, 8, 100000), memory(K::allgather, 8, 100000));
   EXPECT_EQ(memory(K::param_server, 200, 1000), 2.0 * memory(K::param_server, 100, 1000));
-  // Of several kinds: the most.
+  // Of several exchanges: the most.
   EXPECT_EQ(exchange_memory(std::vector{K::gtopk, K::allgather}, 8, 1000, 10),
             memory(K::allgather, 8, 1000));
 }

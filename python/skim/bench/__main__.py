@@ -73,7 +73,7 @@ def main() -> int:
         help="rate of each rank's link, in each direction: 1gbit, 100mbit, .. (loopback)")  # fmt: skip
     add("--latency", type=_latency, metavar="TIME", help="one-way latency, with --rate: 0.2ms, 50us, .. (none)")
     add("--density", type=_density, default=0.001, metavar="D", help="fraction of entries that skim sends (0.001)")
-    add("--exchange", choices=EXCHANGES, default="allgather", metavar="KIND",
+    add("--exchange", choices=EXCHANGES, default="allgather", metavar="NAME",
         help="exchange of the hook skim: one of " + ", ".join(EXCHANGES) + " (allgather)")  # fmt: skip
     add("--bucket-mb", type=_size, default=25.0, metavar="MB", help="bucket_cap_mb of DDP (25, as DDP)")
     add("--steps", type=_whole(1, 10**6), default=20, metavar="N", help="timed steps per hook and round (20)")
