@@ -12,6 +12,7 @@
 #include "skim/cost.hpp"
 #include "skim/error.hpp"
 #include "skim/exchange.hpp"
+#include "skim/quality.hpp"
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
 #include "tools/fit.hpp"
@@ -23,11 +24,9 @@ namespace {
 
 // A step that is at most this factor longer than the shortest step counts as equally fast.
 constexpr double kAsFast = 1.05;
-// S = density x steps is how often a rank sends the average entry in a run. Published runs with S
-// >= kParity reached dense accuracy. Without momentum correction, runs with S < kBehind fell
-// behind.
+// Published runs with S = density x steps >= kParity reached dense accuracy. quality.hpp has Skim's
+// own measurements.
 constexpr double kParity = 50.0;
-constexpr double kBehind = 30.0;
 // Tolerance for the rounding of products such as 0.07 x 1000.
 constexpr double kRounding = 1e-9;
 
@@ -131,14 +130,6 @@ const Prediction& advised(const std::vector<Prediction>& all) {
   return *best;
 }
 
-// The smallest density with S >= kParity, rounded up to two digits. None if the run is too short.
-std::optional<double> parity_density(std::int64_t steps) {
-  const double exact = kParity / static_cast<double>(steps);
-  const double digit = std::pow(10.0, std::floor(std::log10(exact)) - 1.0);
-  const double rounded = digit * std::ceil(exact / digit - kRounding);
-  return rounded < 1.0 ? std::optional(rounded) : std::nullopt;
-}
-
 nlohmann::json to_json(const Prediction& p, bool is_advised, std::int64_t steps) {
   nlohmann::json row{{"exchange", p.name()},        {"density", p.density},
                      {"step_s", p.step_s},          {"exchange_s", p.cost.exchange_s()},
@@ -176,50 +167,36 @@ void print_advice(std::FILE* out, const Prediction& advice, const Prediction& sh
   }
 }
 
-// Prints what is known about the accuracy of runs with the advised density.
+// Prints what is known about the quality of runs with the advised density.
 void print_quality(std::FILE* out, const PlanOptions& o, const Fit& m, double compute_s,
                    double density) {
   if (o.steps == 0) {
     fmt::print(out,
                "quality: density {:g} needs {:.0f} steps for S = density x steps = {:g}.\n"
-               "S is how often a rank sends the average entry in the run. Published runs reached "
-               "dense accuracy\nfrom S = {:g} on. Without momentum correction, runs below {:g} "
-               "fell behind.\n--steps N judges your run.\n",
-               density, std::ceil(kParity / density * (1.0 - kRounding)), kParity, kParity,
-               kBehind);
+               "S is how often a rank sends the average entry in the run. With momentum correction "
+               "two small\nmodels ended level with dense at S = {:g}; published runs did from S = {:g} "
+               "on. --steps N judges\nyour run.\n",
+               density, std::ceil(kLevelSends / density * (1.0 - kRounding)), kLevelSends,
+               kLevelSends, kParity);
     return;
   }
-  const double s = density * static_cast<double>(o.steps);
-  fmt::print(out,
-             "quality: S = density x steps = {:.6g}: how often a rank sends the average entry in "
-             "the run.\n",
-             s);
-  if (s >= kParity * (1.0 - kRounding)) {
-    fmt::print(out, "Published runs with S >= {:g} reached dense accuracy.\n", kParity);
-  } else if (s >= kBehind * (1.0 - kRounding)) {
-    fmt::print(out, "Whether a run with S from {:g} to {:g} is as accurate as dense is unclear.\n",
-               kBehind, kParity);
-  } else {
-    fmt::print(out,
-               "Without momentum correction, runs with S < {:g} fell behind dense. With it, two "
-               "small models were\nlevel with dense at S = 28; at S = 2.3 they were 0.09 nats and "
-               "4 points behind. Use momentum\ncorrection, a larger density, or more steps.\n",
-               kBehind);
+  const auto steps = static_cast<std::uint64_t>(o.steps);
+  fmt::print(out, "quality: {}\n", quality_note(density, steps));
+  const double sends = density * static_cast<double>(o.steps);
+  if (sends >= kParity * (1.0 - kRounding)) {
+    fmt::print(out, "Published runs with S >= {:g} reached dense accuracy, too.\n", kParity);
   }
-  if (const std::optional<double> d = parity_density(o.steps)) {
-    const std::vector<Prediction> all = predictions(o, m, compute_s, {*d});
-    if (const Prediction& p = fastest(all); p.kind != ExchangeKind::dense) {
-      fmt::print(out,
-                 "S >= {:g} needs density {:g}: {}, a step of {:.5g} ms, {:.2f} "
-                 "times as fast as dense.\n",
-                 kParity, *d, p.name(), 1e3 * p.step_s, p.speed_up);
-      return;
-    }
+  if (sends >= kLevelSends * (1.0 - kRounding)) return;
+  const std::optional<double> level = density_of_sends(kLevelSends, steps);
+  if (!level) return;
+  const std::vector<Prediction> all = predictions(o, m, compute_s, {*level});
+  const Prediction& p = fastest(all);
+  if (p.kind == ExchangeKind::dense) {
+    fmt::print(out, "At that density dense is the fastest exchange.\n");
+    return;
   }
-  fmt::print(out,
-             "A run of {} step{} has S >= {:g} only at densities where dense is the fastest "
-             "exchange.\n",
-             o.steps, o.steps == 1 ? "" : "s", kParity);
+  fmt::print(out, "{} at that density: a step of {:.5g} ms, {:.2f} times as fast as dense.\n",
+             p.name(), 1e3 * p.step_s, p.speed_up);
 }
 
 int run(const PlanOptions& o, const CLI::App& app) {
