@@ -90,7 +90,7 @@ std::vector<Prediction> predictions(const PlanOptions& o, const Fit& m, double c
                     .k = std::max(1.0, density * o.params),
                     .frame = frame_size(codec),
                     .hosts = o.hosts,
-                    .inside = inside};
+                    .inside_link = inside};
     Prediction p;
     p.kind = kind;
     p.density = density;

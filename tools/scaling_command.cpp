@@ -139,7 +139,7 @@ std::vector<Contender> contenders(const ScalingOptions& o, const Setting& s, int
   ChooserOptions chooser;
   if (s.fit) {
     chooser.link = s.fit->link;
-    chooser.local = speeds(o, *s.fit, ranks);
+    chooser.local_speeds = speeds(o, *s.fit, ranks);
   }
   const auto sum_by = [&](const std::string& name) {
     return std::make_unique<Summation>(name, ExchangeOptions{.codec = s.codec}, chooser);

@@ -179,7 +179,7 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
   const auto read = [&t](const std::string& path) {
     const Fit fit = read_fit(path);
     t.chooser.link = fit.link;
-    t.chooser.local = fit.local;
+    t.chooser.local_speeds = fit.local;
   };
   line.call("--fit", read, "FILE",
             "auto: file with link and local speeds, from skim bench network --json; without it, "

@@ -122,7 +122,7 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                     .ranks = ranks};
   a.cost = in_bytes ? max_step_bytes(r, ranks, std::move(lengths), o.down_density)
                     : predicted_seconds(r, ranks, std::move(lengths), o.compute->seconds,
-                                        *o.chooser.link, o.chooser.local, o.down_density);
+                                        *o.chooser.link, o.chooser.local_speeds, o.down_density);
   return adaptive_density(std::move(a));
 }
 

@@ -147,7 +147,7 @@ void each_field(Options& o, F&& f) {
   f("link", o.link,
     FieldInfo{.what = "auto: the link to predict from; none: rank 0 measures it",
               .scope = FieldScope::rank});
-  f("local_speeds", o.local,
+  f("local_speeds", o.local_speeds,
     FieldInfo{.what = "auto: seconds an entry of a rank's own work", .scope = FieldScope::rank});
 }
 
