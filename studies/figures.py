@@ -288,7 +288,7 @@ def scaling_table(arguments):
 # ---- both_links.py ---------------------------------------------------------------------------------------
 
 def downlink_runs(arguments):
-    """{(task, split, ranks, method, k_d/n): rows of the seeds}, sorted."""
+    """{(task, split, ranks, method, k_down/n): rows of the seeds}, sorted."""
     found = {}
     for argument in arguments.files:
         text, _ = read(argument)
@@ -316,13 +316,13 @@ def accuracy_of(rows):
 
 
 def saving_of(rows):
-    """Entries of the union of what the ranks sent, over k_d."""
+    """Entries of the union of what the ranks sent, over k_down."""
     return statistics.mean(r["union_entries_per_step"] / (r["down"] * r["parameters"]) for r in rows)
 
 
 def downlink_table(arguments):
     """A row for every group of runs that differ in the seed alone."""
-    print("| task | examples | ranks | method | k_d/n | rate | accuracy % (seeds) | published | difference | saving "
+    print("| task | examples | ranks | method | k_down/n | rate | accuracy % (seeds) | published | difference | saving "
           "| published |")
     print("|---" * 11 + "|")
     for (task, split, ranks, method, down), rows in downlink_runs(arguments).items():
@@ -340,7 +340,7 @@ def downlink_table(arguments):
 
 
 def downlink(arguments):
-    """For each task: accuracy against ranks; of bi, accuracy against k_d/n and the saving against ranks. Full: here,
+    """For each task: accuracy against ranks; of bi, accuracy against k_down/n and the saving against ranks. Full: here,
     with standard deviations over seeds; hollow: published."""
     found = downlink_runs(arguments)
     tasks = list(dict.fromkeys(task for task, *_ in found))
@@ -373,8 +373,8 @@ def downlink(arguments):
             ranks_axis(axis, ranks)
             axis.set_xlabel("ranks")
         by_ranks_axis.set(title=task, ylabel="test accuracy (%)")
-        by_down.set(xscale="log", xlabel=r"$k_d/n$", title=f"{most} ranks")
-        by_saving.set(ylabel="union / $k_d$")
+        by_down.set(xscale="log", xlabel=r"$k_\mathrm{down}/n$", title=f"{most} ranks")
+        by_saving.set(ylabel=r"union / $k_\mathrm{down}$")
     axes[0][0].plot([], [], color="black", linestyle="--", marker="o", fillstyle="none", label="published")
     legend_below(figure, axes[0][0])
     save(figure, arguments.out)

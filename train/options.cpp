@@ -391,7 +391,7 @@ std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& o, int ran
                                                   std::vector<std::size_t> lengths,
                                                   const RunLength& run) {
   auto up = up_schedule(o, ranks, std::move(lengths), run);
-  return o.down_density > 0.0 ? with_down(std::move(up), o.down_density) : std::move(up);
+  return o.down_density > 0.0 ? with_down_density(std::move(up), o.down_density) : std::move(up);
 }
 
 }  // namespace skim::train

@@ -131,12 +131,12 @@ void bind_schedule(nb::module_& m) {
 
   m.def(
       "constant_density",
-      [](double up, double down) {
-        return BoundSchedule([=] { return constant_density(up, down); });
+      [](double up, double down_density) {
+        return BoundSchedule([=] { return constant_density(up, down_density); });
       },
-      "up"_a, "down"_a = 0.0,
-      "The same density in every step. up: k/n, in (0, 1]. down: density of the result, if the "
-      "exchange compresses it too; 0: same as up.");
+      "up"_a, "down_density"_a = 0.0,
+      "The same density in every step. up: k/n, in (0, 1]. down_density: density of the result, if "
+      "the exchange compresses it too; 0: same as up.");
   m.def(
       "listed_density",
       [](const std::vector<double>& per_epoch, double last) {
@@ -152,11 +152,13 @@ void bind_schedule(nb::module_& m) {
       "Falls geometrically from `first` to `last` over the first `epochs` (>= 0), then stays at "
       "`last`.");
   m.def(
-      "with_down",
-      [](const BoundSchedule& up, double down) {
-        return BoundSchedule([make = up.make, down] { return with_down(make(), down); });
+      "with_down_density",
+      [](const BoundSchedule& up, double down_density) {
+        return BoundSchedule(
+            [make = up.make, down_density] { return with_down_density(make(), down_density); });
       },
-      "up"_a, "down"_a, "The schedule `up`, with `down` as Density.down in every step.");
+      "up"_a, "down_density"_a,
+      "The schedule `up`, with down_density as Density.down in every step.");
   m.def("dgc_warm_up", &dgc_warm_up,
         "Returns the densities of the first epochs in Deep Gradient Compression (Lin et al., "
         "ICLR 2018), for listed_density(..., 0.001).");
@@ -245,34 +247,35 @@ void bind_schedule(nb::module_& m) {
       KeywordHelp::of<ReducerKeywords>().signature_without({"link", "local_speeds"});
   m.def(
       "max_step_bytes",
-      [](const std::vector<std::size_t>& lengths, int ranks, double down,
+      [](const std::vector<std::size_t>& lengths, int ranks, double down_density,
          const nb::kwargs& options) {
         const ReducerKeywords keywords = read_reducer_keywords("skim.max_step_bytes", options);
-        return max_step_bytes(keywords.options(), ranks, lengths, down);
+        return max_step_bytes(keywords.options(), ranks, lengths, down_density);
       },
-      "lengths"_a, nb::kw_only(), "ranks"_a, "down"_a = 0.0, "options"_a,
-      nb::sig(("def max_step_bytes(lengths: collections.abc.Sequence[int], *, ranks: int, down: "
-               "float = 0.0, " +
+      "lengths"_a, nb::kw_only(), "ranks"_a, "down_density"_a = 0.0, "options"_a,
+      nb::sig(("def max_step_bytes(lengths: collections.abc.Sequence[int], *, ranks: int, "
+               "down_density: float = 0.0, " +
                signature + ") -> collections.abc.Callable[[float], float]")
                   .c_str()),
       "Returns a function of the density: the most bytes that the busiest rank sends in a step, "
       "on slots with these numbers of entries. It assumes that no rank selects more than k "
-      "entries (Density.at_most_k). down: Density.down. Other arguments: the options of the "
-      "Reducer.");
+      "entries (Density.at_most_k). down_density: Density.down. Other arguments: the options of "
+      "the Reducer.");
   m.def(
       "predicted_seconds",
       [](const std::vector<std::size_t>& lengths, int ranks, const Link& link,
-         const LocalSpeeds& local_speeds, double compute_s, double down,
+         const LocalSpeeds& local_speeds, double compute_s, double down_density,
          const nb::kwargs& options) {
         const ReducerKeywords keywords = read_reducer_keywords("skim.predicted_seconds", options);
         return predicted_seconds(keywords.options(), ranks, lengths, compute_s, link, local_speeds,
-                                 down);
+                                 down_density);
       },
       "lengths"_a, nb::kw_only(), "ranks"_a, "link"_a, "local_speeds"_a = LocalSpeeds{},
-      "compute_s"_a = 0.0, "down"_a = 0.0, "options"_a,
+      "compute_s"_a = 0.0, "down_density"_a = 0.0, "options"_a,
       nb::sig(
           ("def predicted_seconds(lengths: collections.abc.Sequence[int], *, ranks: int, link: "
-           "Link, local_speeds: LocalSpeeds = ..., compute_s: float = 0.0, down: float = 0.0, " +
+           "Link, local_speeds: LocalSpeeds = ..., compute_s: float = 0.0, "
+           "down_density: float = 0.0, " +
            signature + ") -> collections.abc.Callable[[float], float]")
               .c_str()),
       "Returns a function of the density: compute_s plus the seconds that the cost model "

@@ -69,7 +69,7 @@ from skim._core import (
     top_k,
     typical_local_speeds,
     value_codes,
-    with_down,
+    with_down_density,
 )
 
 __all__ = [
@@ -131,7 +131,7 @@ __all__ = [
     "Traffic",
     "typical_local_speeds",
     "value_codes",
-    "with_down",
+    "with_down_density",
 ]
 
 # These names need torch, and are imported on first use. The rest of the package works without torch.
