@@ -166,50 +166,48 @@ void bind_schedule(nb::module_& m) {
         "As dgc_warm_up, for Gaussian_k (arXiv 1911.08772).");
   m.def("gtopk_warm_up", &gtopk_warm_up, "As dgc_warm_up, for gTop-k (arXiv 1901.04359).");
 
+  const auto adaptive = KeywordHelp::of<AdaptiveOptions>();
   m.attr("adaptive_forms") = names_tuple(names_of<AdaptiveForm>());
   m.def(
       "adaptive_density",
-      [](StepCost cost, double budget, const std::string& form, bool in_bytes, double density_min,
-         double density_max, double contraction, std::function<double(std::uint64_t)> learning_rate,
-         std::size_t n, int ranks) {
-        AdaptiveOptions o;
-        o.form = from_name<AdaptiveForm>(form, "form");
+      [](StepCost cost, double budget, bool in_bytes,
+         std::function<double(std::uint64_t)> learning_rate, std::size_t n, int ranks,
+         const nb::kwargs& options) {
+        auto o = read_keywords<AdaptiveOptions>("skim.adaptive_density", options);
         o.budget = budget;
         o.cost = std::move(cost);
         o.in_bytes = in_bytes;
-        o.density_min = density_min;
-        o.density_max = density_max;
-        o.contraction = contraction;
         o.learning_rate = std::move(learning_rate);
         o.n = n;
         o.ranks = ranks;
         return BoundSchedule([o] { return adaptive_density(o); });
       },
-      nb::kw_only(), "cost"_a, "budget"_a, "form"_a = "feedback", "in_bytes"_a = true,
-      "density_min"_a = AdaptiveOptions{}.density_min,
-      "density_max"_a = AdaptiveOptions{}.density_max, "contraction"_a = 1.0,
-      "learning_rate"_a = nb::none(), "n"_a = 0, "ranks"_a = 0,
-      "Spends a budget over a run so that the bound on the final error is least "
-      "(docs/adaptive.md).\n"
-      "  cost           cost of a step as a function of the density: max_step_bytes(),\n"
-      "                 predicted_seconds(), or a function of your own\n"
-      "  budget         of the whole run, in the unit of cost; > 0. Reducer.set_total_steps sets "
-      "the\n"
-      "                 length of the run; without it every step gets density_min\n"
-      "  form           one of skim.adaptive_forms\n"
-      "  in_bytes       True: cost is in bytes, and the bytes that the group counted are spent. "
-      "False:\n"
-      "                 cost is in predicted seconds, and the predictions count as spent\n"
-      "  density_min, density_max  in (0, 1]\n"
-      "  contraction    in (0, 1]: factor by which one step shrinks the error; 1: all steps "
-      "weigh alike\n"
-      "  learning_rate  function from a step's number to its rate >= 0, equal on all ranks; "
-      "None: constant\n"
-      "  n, ranks       entries over all slots, and number of ranks; only the form 'measured' "
-      "needs them\n"
-      "Raises InvalidArgument: an option is out of range; at the first step, the budget is less "
-      "than the\n"
-      "cost of all steps at density_min.");
+      nb::kw_only(), "cost"_a, "budget"_a, "in_bytes"_a = true, "learning_rate"_a = nb::none(),
+      "n"_a = 0, "ranks"_a = 0, "options"_a,
+      nb::sig(("def adaptive_density(*, cost: collections.abc.Callable[[float], float], budget: "
+               "float, in_bytes: bool = True, learning_rate: collections.abc.Callable[[int], "
+               "float] | None = None, n: int = 0, ranks: int = 0, " +
+               adaptive.signature() + ") -> DensitySchedule")
+                  .c_str()),
+      ("Spends a budget over a run so that the bound on the final error is least "
+       "(docs/adaptive.md).\n"
+       "  cost           cost of a step as a function of the density: max_step_bytes(),\n"
+       "                 predicted_seconds(), or a function of your own\n"
+       "  budget         of the whole run, in the unit of cost; > 0. Reducer.set_total_steps sets "
+       "the\n"
+       "                 length of the run; without it every step gets density_min\n"
+       "  in_bytes       True: cost is in bytes, and the bytes that the group counted are spent. "
+       "False:\n"
+       "                 cost is in predicted seconds, and the predictions count as spent\n"
+       "  learning_rate  function from a step's number to its rate >= 0, equal on all ranks; "
+       "None: constant\n"
+       "  n, ranks       entries over all slots, and number of ranks; only the form 'measured' "
+       "needs them\n" +
+       adaptive.text() +
+       "Raises InvalidArgument: an option is out of range; at the first step, the budget is less "
+       "than the\n"
+       "cost of all steps at density_min.")
+          .c_str());
   m.def(
       "capture_density",
       [](double share, double density_min, double density_max) {
