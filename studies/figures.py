@@ -108,7 +108,7 @@ def iteration_time(arguments):
     2 (P - 1) a + 2 (P - 1) / P * 4 d b, an all-gather of 8 k bytes from each rank
     log2(P) a + (P - 1) * 8 k b. Nothing overlaps."""
     found = cases(arguments)
-    algos = arguments.algos.split(",")
+    rules = arguments.select.split(",")
     models = dict(MODELS)
     for text in arguments.model:
         try:
@@ -120,11 +120,11 @@ def iteration_time(arguments):
     figure, axes = plt.subplots(1, len(models), figsize=(PAGE, 2.6))
     for axis, (name, (n, compute)) in zip(axes, models.items()):
         rows = [("dense", 0.0, 2 * (ranks - 1) * a + 2 * (ranks - 1) / ranks * 4 * n * b)]
-        for algo in algos:
-            if algo not in found:
-                fail(f"no case of '{algo}'; there are {', '.join(found)}")
+        for rule in rules:
+            if rule not in found:
+                fail(f"no case of '{rule}'; there are {', '.join(found)}")
             k = arguments.density * n
-            rows.append((algo, at_size(found[algo], n), math.log2(ranks) * a + (ranks - 1) * 8 * k * b))
+            rows.append((rule, at_size(found[rule], n), math.log2(ranks) * a + (ranks - 1) * 8 * k * b))
         stack(axis, name, [(label, compute, select, communicate) for label, select, communicate in rows])
     axes[0].set_ylabel("time of an iteration (ms)")
     legend_below(figure, axes[0])
@@ -428,7 +428,7 @@ def main():
 
     one = commands.add_parser("iteration-time", help="modelled time of iterations", description=iteration_time.__doc__)
     add_case_options(one)
-    one.set_defaults(run=iteration_time, algos="exact,gaussian,dgc")
+    one.set_defaults(run=iteration_time, select="exact,gaussian,dgc")
     one.add_argument("--model", action="append", default=[], metavar="NAME:PARAMETERS:SECONDS",
                      help="one more; SECONDS of forward and backward")
     # 16 machines with 10 Gbit/s Ethernet, from the same published code.
