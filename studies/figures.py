@@ -144,7 +144,7 @@ def scaled(arguments):
                 if points.setdefault((row["ranks"], row["time_scale"]), row) is not row:
                     fail(f"two cases of {row['model']}, {row['counts_as']}, {row['ranks']} ranks")
     if not found:
-        fail(f"no case with {arguments.index_code} frames")
+        fail(f"no case with --index-code {arguments.index_code}")
     return found
 
 
@@ -442,7 +442,7 @@ def main():
                              ("scaling-table", scaling_table, "a table in Markdown, on standard output")]:
         one = commands.add_parser(name, help=words, description=run.__doc__)
         one.add_argument("files", nargs="+", metavar="FILE")
-        one.add_argument("--index-code", default="coded", choices=["coded", "raw32"], help="of the frames [coded]")
+        one.add_argument("--index-code", default="auto", metavar="NAME", help="of the frames [auto]")
         one.set_defaults(run=run)
         if run is scaling_table:
             one.add_argument("--cell", default="efficiency", choices=list(CELLS))
