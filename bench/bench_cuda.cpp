@@ -23,7 +23,7 @@ void run(const std::string& device, const Gradients& gradients, std::unique_ptr<
   const auto step = make_cuda_step(std::move(selector), is_exact, gradients, kept(kDensity, n));
   const Times t = measure(*step, steps_before, kSeconds);
   std::printf(
-      "{\"algo\": \"%s\", \"n\": %zu, \"k\": %zu, \"selected\": %zu, \"shape\": \"normal\", "
+      "{\"select\": \"%s\", \"n\": %zu, \"k\": %zu, \"selected\": %zu, \"shape\": \"normal\", "
       "\"target\": \"cuda\", \"device\": \"%s\", \"ns\": %.0f, \"worst_ns\": %.0f, "
       "\"add_pass_ns\": %.0f, \"ratio\": %.3f, \"local_step_ratio\": %.3f, \"cold_ns\": %.0f, "
       "\"memory_bytes_per_second\": %.3g, \"passes\": %d}\n",

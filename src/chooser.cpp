@@ -171,7 +171,7 @@ class ModelChooser final : public Chooser {
     comm.set_phase({"auto: measurement of the link"});
     is_measured_ = from_rank_0(std::array{options_.link ? 0.0 : 1.0}, comm)[0] > 0.0;
     const Link link = is_measured_ ? measure(comm, 0.02) : options_.link.value_or(Link{});
-    const LocalSpeeds& local = options_.local;
+    const LocalSpeeds& local = options_.local_speeds;
     const auto all = from_rank_0(
         std::array{link.alpha_s, link.beta_s_per_byte, local.select_s, local.merge_s, local.add_s},
         comm);
@@ -246,7 +246,7 @@ class ModelChooser final : public Chooser {
                       .k_down = static_cast<double>(std::min(state.k_down, state.n)),
                       .frame = frame_size(candidates_[c].codec),
                       .hosts = hosts_,
-                      .inside = inside_};
+                      .inside_link = inside_};
       state.of[c].predicted_s = predict(candidates_[c], load, link_, local_).total_s();
     }
   }

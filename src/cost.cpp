@@ -99,7 +99,7 @@ Cost cost_of(const CostTerms& terms, bool selects, const Load& load, const Link&
              const LocalSpeeds& local) {
   check_load(load);
   check(link);
-  check(load.inside);
+  check(load.inside_link);
   expect_number(local.select_s, "select_s");
   expect_number(local.merge_s, "merge_s");
   expect_number(local.add_s, "add_s");
@@ -109,8 +109,8 @@ Cost cost_of(const CostTerms& terms, bool selects, const Load& load, const Link&
   cost.rounds = terms.rounds + terms.inside_rounds;
   cost.bytes = terms.sent_bytes;
   cost.link_s = terms.rounds * link.alpha_s + terms.chain_bytes * link.beta_s_per_byte +
-                terms.inside_rounds * load.inside.alpha_s +
-                terms.inside_chain_bytes * load.inside.beta_s_per_byte;
+                terms.inside_rounds * load.inside_link.alpha_s +
+                terms.inside_chain_bytes * load.inside_link.beta_s_per_byte;
   cost.merge_s = terms.merged * local.merge_s + terms.added * local.add_s;
   return cost;
 }

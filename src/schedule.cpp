@@ -85,10 +85,10 @@ class WithDown final : public DensitySchedule {
 
 }  // namespace
 
-std::unique_ptr<DensitySchedule> constant_density(double up, double down) {
+std::unique_ptr<DensitySchedule> constant_density(double up, double down_density) {
   expect_density(up, "constant_density");
-  if (down != 0.0) expect_density(down, "constant_density");
-  return std::make_unique<Constant>(up, down);
+  if (down_density != 0.0) expect_density(down_density, "constant_density");
+  return std::make_unique<Constant>(up, down_density);
 }
 
 std::unique_ptr<DensitySchedule> listed_density(std::vector<double> per_epoch, double last) {
@@ -105,10 +105,11 @@ std::unique_ptr<DensitySchedule> geometric_density(double from, double to, doubl
   return std::make_unique<Geometric>(from, to, epochs);
 }
 
-std::unique_ptr<DensitySchedule> with_down(std::unique_ptr<DensitySchedule> up, double down) {
-  SKIM_EXPECTS(up != nullptr, "with_down: needs a schedule");
-  expect_density(down, "with_down");
-  return std::make_unique<WithDown>(std::move(up), down);
+std::unique_ptr<DensitySchedule> with_down_density(std::unique_ptr<DensitySchedule> up,
+                                                   double down_density) {
+  SKIM_EXPECTS(up != nullptr, "with_down_density: needs a schedule");
+  expect_density(down_density, "with_down_density");
+  return std::make_unique<WithDown>(std::move(up), down_density);
 }
 
 std::vector<double> dgc_warm_up() { return {0.25, 0.0625, 0.015625, 0.004}; }

@@ -7,7 +7,7 @@ Trains the paper's models at its learning rates, each rank on examples of its ow
 agree with the published ones), in batches of 10, without momentum; the CNNs for 20 epochs (published: 100):
   sgd  dense
   uni  top-k of what the ranks send, k/n = 0.001, error feedback of updates (the rate is inside the residuals)
-  bi   the same, and top-k of what the server sends, k_d/n = 0.001
+  bi   the same, and top-k of what the server sends, k_down/n = 0.001
 OUT gets a line of JSON for each run: the object of skim simulate --json, with `task`, `method`, `lr` and
 `command` (the run's arguments) added. If OUT already has a command, it is not run again, so an interrupted
 study goes on. All runs with one seed come before those with the next seed, the most telling ones first. Each
@@ -43,7 +43,7 @@ class Task:
     epochs: int
     rates: dict  # {ranks: of METHODS}, as published
     shards: bool  # also on examples sorted by label, on most ranks
-    sweep: list  # more k_d/n of bi, on most ranks, one seed
+    sweep: list  # more k_down/n of bi, on most ranks, one seed
     seeds: int  # at most
     seconds: float  # that an epoch takes, about: until a run has told
 
@@ -68,11 +68,11 @@ class Run:
     ranks: int
     seed: int
     split: str = "partition"
-    down: float = 0.001  # k_d/n of bi
+    down: float = 0.001  # k_down/n of bi
 
     @property
     def name(self):
-        down = f" k_d {self.down:g}" if self.method == "bi" else ""
+        down = f" k_down {self.down:g}" if self.method == "bi" else ""
         return f"{self.task.name} {self.method}{down} P {self.ranks} {self.split} seed {self.seed}"
 
     @property

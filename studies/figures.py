@@ -108,7 +108,7 @@ def iteration_time(arguments):
     2 (P - 1) a + 2 (P - 1) / P * 4 d b, an all-gather of 8 k bytes from each rank
     log2(P) a + (P - 1) * 8 k b. Nothing overlaps."""
     found = cases(arguments)
-    algos = arguments.algos.split(",")
+    rules = arguments.select.split(",")
     models = dict(MODELS)
     for text in arguments.model:
         try:
@@ -120,11 +120,11 @@ def iteration_time(arguments):
     figure, axes = plt.subplots(1, len(models), figsize=(PAGE, 2.6))
     for axis, (name, (n, compute)) in zip(axes, models.items()):
         rows = [("dense", 0.0, 2 * (ranks - 1) * a + 2 * (ranks - 1) / ranks * 4 * n * b)]
-        for algo in algos:
-            if algo not in found:
-                fail(f"no case of '{algo}'; there are {', '.join(found)}")
+        for rule in rules:
+            if rule not in found:
+                fail(f"no case of '{rule}'; there are {', '.join(found)}")
             k = arguments.density * n
-            rows.append((algo, at_size(found[algo], n), math.log2(ranks) * a + (ranks - 1) * 8 * k * b))
+            rows.append((rule, at_size(found[rule], n), math.log2(ranks) * a + (ranks - 1) * 8 * k * b))
         stack(axis, name, [(label, compute, select, communicate) for label, select, communicate in rows])
     axes[0].set_ylabel("time of an iteration (ms)")
     legend_below(figure, axes[0])
@@ -144,7 +144,7 @@ def scaled(arguments):
                 if points.setdefault((row["ranks"], row["time_scale"]), row) is not row:
                     fail(f"two cases of {row['model']}, {row['counts_as']}, {row['ranks']} ranks")
     if not found:
-        fail(f"no case with {arguments.index_code} frames")
+        fail(f"no case with --index-code {arguments.index_code}")
     return found
 
 
@@ -288,7 +288,7 @@ def scaling_table(arguments):
 # ---- both_links.py ---------------------------------------------------------------------------------------
 
 def downlink_runs(arguments):
-    """{(task, split, ranks, method, k_d/n): rows of the seeds}, sorted."""
+    """{(task, split, ranks, method, k_down/n): rows of the seeds}, sorted."""
     found = {}
     for argument in arguments.files:
         text, _ = read(argument)
@@ -316,13 +316,13 @@ def accuracy_of(rows):
 
 
 def saving_of(rows):
-    """Entries of the union of what the ranks sent, over k_d."""
+    """Entries of the union of what the ranks sent, over k_down."""
     return statistics.mean(r["union_entries_per_step"] / (r["down"] * r["parameters"]) for r in rows)
 
 
 def downlink_table(arguments):
     """A row for every group of runs that differ in the seed alone."""
-    print("| task | examples | ranks | method | k_d/n | rate | accuracy % (seeds) | published | difference | saving "
+    print("| task | examples | ranks | method | k_down/n | rate | accuracy % (seeds) | published | difference | saving "
           "| published |")
     print("|---" * 11 + "|")
     for (task, split, ranks, method, down), rows in downlink_runs(arguments).items():
@@ -340,7 +340,7 @@ def downlink_table(arguments):
 
 
 def downlink(arguments):
-    """For each task: accuracy against ranks; of bi, accuracy against k_d/n and the saving against ranks. Full: here,
+    """For each task: accuracy against ranks; of bi, accuracy against k_down/n and the saving against ranks. Full: here,
     with standard deviations over seeds; hollow: published."""
     found = downlink_runs(arguments)
     tasks = list(dict.fromkeys(task for task, *_ in found))
@@ -373,8 +373,8 @@ def downlink(arguments):
             ranks_axis(axis, ranks)
             axis.set_xlabel("ranks")
         by_ranks_axis.set(title=task, ylabel="test accuracy (%)")
-        by_down.set(xscale="log", xlabel=r"$k_d/n$", title=f"{most} ranks")
-        by_saving.set(ylabel="union / $k_d$")
+        by_down.set(xscale="log", xlabel=r"$k_\mathrm{down}/n$", title=f"{most} ranks")
+        by_saving.set(ylabel=r"union / $k_\mathrm{down}$")
     axes[0][0].plot([], [], color="black", linestyle="--", marker="o", fillstyle="none", label="published")
     legend_below(figure, axes[0][0])
     save(figure, arguments.out)
@@ -428,7 +428,7 @@ def main():
 
     one = commands.add_parser("iteration-time", help="modelled time of iterations", description=iteration_time.__doc__)
     add_case_options(one)
-    one.set_defaults(run=iteration_time, algos="exact,gaussian,dgc")
+    one.set_defaults(run=iteration_time, select="exact,gaussian,dgc")
     one.add_argument("--model", action="append", default=[], metavar="NAME:PARAMETERS:SECONDS",
                      help="one more; SECONDS of forward and backward")
     # 16 machines with 10 Gbit/s Ethernet, from the same published code.
@@ -442,7 +442,7 @@ def main():
                              ("scaling-table", scaling_table, "a table in Markdown, on standard output")]:
         one = commands.add_parser(name, help=words, description=run.__doc__)
         one.add_argument("files", nargs="+", metavar="FILE")
-        one.add_argument("--index-code", default="coded", choices=["coded", "raw32"], help="of the frames [coded]")
+        one.add_argument("--index-code", default="auto", metavar="NAME", help="of the frames [auto]")
         one.set_defaults(run=run)
         if run is scaling_table:
             one.add_argument("--cell", default="efficiency", choices=list(CELLS))

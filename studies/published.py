@@ -46,7 +46,7 @@ ZOU_RUNS = {  # (task, split, ranks): sgd, uni, bi
     ("fashion-cnn", "partition", 20): ([90.48], [90.13], [90.35]),
     ("fashion-cnn", "partition", 100): ([90.08], [90.51], [90.77]),
 }
-ZOU_SWEEP = {  # k_d/n of bi on 100 ranks
+ZOU_SWEEP = {  # k_down/n of bi on 100 ranks
     "mnist-mlp": {1e-4: 96.61, 5e-4: 97.21, 2e-3: 97.35, 5e-3: 97.56, 1e-2: 97.52},
     "fashion-mlp": {1e-4: 88.38, 5e-4: 88.77, 5e-3: 89.01, 1e-2: 88.35},
 }

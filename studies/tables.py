@@ -78,7 +78,7 @@ def over(values, name):
 
 def links(files, tasks, splits=("partition", "shards")):
     """A row for each task, split and number of ranks of both_links.py: per cent and savings over the seeds, at
-    k_d/n = 0.001, beside what was published."""
+    k_down/n = 0.001, beside what was published."""
     def load(folder):
         groups = {}
         for row in (row for name in files for row in lines(folder, name) if row.get("task") in tasks):
@@ -119,7 +119,7 @@ def saved(row):
 
 
 def sweep(folder):
-    """A row for each k_d/n of bi, on 100 ranks, seed 1."""
+    """A row for each k_down/n of bi, on 100 ranks, seed 1."""
     found = {}
     for row in lines(folder, "both-links.jsonl"):
         if (row["method"], row["ranks"], row["split"], row["seed"]) == ("bi", 100, "partition", 1) and \

@@ -86,7 +86,7 @@ Outcome run(const Case& c) {
                           .contraction = c.contraction,
                           .n = std::accumulate(c.lengths.begin(), c.lengths.end(), std::size_t{0}),
                           .ranks = c.ranks});
-    if (c.down > 0.0) made.schedule = with_down(std::move(made.schedule), c.down);
+    if (c.down > 0.0) made.schedule = with_down_density(std::move(made.schedule), c.down);
     return made;
   };
   const auto steps = [&](std::uint64_t from, std::uint64_t to) {

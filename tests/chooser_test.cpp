@@ -80,7 +80,7 @@ TEST(chooser, begins_with_what_the_model_finds_cheapest) {
   for (const ExchangeRow& row : exchange_rows()) {
     if (row.is_candidate && !row.needs_hosts) among.push_back(row.kind);
   }
-  const Choice best = cheapest(among, {}, load, kSlow, options.local);
+  const Choice best = cheapest(among, {}, load, kSlow, options.local_speeds);
   // At 4 times the prediction the chooser would measure the link of this machine.
   const double seconds = 3.0 * best.cost.total_s();
   const auto taken = drive(3, 50, options, [=](K, int, int) { return seconds; });
@@ -208,7 +208,7 @@ TEST(chooser, is_near_the_best_single_exchange) {
         single[run_buckets(ranks, link, kBuckets, {.exchange = {.kind = row.kind}})] = row.name;
       }
       std::map<std::string, int> names;
-      const ChooserOptions chooser{.link = link, .local = {}};
+      const ChooserOptions chooser{.link = link, .local_speeds = {}};
       const std::int64_t with = run_buckets(ranks, link, kBuckets, {.chooser = chooser}, &names);
       const auto [best, name] = *single.begin();
       EXPECT_LE(static_cast<double>(with), 1.05 * static_cast<double>(best))
@@ -221,7 +221,7 @@ TEST(chooser, is_near_the_best_single_exchange) {
 // A told link that is a thousand times too fast makes dense look cheap; the run finds out.
 TEST(chooser, measurements_correct_a_wrong_link) {
   std::map<std::string, int> names;
-  const ChooserOptions chooser{.link = Link{1e-9, 1e-13}, .local = {.select_s = 1e-10}};
+  const ChooserOptions chooser{.link = Link{1e-9, 1e-13}, .local_speeds = {.select_s = 1e-10}};
   run_buckets(4, {1e-5, 1e-8}, 50, {.chooser = chooser}, &names);
   EXPECT_GE(names["dense"], 4);
   EXPECT_LT(names["dense"], 10);

@@ -192,7 +192,7 @@ TEST(cost, hierarchical) {
   between.k *= 8;
   EXPECT_DOUBLE_EQ(skim::predict(options, load, kPaperLink).total_s(),
                    of(ExchangeKind::gtopk, between));
-  load.inside = {.alpha_s = 1e-6, .beta_s_per_byte = 1e-10};
+  load.inside_link = {.alpha_s = 1e-6, .beta_s_per_byte = 1e-10};
   EXPECT_GT(skim::predict(options, load, kPaperLink).total_s(), of(ExchangeKind::gtopk, between));
   load.hosts = 0;
   EXPECT_DOUBLE_EQ(skim::predict(options, load, kPaperLink).total_s(),

@@ -240,9 +240,9 @@ TEST(laws, conservation_where_auto_changes_its_choice) {
         SCOPED_TRACE(std::to_string(ranks) + " ranks");
         ChooserOptions chooser{
             .link = Link{0.0, 1e-9},
-            .local = {.select_s = 1e-9 * (8.0 * (ranks - 1) / ranks - 0.45 * ranks)},
+            .local_speeds = {.select_s = 1e-9 * (8.0 * (ranks - 1) / ranks - 0.45 * ranks)},
             .trial_share = 1.0};
-        if (ranks == 1) chooser.local = {};
+        if (ranks == 1) chooser.local_speeds = {};
         if (!trials) {
           chooser.among = {ExchangeKind::dense, ExchangeKind::allgather};
           chooser.trial_share = 0.0;

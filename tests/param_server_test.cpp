@@ -70,8 +70,8 @@ std::vector<Trace> train(int ranks, ServerPlacement placement, std::size_t n, do
   return runs;
 }
 
-// x - (1/P) (what the ranks have kept) goes the way of plain SGD, whatever k and k_d are. Here x is
-// minus the sum of all means, and P a power of two, so that nothing is rounded.
+// x - (1/P) (what the ranks have kept) goes the way of plain SGD, whatever k and k_down are. Here x
+// is minus the sum of all means, and P a power of two, so that nothing is rounded.
 TEST(param_server, the_virtual_iterate_is_that_of_plain_sgd) {
   const std::size_t n = 120;
   const std::uint64_t steps = 30;
@@ -124,7 +124,7 @@ TEST(param_server, shards_and_a_dedicated_server_give_what_rank_0_gives) {
 }
 
 // One way, the result is the union of what came in, and nothing stays with the server; both ways it
-// has k_d entries. The quotient is what the downlink saves.
+// has k_down entries. The quotient is what the downlink saves.
 TEST(param_server, union_and_result_are_counted) {
   const std::size_t n = 1000;
   for (const int ranks : {2, 5}) {

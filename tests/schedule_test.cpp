@@ -139,17 +139,17 @@ TEST(schedule, entries_rounds_down_but_not_to_nothing) {
   }
 }
 
-TEST(schedule, with_down_changes_nothing_but_the_downlink) {
+TEST(schedule, with_down_density_changes_nothing_but_the_downlink) {
   const auto plain = geometric_density(0.25, 0.01, 2.0);
-  const auto both = with_down(geometric_density(0.25, 0.01, 2.0), 0.002);
+  const auto both = with_down_density(geometric_density(0.25, 0.01, 2.0), 0.002);
   for (std::uint64_t step = 0; step < 8; ++step) {
     const Progress p{.step = step, .epoch = 0.5 * static_cast<double>(step)};
     EXPECT_EQ(both->density(p).up, plain->density(p).up);
     EXPECT_EQ(both->density(p).down, 0.002);
   }
   EXPECT_EQ(both->describe(), plain->describe() + ", 0.002 of the result");
-  EXPECT_THROW(with_down(nullptr, 0.1), InvalidArgument);
-  EXPECT_THROW(with_down(constant_density(0.1), 0.0), InvalidArgument);
+  EXPECT_THROW(with_down_density(nullptr, 0.1), InvalidArgument);
+  EXPECT_THROW(with_down_density(constant_density(0.1), 0.0), InvalidArgument);
 }
 
 }  // namespace

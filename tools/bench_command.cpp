@@ -122,7 +122,7 @@ std::unique_ptr<Selector> selector_of(const std::string& algo, Device device, fl
   if (algo == kTorchTopk) return std::make_unique<TorchTopk>();
   if (is_baseline(algo)) return bench::make_cub_selector();
   SelectOptions options;
-  options.algo = from_name<SelectAlgo>(algo, "--algo");
+  options.algo = from_name<SelectAlgo>(algo, "--select");
   options.threshold = threshold;
   return device == Device::cuda ? make_cuda_selector(options) : make_selector(options);
 }
@@ -372,7 +372,7 @@ nlohmann::json to_json(const Result& r) {
   const bench::Times& t = r.times;
   const bool on_device = r.of.device == Device::cuda;
   const auto n = static_cast<double>(r.of.n), kept = static_cast<double>(t.selected);
-  nlohmann::json j{{"algo", r.of.algo},
+  nlohmann::json j{{"select", r.of.algo},
                    {"n", r.of.n},
                    {"density", r.of.density},
                    {"k", t.k},
@@ -406,7 +406,7 @@ nlohmann::json to_json(const Result& r) {
 void print_header(std::FILE* out) {
   fmt::print(out,
              "{:<18} {:<12} {:>10} {:>8} {:>9} {:>2} {:>10} {:>10} {:>7} {:>7} {:>7} {:>10} {}\n",
-             "algo", "shape", "n", "density", "selected", "T", "ms", "r+=g ms", "ratio", "worst",
+             "select", "shape", "n", "density", "selected", "T", "ms", "r+=g ms", "ratio", "worst",
              "local", "cold ms", "passes");
 }
 void print_row(std::FILE* out, const Result& r) {
@@ -441,7 +441,7 @@ std::string device_of(const BenchOptions& o) {
   const std::vector<std::string> known = algorithms(true);
   for (const std::string& algo : o.algos) {
     if (std::ranges::find(known, algo) == known.end()) {
-      throw InvalidArgument("--algo: with --device cuda, expected one of " + joined(known) +
+      throw InvalidArgument("--select: with --device cuda, expected one of " + joined(known) +
                             ", got " + algo);
     }
   }
@@ -524,7 +524,7 @@ void declare(CLI::App& app, BenchOptions& o) {
   }
 
   line.group("What is timed (each a list A,B,...; without any of them: the full run)");
-  list("--algo", o.algos, "NAME",
+  list("--select", o.algos, "NAME",
        fmt::format("rules: {} [all, and two baselines: {}, {}]", joined(names), kNthElement,
                    kTorchTopk))
       ->check(CLI::IsMember(names));
@@ -570,7 +570,7 @@ int bench_command(int argc, char** argv) {
       "Every case first runs 20 steps with 4 gradients in turn, to reach the state of a\n"
       "training run. Its result is checked. Then steps and bare passes are timed in turn.\n\n"
       "Example:\n"
-      "  skim bench select --algo exact --n 25000000 --density 0.001 --shape normal");
+      "  skim bench select --select exact --n 25000000 --density 0.001 --shape normal");
   if (what != "select" && what != "--help" && what != "-h") {
     std::fprintf(stderr,
                  "skim bench: expected select, wire, network or scaling%s%s (skim bench --help)\n",

@@ -17,6 +17,7 @@
 #include "tools/commands.hpp"
 #include "tools/fit.hpp"
 #include "tools/json_file.hpp"
+#include "tools/train_command.hpp"
 #include "tools/units.hpp"
 
 namespace skim::tool {
@@ -39,8 +40,7 @@ struct PlanOptions {
   std::string inside_link, inside_latency = "0us";
   std::vector<double> densities{0.01, 0.001, 0.0001};
   double overlap = 0.0;
-  std::string frames = "coded";
-  ValueCode value_code = ValueCode::f32;
+  CodecOptions codec;
   // In ns per entry.
   double select_ns = 0.35, merge_ns = 10.0, add_ns = 0.35;
 };
@@ -75,9 +75,6 @@ struct Prediction {
 // ranks are left out if there are no such hosts.
 std::vector<Prediction> predictions(const PlanOptions& o, const Fit& m, double compute_s,
                                     const std::vector<double>& densities) {
-  CodecOptions codec;
-  codec.value = o.value_code;
-  if (o.frames == "raw") codec.index = IndexCode::raw32;
   Link inside;
   if (o.hosts > 0) {
     inside = {.alpha_s = parse_seconds("--inside-latency", o.inside_latency),
@@ -88,13 +85,13 @@ std::vector<Prediction> predictions(const PlanOptions& o, const Fit& m, double c
     const Load load{.ranks = o.ranks,
                     .n = o.params,
                     .k = std::max(1.0, density * o.params),
-                    .frame = frame_size(codec),
+                    .frame = frame_size(o.codec),
                     .hosts = o.hosts,
-                    .inside = inside};
+                    .inside_link = inside};
     Prediction p;
     p.kind = kind;
     p.density = density;
-    p.cost = predict({.kind = kind, .codec = codec}, load, m.link, m.local);
+    p.cost = predict({.kind = kind, .codec = o.codec}, load, m.link, m.local);
     p.step_s = step_seconds(compute_s, p.cost, o.overlap);
     p.speed_up = all.empty() ? 1.0 : all.front().step_s / p.step_s;
     all.push_back(p);
@@ -174,8 +171,8 @@ void print_quality(std::FILE* out, const PlanOptions& o, const Fit& m, double co
     fmt::print(out,
                "quality: density {:g} needs {:.0f} steps for S = density x steps = {:g}.\n"
                "S is how often a rank sends the average entry in the run. With momentum correction "
-               "two small\nmodels ended level with dense at S = {:g}; published runs did from S = {:g} "
-               "on. --steps N judges\nyour run.\n",
+               "two small\nmodels ended level with dense at S = {:g}. Published runs did from "
+               "S = {:g} on. --steps N judges\nyour run.\n",
                density, std::ceil(kLevelSends / density * (1.0 - kRounding)), kLevelSends,
                kLevelSends, kParity);
     return;
@@ -224,11 +221,13 @@ int run(const PlanOptions& o, const CLI::App& app) {
   std::FILE* const people = o.json == "-" ? stderr : stdout;
   fmt::print(people,
              "{:g} parameters, {} ranks, {:.4g} ns/byte, {:.4g} ms a message; compute {:.4g} ms; "
-             "{}\nan entry: selection {:.3g} ns, merge {:.3g} ns, dense sum {:.3g} ns; {} frames\n",
+             "{}\nan entry: selection {:.3g} ns, merge {:.3g} ns, dense sum {:.3g} ns; "
+             "index code {}\n",
              o.params, o.ranks, 1e9 * m.link.beta_s_per_byte, 1e3 * m.link.alpha_s, 1e3 * compute_s,
              o.overlap > 0.0 ? fmt::format("the link may hide behind {:g} of it", o.overlap)
                              : "nothing overlaps",
-             1e9 * m.local.select_s, 1e9 * m.local.merge_s, 1e9 * m.local.add_s, o.frames);
+             1e9 * m.local.select_s, 1e9 * m.local.merge_s, 1e9 * m.local.add_s,
+             index_code_name(o.codec));
   print_table(people, all, advice);
   print_advice(people, advice, fastest(all));
   if (advice.kind != ExchangeKind::dense) print_quality(people, o, m, compute_s, advice.density);
@@ -272,9 +271,7 @@ void declare(CLI::App& app, PlanOptions& o) {
   line.option("--add-ns", o.add_ns, "X", "ns of a dense sum, per entry")->check(not_negative());
   line.option("--overlap", o.overlap, "X", "fraction of --compute that can hide time of the link")
       ->check(CLI::Range(0.0, 1.0));
-  line.choice("--frames", o.frames, "indices at their entropy, or 4 bytes each",
-              std::array<std::string_view, 2>{"coded", "raw"});
-  line.choice("--value-code", o.value_code, "code of the values in frames");
+  add_codec_options(line, o.codec, {"index_code", "value_code"});
   line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
 }
 

@@ -33,6 +33,7 @@
 #include "tools/json_file.hpp"
 #include "tools/launcher.hpp"
 #include "tools/summation.hpp"
+#include "tools/train_command.hpp"
 #include "tools/units.hpp"
 
 namespace skim::tool {
@@ -50,7 +51,7 @@ struct ScalingOptions {
   double density = 0.001;
   std::vector<std::string> exchanges{"dense", "allgather", "gtopk", "oktopk", "auto"};
   bool no_vendor_sum = false;
-  std::string index_code = "coded";
+  CodecOptions codec;
   int rounds = 5;
   double time_scale = 1.0;
   std::string longest_wait;
@@ -64,7 +65,6 @@ struct ScalingOptions {
 // The options after parsing and checking.
 struct Setting {
   std::vector<bench::Workload> workloads;
-  CodecOptions codec;
   double longest_wait_s = std::numeric_limits<double>::infinity();
   std::filesystem::path folder;
   std::optional<Fit> fit;
@@ -92,7 +92,6 @@ Setting read(const ScalingOptions& o) {
   if (o.params > 0) {
     s.workloads.push_back({"own", o.params, parse_seconds("--compute", o.compute)});
   }
-  if (o.index_code == "raw32") s.codec.index = IndexCode::raw32;
   if (!o.longest_wait.empty()) s.longest_wait_s = parse_seconds("--longest-wait", o.longest_wait);
   s.folder = o.gradient_folder.empty() ? std::filesystem::temp_directory_path()
                                        : std::filesystem::path(o.gradient_folder);
@@ -139,10 +138,10 @@ std::vector<Contender> contenders(const ScalingOptions& o, const Setting& s, int
   ChooserOptions chooser;
   if (s.fit) {
     chooser.link = s.fit->link;
-    chooser.local = speeds(o, *s.fit, ranks);
+    chooser.local_speeds = speeds(o, *s.fit, ranks);
   }
   const auto sum_by = [&](const std::string& name) {
-    return std::make_unique<Summation>(name, ExchangeOptions{.codec = s.codec}, chooser);
+    return std::make_unique<Summation>(name, ExchangeOptions{.codec = o.codec}, chooser);
   };
   std::vector<Contender> all;
   for (const std::string& name : o.exchanges) {
@@ -256,7 +255,7 @@ Trial measure(const ScalingOptions& o, const Setting& s, const bench::Workload& 
   const SparseView mine = selected.view();
   const GroupStats stats;
   std::vector<std::byte> frame;
-  t.frame_bytes = Codec(s.codec).encode(mine, &stats, frame);
+  t.frame_bytes = Codec(o.codec).encode(mine, &stats, frame);
   comm.barrier();  // the other ranks now wait, so rank 0 has the machine to itself
   t.select_s = time_selection(t.select_n, w.params, comm);
 
@@ -316,8 +315,8 @@ Row row_for(const Contender& c, const ScalingOptions& o, const Setting& s, const
     const Load load{.ranks = t.ranks,
                     .n = static_cast<double>(t.workload.params),
                     .k = static_cast<double>(t.k),
-                    .frame = frame_size(s.codec)};
-    const Cost cost = predict({.kind = r.chosen, .codec = s.codec}, load, s.fit->link,
+                    .frame = frame_size(o.codec)};
+    const Cost cost = predict({.kind = r.chosen, .codec = o.codec}, load, s.fit->link,
                               speeds(o, *s.fit, t.ranks));
     r.link_s = cost.link_s / o.time_scale;
     r.merge_s = cost.merge_s / o.time_scale;
@@ -397,7 +396,7 @@ nlohmann::json to_json(const Row& r, const ScalingOptions& o, const Setting& s, 
                    {"bytes", r.sent_bytes},
                    {"result_entries", r.result_entries},
                    {"frame_bytes", t.frame_bytes},
-                   {"index_code", o.index_code},
+                   {"index_code", index_code_name(o.codec)},
                    {"time_scale", o.time_scale},
                    {"waited_s", t.waited_s},
                    {"shared_cores", o.shared_cores},
@@ -488,8 +487,7 @@ void declare(CLI::App& app, ScalingOptions& o) {
       ->check(CLI::IsMember(summation_names()));
   line.flag("--no-vendor-sum", o.no_vendor_sum,
             "for dense, use only the ring, even if MPI's all-reduce is faster");
-  line.choice("--index-code", o.index_code, "the smallest for each frame, or 4 bytes an index",
-              std::array<std::string_view, 2>{"coded", "raw32"});
+  add_codec_options(line, o.codec, {"index_code"});
 
   line.group("How it is measured");
   line.option("--rounds", o.rounds, "N",

@@ -148,9 +148,8 @@ struct Course {
 Course steps(const SimulateOptions& o, const std::string& name, const SparseView& mine,
              std::size_t k, const VirtualTime& time, double select_s, Communicator& comm) {
   Course course;
-  Summation summation(
-      name, {},
-      {.link = time.link, .local = time.processor_time ? ChooserOptions().local : LocalSpeeds()});
+  const LocalSpeeds speeds = time.processor_time ? ChooserOptions().local_speeds : LocalSpeeds();
+  Summation summation(name, {}, {.link = time.link, .local_speeds = speeds});
   std::vector<float> gradient;
   if (summation.may_be_dense()) gradient.resize(o.params);
   const Keep keep{.k = k};
@@ -341,7 +340,7 @@ void check(TrainingOptions& o) {
   check_budget({Row{.name = train::exchange_name(o.train), .options = o.train, .summary = {}}});
   if (o.train.target_time.seconds > 0.0) {  // predictions use the simulated link and speeds
     o.train.chooser.link = o.simulation.time.link;
-    if (!o.simulation.time.processor_time) o.train.chooser.local = {};
+    if (!o.simulation.time.processor_time) o.train.chooser.local_speeds = {};
   }
   // These throw for impossible values, before data is read.
   make_selector(train::reducer_options(o.train).select);

@@ -47,8 +47,8 @@ int run(const ToyOptions& o) {
     const double deviation = std::sqrt(std::max(0.0, squares / o.seeds - mean * mean));
     fmt::print(people, "{:<16} {:>10.3f} {:>10.3f}\n", m.name, mean, deviation);
     rows.push_back({{"method", m.name},
-                    {"up", m.up},
-                    {"down", m.down},
+                    {"density", m.up},
+                    {"down_density", m.down},
                     {"gap", mean},
                     {"deviation", deviation},
                     {"seeds", o.seeds},

@@ -168,6 +168,18 @@ class Declare {
 
 }  // namespace
 
+void add_codec_options(CommandLine& line, CodecOptions& codec,
+                       std::initializer_list<std::string_view> names) {
+  const Declare declare_field(line);
+  each_field(codec, [&](const char* name, auto& member, const FieldInfo& info) {
+    if (std::ranges::count(names, name) > 0) declare_field(name, member, info);
+  });
+}
+
+std::string_view index_code_name(const CodecOptions& codec) {
+  return codec.index ? name_of(*codec.index) : train::kAuto;
+}
+
 void add_training_options(CommandLine& line, train::TrainOptions& t) {
   const Declare declare_field(line);
   line.group("What is trained");
@@ -179,7 +191,7 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
   const auto read = [&t](const std::string& path) {
     const Fit fit = read_fit(path);
     t.chooser.link = fit.link;
-    t.chooser.local = fit.local;
+    t.chooser.local_speeds = fit.local;
   };
   line.call("--fit", read, "FILE",
             "auto: file with link and local speeds, from skim bench network --json; without it, "

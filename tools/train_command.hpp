@@ -3,8 +3,10 @@
 
 #include <cstdio>
 #include <functional>
+#include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tools/command_line.hpp"
@@ -17,6 +19,12 @@ namespace skim::tool {
 // Adds the options of a training run, in the groups "What is trained", "Optimizer", "Exchange" and
 // "Run".
 void add_training_options(CommandLine& line, train::TrainOptions& options);
+
+// Adds the options of these names, as "index_code", with the library's names and help.
+void add_codec_options(CommandLine& line, CodecOptions& codec,
+                       std::initializer_list<std::string_view> names);
+// The name of the index code, or "auto".
+std::string_view index_code_name(const CodecOptions& codec);
 
 // Checks that the options fit together. Throws: InvalidArgument.
 void check_training_options(const train::TrainOptions& options);

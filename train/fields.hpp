@@ -104,10 +104,7 @@ void each_exchange_field(Options& o, F&& f) {
   f("density_warmup", o.density_warmup,
     FieldInfo{"densities of the first epochs: none; dgc, gaussiank, gtopk (the lists in their "
               "papers); geometric:EPOCHS; or a list with one density per epoch: 0.25,0.06"});
-  f("density_min", o.density_min,
-    FieldInfo{"smallest density that a rule may choose (except accordion)", kDensityRange});
-  f("density_max", o.density_max,
-    FieldInfo{"largest density that a rule may choose (except accordion)", kDensityRange});
+  each_adaptive_field(o, o.adaptive_form, of_library);
   f("down_density", o.down_density,
     FieldInfo{"density of the result, for exchanges that select from the sum (" +
                   name_list(names_that_cut()) + "); 1: every entry [as --density]",
@@ -120,12 +117,6 @@ void each_exchange_field(Options& o, F&& f) {
   f("compute", o.compute,
     FieldInfo{"target-time and skim simulate: time of forward and backward in a step, as 20ms "
               "[skim simulate: the measured median over the ranks]"});
-  f("adaptive_form", o.adaptive_form,
-    FieldInfo{"adaptive: assumption about the entries that are left out; auto: feedback with "
-              "error feedback, else measured"});
-  f("contraction", o.contraction,
-    FieldInfo{"adaptive: factor by which a step reduces the error; below 1, late steps weigh more",
-              kDensityRange});
   each_field(o.feedback, of_library);
   f("memory", o.memory,
     FieldInfo{

@@ -148,7 +148,7 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                     .ranks = ranks};
   a.cost = in_bytes ? max_step_bytes(r, ranks, std::move(lengths), o.down_density)
                     : predicted_seconds(r, ranks, std::move(lengths), o.compute->seconds,
-                                        *o.chooser.link, o.chooser.local, o.down_density);
+                                        *o.chooser.link, o.chooser.local_speeds, o.down_density);
   return adaptive_density(std::move(a));
 }
 
@@ -418,7 +418,7 @@ std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& o, int ran
                                                   std::vector<std::size_t> lengths,
                                                   const RunLength& run) {
   auto up = up_schedule(o, ranks, std::move(lengths), run);
-  return o.down_density > 0.0 ? with_down(std::move(up), o.down_density) : std::move(up);
+  return o.down_density > 0.0 ? with_down_density(std::move(up), o.down_density) : std::move(up);
 }
 
 }  // namespace skim::train

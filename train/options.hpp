@@ -120,7 +120,8 @@ struct TrainOptions {
   std::optional<Memory> memory = {};  // none: use memory_of()
   DensityRule density;
   WarmUp density_warmup;
-  double density_min = 1e-4, density_max = 0.25;  // for rules other than accordion
+  // For rules other than accordion.
+  double density_min = AdaptiveOptions().density_min, density_max = AdaptiveOptions().density_max;
   // Of the result, in (0, 1]; 0: as up. The chooser then has only exchanges with cuts_result().
   double down_density = 0.0;
   // For adaptive. One of these must be > 0. They limit the whole run: bytes sent by the busiest
@@ -128,7 +129,7 @@ struct TrainOptions {
   ByteCount budget;
   Duration target_time;
   std::optional<AdaptiveForm> adaptive_form = {};  // none: use form_of()
-  double contraction = 1.0;
+  double contraction = AdaptiveOptions().contraction;
   // Forward and backward of a step, for target_time and for a simulation, which measures it if it
   // is none.
   std::optional<Duration> compute = {};

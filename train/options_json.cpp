@@ -188,7 +188,7 @@ json identity(const TrainOptions& o) {
   all["version"] = SKIM_VERSION;
   if (o.target_time.seconds > 0.0) {  // densities depend on predictions
     all["link"] = json_of(o.chooser.link);
-    all["local_speeds"] = json_of(o.chooser.local);
+    all["local_speeds"] = json_of(o.chooser.local_speeds);
   }
   return all;
 }

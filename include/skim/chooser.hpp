@@ -14,7 +14,7 @@
 
 namespace skim {
 
-// All ranks need equal options, except `link` and `local`: all ranks use those of rank 0.
+// All ranks need equal options, except `link` and `local_speeds`: all ranks use those of rank 0.
 struct ChooserOptions {
   // The exchanges to choose among; none may hold mass. Empty: all with ExchangeRow::is_candidate.
   // Some exchanges hold back more entries than others, so a choice by time alone also changes how
@@ -23,7 +23,7 @@ struct ChooserOptions {
   // Empty: rank 0 measures its link to the last rank before the first bucket, which takes a
   // fraction of a second.
   std::optional<Link> link = {};
-  LocalSpeeds local = {.select_s = 0.35e-9, .merge_s = 10e-9, .add_s = 0.35e-9};
+  LocalSpeeds local_speeds = {.select_s = 0.35e-9, .merge_s = 10e-9, .add_s = 0.35e-9};
   // The limit of the time for trying exchanges, as a fraction in [0, 1] of the time that a slot's
   // buckets take, counted over at least 1000 buckets. 0: the cost model alone decides.
   double trial_share = 0.01;

@@ -43,9 +43,9 @@ struct Load {
   double k_down = 0.0;  // entries of the result if the exchange cuts it, in (0, n]; 0: k
   FrameSize frame = {};
   // For hierarchical. The ranks are spread over `hosts` hosts as evenly as possible, in [0, ranks];
-  // 0: each rank has a host of its own. `inside` is the link between two ranks of one host.
+  // 0: each rank has a host of its own. `inside_link` is the link between two ranks of one host.
   int hosts = 0;
-  Link inside = {};
+  Link inside_link = {};
 };
 
 // Seconds per entry of local work on one rank. 0: free, as in published tables.
@@ -75,7 +75,7 @@ struct CostTerms {
   double merged = 0.0;       // sparse entries that are decoded and summed on that chain
   double added = 0.0;        // dense entries that are summed on that chain
   double result = 0.0;       // entries of the sum
-  // The part of the exchange inside a host, over Load::inside.
+  // The part of the exchange inside a host, over Load::inside_link.
   double inside_rounds = 0.0, inside_chain_bytes = 0.0;
 };
 // Turns the terms of an exchange into seconds. `selects`: whether the ranks select entries first.

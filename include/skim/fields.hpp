@@ -18,6 +18,7 @@
 #include "skim/feedback.hpp"
 #include "skim/local_steps.hpp"
 #include "skim/reducer.hpp"
+#include "skim/schedule.hpp"
 #include "skim/select.hpp"
 
 namespace skim {
@@ -145,7 +146,7 @@ void each_field(Options& o, F&& f) {
   f("link", o.link,
     FieldInfo{.what = "auto: the link to predict from; none: rank 0 measures it",
               .scope = FieldScope::rank});
-  f("local_speeds", o.local,
+  f("local_speeds", o.local_speeds,
     FieldInfo{.what = "auto: seconds an entry of a rank's own work", .scope = FieldScope::rank});
 }
 
@@ -177,6 +178,28 @@ void each_field(Options& o, F&& f) {
   f("outer_lr", o.outer_lr, FieldInfo{"factor of the mean update", kPositive});
   f("outer_momentum", o.outer_momentum,
     FieldInfo{"Nesterov momentum of the mean updates", kBelowOne});
+}
+
+// The options of an adaptive density, of any struct that has them. form: its AdaptiveForm, or an
+// optional one, which is "auto" if it is empty.
+template <class Options, class Form, class F>
+void each_adaptive_field(Options& o, Form& form, F&& f) {
+  f("density_min", o.density_min,
+    FieldInfo{"smallest density that a rule may choose (except accordion)", kDensityRange});
+  f("density_max", o.density_max,
+    FieldInfo{"largest density that a rule may choose (except accordion)", kDensityRange});
+  f("adaptive_form", form,
+    FieldInfo{std::is_enum_v<Form> ? "adaptive: assumption about the entries that are left out"
+                                   : "adaptive: assumption about the entries that are left out; "
+                                     "auto: feedback with error feedback, else measured"});
+  f("contraction", o.contraction,
+    FieldInfo{"adaptive: factor by which a step reduces the error; below 1, late steps weigh more",
+              kDensityRange});
+}
+
+template <OptionsOf<AdaptiveOptions> Options, class F>
+void each_field(Options& o, F&& f) {
+  each_adaptive_field(o, o.form, f);
 }
 
 // The Reducer's own options, of any struct that has them.

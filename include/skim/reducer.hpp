@@ -151,15 +151,16 @@ class Reducer {
 // Density::up. Both throw InvalidArgument: ranks < 1; options of an exchange are out of range.
 
 // The most bytes that the busiest rank sends, if no rank selects more than k entries
-// (Density::at_most_k). It adds Exchange::max_sent_bytes and the dense sums. down: Density::down.
-// (A sum by DenseSum::vendor may send more, because it must be made equal on all ranks.)
+// (Density::at_most_k). It adds Exchange::max_sent_bytes and the dense sums.
+// down_density: Density::down. (A sum by DenseSum::vendor may send more, because it must be made
+// equal on all ranks.)
 StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
-                        double down = 0.0);
+                        double down_density = 0.0);
 // The seconds that cost.hpp predicts, plus compute_s, with no overlap. With a chooser it is the
 // least among the chooser's candidates. Each rank counts as a host of its own, so `hierarchical`
 // costs as much as its exchange between hosts.
 StepCost predicted_seconds(const ReducerOptions& options, int ranks,
                            std::vector<std::size_t> lengths, double compute_s, const Link& link,
-                           const LocalSpeeds& local, double down = 0.0);
+                           const LocalSpeeds& local, double down_density = 0.0);
 
 }  // namespace skim

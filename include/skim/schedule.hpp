@@ -54,14 +54,15 @@ class DensitySchedule {
 };
 
 // The functions below throw InvalidArgument for a density outside (0, 1].
-std::unique_ptr<DensitySchedule> constant_density(double up, double down = 0.0);
+std::unique_ptr<DensitySchedule> constant_density(double up, double down_density = 0.0);
 // One density per epoch, then `last`. The lists of the papers are below.
 std::unique_ptr<DensitySchedule> listed_density(std::vector<double> per_epoch, double last);
 // Falls geometrically from `from` to `to` over the first `epochs` (>= 0), then stays at `to`:
 // from * (to / from)^(epoch / epochs).
 std::unique_ptr<DensitySchedule> geometric_density(double from, double to, double epochs);
-// The schedule `up`, with `down` as Density::down in every step.
-std::unique_ptr<DensitySchedule> with_down(std::unique_ptr<DensitySchedule> up, double down);
+// The schedule `up`, with down_density as Density::down in every step.
+std::unique_ptr<DensitySchedule> with_down_density(std::unique_ptr<DensitySchedule> up,
+                                                   double down_density);
 
 // Deep gradient compression (Lin et al., ICLR 2018): 0.25, 0.0625, 0.015625, 0.004; then 0.001.
 std::vector<double> dgc_warm_up();

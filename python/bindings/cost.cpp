@@ -10,7 +10,7 @@ namespace {
 
 using namespace nb::literals;
 
-Load load(int ranks, double n, double k, double k_down, int hosts, const Link& inside,
+Load load(int ranks, double n, double k, double k_down, int hosts, const Link& inside_link,
           const CodecOptions& codec) {
   return {.ranks = ranks,
           .n = n,
@@ -18,7 +18,7 @@ Load load(int ranks, double n, double k, double k_down, int hosts, const Link& i
           .k_down = k_down,
           .frame = frame_size(codec),
           .hosts = hosts,
-          .inside = inside};
+          .inside_link = inside_link};
 }
 
 }  // namespace
@@ -46,7 +46,7 @@ void bind_cost(nb::module_& m) {
       .def_ro("merge_s", &LocalSpeeds::merge_s, "Per entry of a frame: decoding, and summing.")
       .def_ro("add_s", &LocalSpeeds::add_s, "Per entry of a dense sum.");
 
-  m.attr("typical_local_speeds") = nb::cast(ChooserOptions{}.local);
+  m.attr("typical_local_speeds") = nb::cast(ChooserOptions{}.local_speeds);
 
   nb::class_<Cost>(m, "Cost", "The predicted cost of one exchange. Times are in seconds.")
       .def_ro("rounds", &Cost::rounds, "Dependent communication steps, one after the other.")
@@ -67,43 +67,45 @@ void bind_cost(nb::module_& m) {
   const auto help = KeywordHelp::of<ExchangeOptions>();
   const std::string load_signature =
       "ranks: int, n: float, k: float, link: Link, k_down: float = 0.0, local_speeds: LocalSpeeds "
-      "= ..., hosts: int = 0, host_link: Link = ..., ";
+      "= ..., hosts: int = 0, inside_link: Link = ..., ";
   m.def(
       "predict",
       [](const nb::object& exchange, int ranks, double n, double k, const Link& link, double k_down,
-         const LocalSpeeds& local_speeds, int hosts, const Link& host_link, nb::kwargs options) {
+         const LocalSpeeds& local_speeds, int hosts, const Link& inside_link, nb::kwargs options) {
         options["exchange"] = exchange;
         const auto o = read_keywords<ExchangeOptions>("skim.predict", options);
-        return predict(o, load(ranks, n, k, k_down, hosts, host_link, o.codec), link, local_speeds);
+        return predict(o, load(ranks, n, k, k_down, hosts, inside_link, o.codec), link,
+                       local_speeds);
       },
       "exchange"_a, nb::kw_only(), "ranks"_a, "n"_a, "k"_a, "link"_a, "k_down"_a = 0.0,
-      "local_speeds"_a = LocalSpeeds{}, "hosts"_a = 0, "host_link"_a = Link{}, "options"_a,
+      "local_speeds"_a = LocalSpeeds{}, "hosts"_a = 0, "inside_link"_a = Link{}, "options"_a,
       nb::sig(("def predict(exchange: str, *, " + load_signature +
                help.signature_without({"exchange"}) + ") -> Cost")
                   .c_str()),
       "Predicts the cost of one exchange in which each rank sends k of n entries.\n"
-      "  exchange  a name of skim.exchanges\n"
-      "  k         in (0, n]; 'dense' ignores it\n"
-      "  k_down    entries of the result, if the exchange compresses it, in (0, n]; 0: k\n"
-      "  hosts     for 'hierarchical': number of hosts, in [0, ranks]; 0: each rank has its own\n"
-      "  host_link  for 'hierarchical': the link between two ranks of one host\n"
+      "  exchange     a name of skim.exchanges\n"
+      "  k            in (0, n]; 'dense' ignores it\n"
+      "  k_down       entries of the result, if the exchange compresses it, in (0, n]; 0: k\n"
+      "  hosts        for 'hierarchical': number of hosts, in [0, ranks]; 0: each rank has its "
+      "own\n"
+      "  inside_link  for 'hierarchical': the link between two ranks of one host\n"
       "Other arguments: the options of the Exchange.\n"
       "Raises InvalidArgument: a number is out of range.");
   m.def(
       "cheapest",
       [](int ranks, double n, double k, const Link& link, const std::vector<std::string>& among,
-         double k_down, const LocalSpeeds& local_speeds, int hosts, const Link& host_link,
+         double k_down, const LocalSpeeds& local_speeds, int hosts, const Link& inside_link,
          const nb::kwargs& options) {
         std::vector<ExchangeKind> kinds;
         for (const std::string& name : among) {
           kinds.push_back(from_name<ExchangeKind>(name, "among"));
         }
         const auto o = read_keywords<ExchangeOptions>("skim.cheapest", options);
-        return cheapest(kinds, o, load(ranks, n, k, k_down, hosts, host_link, o.codec), link,
+        return cheapest(kinds, o, load(ranks, n, k, k_down, hosts, inside_link, o.codec), link,
                         local_speeds);
       },
       nb::kw_only(), "ranks"_a, "n"_a, "k"_a, "link"_a, "among"_a, "k_down"_a = 0.0,
-      "local_speeds"_a = LocalSpeeds{}, "hosts"_a = 0, "host_link"_a = Link{}, "options"_a,
+      "local_speeds"_a = LocalSpeeds{}, "hosts"_a = 0, "inside_link"_a = Link{}, "options"_a,
       nb::sig(("def cheapest(*, among: collections.abc.Sequence[str], " + load_signature +
                help.signature_without({"exchange"}) + ") -> Choice")
                   .c_str()),

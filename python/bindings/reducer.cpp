@@ -334,6 +334,19 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
           "of_old_ranks: what save() returned on every rank of the saved run, in rank order. If "
           "the number of ranks has changed, each residual becomes (1/P) times the sum over the P "
           "old ranks. Raises StateError.");
+
+  const auto local_steps = KeywordHelp::of<LocalStepsOptions>();
+  m.def(
+      "local_steps_options",
+      [](const nb::kwargs& options) {
+        return values_of(read_keywords<LocalStepsOptions>("skim.LocalSteps", options));
+      },
+      "options"_a,
+      nb::sig(("def local_steps_options(*, " + local_steps.signature() + ") -> dict[str, float]")
+                  .c_str()),
+      ("Returns all options of local steps by their names. Raises InvalidArgument.\n" +
+       local_steps.text())
+          .c_str());
 }
 
 }  // namespace skim::python

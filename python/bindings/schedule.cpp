@@ -131,12 +131,12 @@ void bind_schedule(nb::module_& m) {
 
   m.def(
       "constant_density",
-      [](double up, double down) {
-        return BoundSchedule([=] { return constant_density(up, down); });
+      [](double up, double down_density) {
+        return BoundSchedule([=] { return constant_density(up, down_density); });
       },
-      "up"_a, "down"_a = 0.0,
-      "The same density in every step. up: k/n, in (0, 1]. down: density of the result, if the "
-      "exchange compresses it too; 0: same as up.");
+      "up"_a, "down_density"_a = 0.0,
+      "The same density in every step. up: k/n, in (0, 1]. down_density: density of the result, if "
+      "the exchange compresses it too; 0: same as up.");
   m.def(
       "listed_density",
       [](const std::vector<double>& per_epoch, double last) {
@@ -152,11 +152,13 @@ void bind_schedule(nb::module_& m) {
       "Falls geometrically from `first` to `last` over the first `epochs` (>= 0), then stays at "
       "`last`.");
   m.def(
-      "with_down",
-      [](const BoundSchedule& up, double down) {
-        return BoundSchedule([make = up.make, down] { return with_down(make(), down); });
+      "with_down_density",
+      [](const BoundSchedule& up, double down_density) {
+        return BoundSchedule(
+            [make = up.make, down_density] { return with_down_density(make(), down_density); });
       },
-      "up"_a, "down"_a, "The schedule `up`, with `down` as Density.down in every step.");
+      "up"_a, "down_density"_a,
+      "The schedule `up`, with down_density as Density.down in every step.");
   m.def("dgc_warm_up", &dgc_warm_up,
         "Returns the densities of the first epochs in Deep Gradient Compression (Lin et al., "
         "ICLR 2018), for listed_density(..., 0.001).");
@@ -164,50 +166,48 @@ void bind_schedule(nb::module_& m) {
         "As dgc_warm_up, for Gaussian_k (arXiv 1911.08772).");
   m.def("gtopk_warm_up", &gtopk_warm_up, "As dgc_warm_up, for gTop-k (arXiv 1901.04359).");
 
+  const auto adaptive = KeywordHelp::of<AdaptiveOptions>();
   m.attr("adaptive_forms") = names_tuple(names_of<AdaptiveForm>());
   m.def(
       "adaptive_density",
-      [](StepCost cost, double budget, const std::string& form, bool in_bytes, double density_min,
-         double density_max, double contraction, std::function<double(std::uint64_t)> learning_rate,
-         std::size_t n, int ranks) {
-        AdaptiveOptions o;
-        o.form = from_name<AdaptiveForm>(form, "form");
+      [](StepCost cost, double budget, bool in_bytes,
+         std::function<double(std::uint64_t)> learning_rate, std::size_t n, int ranks,
+         const nb::kwargs& options) {
+        auto o = read_keywords<AdaptiveOptions>("skim.adaptive_density", options);
         o.budget = budget;
         o.cost = std::move(cost);
         o.in_bytes = in_bytes;
-        o.density_min = density_min;
-        o.density_max = density_max;
-        o.contraction = contraction;
         o.learning_rate = std::move(learning_rate);
         o.n = n;
         o.ranks = ranks;
         return BoundSchedule([o] { return adaptive_density(o); });
       },
-      nb::kw_only(), "cost"_a, "budget"_a, "form"_a = "feedback", "in_bytes"_a = true,
-      "density_min"_a = AdaptiveOptions{}.density_min,
-      "density_max"_a = AdaptiveOptions{}.density_max, "contraction"_a = 1.0,
-      "learning_rate"_a = nb::none(), "n"_a = 0, "ranks"_a = 0,
-      "Spends a budget over a run so that the bound on the final error is least "
-      "(docs/adaptive.md).\n"
-      "  cost           cost of a step as a function of the density: max_step_bytes(),\n"
-      "                 predicted_seconds(), or a function of your own\n"
-      "  budget         of the whole run, in the unit of cost; > 0. Reducer.set_total_steps sets "
-      "the\n"
-      "                 length of the run; without it every step gets density_min\n"
-      "  form           one of skim.adaptive_forms\n"
-      "  in_bytes       True: cost is in bytes, and the bytes that the group counted are spent. "
-      "False:\n"
-      "                 cost is in predicted seconds, and the predictions count as spent\n"
-      "  density_min, density_max  in (0, 1]\n"
-      "  contraction    in (0, 1]: factor by which one step shrinks the error; 1: all steps "
-      "weigh alike\n"
-      "  learning_rate  function from a step's number to its rate >= 0, equal on all ranks; "
-      "None: constant\n"
-      "  n, ranks       entries over all slots, and number of ranks; only the form 'measured' "
-      "needs them\n"
-      "Raises InvalidArgument: an option is out of range; at the first step, the budget is less "
-      "than the\n"
-      "cost of all steps at density_min.");
+      nb::kw_only(), "cost"_a, "budget"_a, "in_bytes"_a = true, "learning_rate"_a = nb::none(),
+      "n"_a = 0, "ranks"_a = 0, "options"_a,
+      nb::sig(("def adaptive_density(*, cost: collections.abc.Callable[[float], float], budget: "
+               "float, in_bytes: bool = True, learning_rate: collections.abc.Callable[[int], "
+               "float] | None = None, n: int = 0, ranks: int = 0, " +
+               adaptive.signature() + ") -> DensitySchedule")
+                  .c_str()),
+      ("Spends a budget over a run so that the bound on the final error is least "
+       "(docs/adaptive.md).\n"
+       "  cost           cost of a step as a function of the density: max_step_bytes(),\n"
+       "                 predicted_seconds(), or a function of your own\n"
+       "  budget         of the whole run, in the unit of cost; > 0. Reducer.set_total_steps sets "
+       "the\n"
+       "                 length of the run; without it every step gets density_min\n"
+       "  in_bytes       True: cost is in bytes, and the bytes that the group counted are spent. "
+       "False:\n"
+       "                 cost is in predicted seconds, and the predictions count as spent\n"
+       "  learning_rate  function from a step's number to its rate >= 0, equal on all ranks; "
+       "None: constant\n"
+       "  n, ranks       entries over all slots, and number of ranks; only the form 'measured' "
+       "needs them\n" +
+       adaptive.text() +
+       "Raises InvalidArgument: an option is out of range; at the first step, the budget is less "
+       "than the\n"
+       "cost of all steps at density_min.")
+          .c_str());
   m.def(
       "capture_density",
       [](double share, double density_min, double density_max) {
@@ -245,34 +245,35 @@ void bind_schedule(nb::module_& m) {
       KeywordHelp::of<ReducerKeywords>().signature_without({"link", "local_speeds"});
   m.def(
       "max_step_bytes",
-      [](const std::vector<std::size_t>& lengths, int ranks, double down,
+      [](const std::vector<std::size_t>& lengths, int ranks, double down_density,
          const nb::kwargs& options) {
         const ReducerKeywords keywords = read_reducer_keywords("skim.max_step_bytes", options);
-        return max_step_bytes(keywords.options(), ranks, lengths, down);
+        return max_step_bytes(keywords.options(), ranks, lengths, down_density);
       },
-      "lengths"_a, nb::kw_only(), "ranks"_a, "down"_a = 0.0, "options"_a,
-      nb::sig(("def max_step_bytes(lengths: collections.abc.Sequence[int], *, ranks: int, down: "
-               "float = 0.0, " +
+      "lengths"_a, nb::kw_only(), "ranks"_a, "down_density"_a = 0.0, "options"_a,
+      nb::sig(("def max_step_bytes(lengths: collections.abc.Sequence[int], *, ranks: int, "
+               "down_density: float = 0.0, " +
                signature + ") -> collections.abc.Callable[[float], float]")
                   .c_str()),
       "Returns a function of the density: the most bytes that the busiest rank sends in a step, "
       "on slots with these numbers of entries. It assumes that no rank selects more than k "
-      "entries (Density.at_most_k). down: Density.down. Other arguments: the options of the "
-      "Reducer.");
+      "entries (Density.at_most_k). down_density: Density.down. Other arguments: the options of "
+      "the Reducer.");
   m.def(
       "predicted_seconds",
       [](const std::vector<std::size_t>& lengths, int ranks, const Link& link,
-         const LocalSpeeds& local_speeds, double compute_s, double down,
+         const LocalSpeeds& local_speeds, double compute_s, double down_density,
          const nb::kwargs& options) {
         const ReducerKeywords keywords = read_reducer_keywords("skim.predicted_seconds", options);
         return predicted_seconds(keywords.options(), ranks, lengths, compute_s, link, local_speeds,
-                                 down);
+                                 down_density);
       },
       "lengths"_a, nb::kw_only(), "ranks"_a, "link"_a, "local_speeds"_a = LocalSpeeds{},
-      "compute_s"_a = 0.0, "down"_a = 0.0, "options"_a,
+      "compute_s"_a = 0.0, "down_density"_a = 0.0, "options"_a,
       nb::sig(
           ("def predicted_seconds(lengths: collections.abc.Sequence[int], *, ranks: int, link: "
-           "Link, local_speeds: LocalSpeeds = ..., compute_s: float = 0.0, down: float = 0.0, " +
+           "Link, local_speeds: LocalSpeeds = ..., compute_s: float = 0.0, "
+           "down_density: float = 0.0, " +
            signature + ") -> collections.abc.Callable[[float], float]")
               .c_str()),
       "Returns a function of the density: compute_s plus the seconds that the cost model "

@@ -60,6 +60,7 @@ from skim._core import (
     in_process_group,
     index_codes,
     listed_density,
+    local_steps_options,
     max_step_bytes,
     predict,
     predicted_seconds,
@@ -69,7 +70,7 @@ from skim._core import (
     top_k,
     typical_local_speeds,
     value_codes,
-    with_down,
+    with_down_density,
 )
 
 __all__ = [
@@ -110,6 +111,7 @@ __all__ = [
     "InvalidArgument",
     "Link",
     "listed_density",
+    "local_steps_options",
     "LocalSpeeds",
     "LocalTask",
     "max_step_bytes",
@@ -131,7 +133,7 @@ __all__ = [
     "Traffic",
     "typical_local_speeds",
     "value_codes",
-    "with_down",
+    "with_down_density",
 ]
 
 # These names need torch, and are imported on first use. The rest of the package works without torch.

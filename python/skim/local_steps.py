@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -84,8 +84,8 @@ class LocalSteps:
         momentum of an SGD, as in skim.attach(optimizer=...): the velocity of an entry becomes 0 when it is sent.
     every: the number of steps of a round, at least 1.
     density: the fraction of entries that each rank sends in a round, or a schedule (skim.attach).
-    ahead: in [0, 1]: the part of its residual that a rank applies to its own parameters at once.
-    outer_lr: > 0.  outer_momentum: in [0, 1).
+    ahead: in [0, 1]: the part of its residual that a rank applies to its own parameters at once [1].
+    outer_lr: > 0 [1].  outer_momentum: in [0, 1) [0].
     delay: in [0, every]: steps from the start of an exchange to the application of its mean.
     fragments: in [1, every]: the number of parts, which have nearly equal sizes and are cut between parameters.
         Each part is exchanged once a round.
@@ -105,9 +105,6 @@ class LocalSteps:
         every: int = 1,
         density: Any = 0.01,
         *,
-        ahead: float = 1.0,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
         delay: int = 0,
         fragments: int = 1,
         exchange: Any = "auto",
@@ -121,22 +118,22 @@ class LocalSteps:
             )
         for name, value, allowed, is_allowed in (
             ("every", every, "a whole number of at least 1", isinstance(every, int) and every >= 1),
-            ("ahead", ahead, "in [0, 1]", 0.0 <= ahead <= 1.0),
-            ("outer_lr", outer_lr, "> 0", outer_lr > 0.0),
-            ("outer_momentum", outer_momentum, "in [0, 1)", 0.0 <= outer_momentum < 1.0),
             ("delay", delay, "a whole number in [0, every]", isinstance(delay, int) and 0 <= delay <= every),
             ("fragments", fragments, "a whole number in [1, every]", isinstance(fragments, int) and 1 <= fragments <= every),
         ):
             if not is_allowed:
-                raise _core.InvalidArgument(f"skim.LocalSteps: {name} must be {allowed}, not {value}")
+                raise _core.InvalidArgument(f"skim.LocalSteps: {name}: must be {allowed}, not {value}")
         for name in ("momentum_correction", "momentum_dampening", "nesterov_correction"):
             if options.get(name):
                 raise _core.InvalidArgument(
                     f"skim.LocalSteps: no {name} here: the optimizer has its momentum on every rank"
                 )
+        own = _core.local_steps_options(
+            **{name: options.pop(name) for name in _core.local_steps_options() if name in options}
+        )
         self.model, self.optimizer = model, optimizer
-        self.every, self.ahead = every, ahead
-        self.outer_lr, self.outer_momentum, self.delay = outer_lr, outer_momentum, delay
+        self.every, self.delay = every, delay
+        self.ahead, self.outer_lr, self.outer_momentum = own["ahead"], own["outer_lr"], own["outer_momentum"]
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
         self._aggregator = Aggregator(
@@ -148,7 +145,7 @@ class LocalSteps:
             for p in self._parameters:
                 dist.broadcast(p, dist.get_global_rank(process_group, 0) if process_group else 0, group=process_group)
             self._shared = [p.detach().clone().to(torch.float32) for p in self._parameters]
-            self._momentum = [torch.zeros_like(x) for x in self._shared] if outer_momentum > 0.0 else []
+            self._momentum = [torch.zeros_like(x) for x in self._shared] if self.outer_momentum > 0.0 else []
         self._fragments = self._aggregator.fragments
         self._flights: dict[int, _Flight] = {}  # by fragment
         self._steps = 0  # of the open round
@@ -379,27 +376,31 @@ class LocalSteps:
         if the state does not fit; nothing has changed then.
         """
         n, count = sum(x.numel() for x in self._shared), len(self._fragments)
-        for key, length in (("round", 1), ("shared", n), ("steps_left", count)):
-            if key not in state or state[key].numel() != length:
-                raise _core.StateError(
-                    f"skim.LocalSteps: not a state of this model in {count} fragments: no '{key}' of length {length}"
-                )
+        self._expect_in_state(state, {"round": 1, "shared": n, "steps_left": count})
+        steps_left = {f: left for f, left in enumerate(state["steps_left"].tolist()) if left > 0}
+        shapes = [self._shared[i] for f in steps_left for i in self._fragments[f]]
+        under_way = sum(x.numel() for x in shapes)
+        if steps_left:
+            self._expect_in_state(state, {"applied": len(steps_left), "means": under_way})
+        if self._momentum and "outer_momentum" in state:
+            self._expect_in_state(state, {"outer_momentum": n})
+        replica = self._own_or_mean("replica", state, n)
+        sent_from = self._own_or_mean("sent_from", state, under_way)
+        if steps_left and sent_from is None:
+            comm = self._aggregator.comm
+            self._expect_in_state(state, {f"sent_from_{comm.rank}_{comm.size}": under_way})
         self._aggregator.load_state_dict(state)
         self._discard_flights()
         _into(self._shared, state["shared"])
         if self._momentum and "outer_momentum" in state:
             _into(self._momentum, state["outer_momentum"])
-        self._steps = int(state["round"][0])
-        replica = self._own_or_mean("replica", state)
+        self._steps = int(state["round"])
         if replica is None:
             self._restart()
         else:
             _into(self._parameters, replica)
-        steps_left = {f: left for f, left in enumerate(state["steps_left"].tolist()) if left > 0}
-        sent_from = self._own_or_mean("sent_from", state)
         if not steps_left or sent_from is None:
             return
-        shapes = [self._shared[i] for f in steps_left for i in self._fragments[f]]
         means, heres = ([torch.empty_like(x) for x in shapes] for _ in range(2))
         _into(means, state["means"])
         _into(heres, sent_from)
@@ -409,11 +410,20 @@ class LocalSteps:
             flight.arrived.set_result(_Arrived(applied, means[:k], self._residuals(f)))
             means, heres = means[k:], heres[k:]
 
-    def _own_or_mean(self, what: str, state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def _expect_in_state(self, state: Mapping[str, torch.Tensor], lengths: Mapping[str, int]) -> None:
+        for key, length in lengths.items():
+            if key not in state or state[key].numel() != length:
+                raise _core.StateError(
+                    f"skim.LocalSteps: not a state of this model in {len(self._fragments)} fragments: no '{key}' of "
+                    f"length {length}"
+                )
+
+    def _own_or_mean(self, what: str, state: Mapping[str, torch.Tensor], length: int) -> torch.Tensor | None:
         """This rank's tensor `what`; if the state is of another number of ranks, the mean over its ranks."""
         found = {
             (int(m[2]), int(m[3])): t for key, t in state.items() if (m := OF_RANK.search(key)) and m[1] == what
         }
+        self._expect_in_state(state, {f"{what}_{rank}_{size}": length for rank, size in found})
         comm = self._aggregator.comm
         if not found or (comm.rank, comm.size) in found:
             return found.get((comm.rank, comm.size))

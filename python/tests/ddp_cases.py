@@ -993,6 +993,16 @@ def case_local_steps_resume_bit_by_bit():
         expect(skim.StateError, "no 'shared'", again.load_state_dict, {"round": torch.tensor([0])})
         whole = {**saved[2], "steps_left": torch.zeros(9)}
         expect(skim.StateError, "no 'steps_left'", again.load_state_dict, whole)
+        refused_without = ["applied", "means", f"sent_from_{RANK}_{SIZE}"] if "means" in saved[2] else []
+        before = again.state_dict()
+        for missing in refused_without:
+            rest = {key: value for key, value in saved[2].items() if key != missing}
+            expect(skim.StateError, f"no '{missing}'", again.load_state_dict, rest)
+        for odd in set(saved[2]) & {"outer_momentum", "means", f"replica_{RANK}_{SIZE}", f"sent_from_{RANK}_{SIZE}"}:
+            expect(skim.StateError, f"no '{odd}'", again.load_state_dict, {**saved[2], odd: torch.zeros(1)})
+        after = again.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def case_local_steps_go_on_on_another_number_of_ranks():
@@ -1103,7 +1113,7 @@ def case_local_steps_refuse():
     expect(wrong, "give the model without it", skim.LocalSteps, DDP(inner), optimizer)
     for name, value in (("every", 0), ("every", 1.5), ("ahead", 1.5), ("outer_lr", 0.0), ("outer_momentum", 1.0),
                         ("delay", 2), ("delay", -1), ("fragments", 0), ("fragments", 2)):  # fmt: skip
-        expect(wrong, f"{name} must be", skim.LocalSteps, inner, optimizer, **{name: value})
+        expect(wrong, f"{name}: must be", skim.LocalSteps, inner, optimizer, **{name: value})
     expect(wrong, "no momentum_correction here", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)
 
 

@@ -40,7 +40,7 @@ class Formulas(unittest.TestCase):
     def test_hosts(self):
         def rounds(hosts):
             return skim.predict(
-                "hierarchical", ranks=8, n=1e6, k=1e3, link=LINK, hosts=hosts, host_link=skim.Link(1e-9, 1e-12)
+                "hierarchical", ranks=8, n=1e6, k=1e3, link=LINK, hosts=hosts, inside_link=skim.Link(1e-9, 1e-12)
             ).link_s
 
         self.assertLess(rounds(2), rounds(8))

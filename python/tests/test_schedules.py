@@ -23,11 +23,15 @@ class Lists(unittest.TestCase):
         self.assertEqual(skim.gtopk_warm_up(), [0.004])
 
     def test_down(self):
-        schedule = skim.with_down(skim.listed_density([0.5], 0.1), 0.01)
+        schedule = skim.with_down_density(skim.listed_density([0.5], 0.1), down_density=0.01)
         got = schedule.density(skim.Progress(epoch=1.0))
         self.assertEqual((got.up, got.down, got.threshold, got.at_most_k), (0.1, 0.01, 0.0, False))
         self.assertIn("0.5", schedule.describe())
         self.assertIn(schedule.describe(), repr(schedule))
+        self.assertEqual(skim.constant_density(0.1, down_density=0.01).density(skim.Progress()).down, 0.01)
+        lengths, server = [10_000], {"ranks": 3, "exchange": "param-server"}
+        few, many = (skim.max_step_bytes(lengths, down_density=d, **server)(0.1) for d in (0.01, 0.5))
+        self.assertLess(few, many)
 
     def test_entries(self):
         for density, n in ((0.001, 12345), (0.29, 100), (1e-9, 10), (1.0, 7), (0.5, 0)):
@@ -45,8 +49,12 @@ class Lists(unittest.TestCase):
         ):
             with self.assertRaises(skim.InvalidArgument):
                 call()
-        with self.assertRaisesRegex(skim.InvalidArgument, "form: no 'best'; there are: even, "):
-            skim.adaptive_density(cost=lambda d: d, budget=1.0, form="best")
+        with self.assertRaisesRegex(skim.InvalidArgument, "adaptive_form: no 'best'; there are: even, "):
+            skim.adaptive_density(cost=lambda d: d, budget=1.0, adaptive_form="best")
+        with self.assertRaisesRegex(skim.InvalidArgument, r"contraction: must be a number in \(0, 1\], not 2"):
+            skim.adaptive_density(cost=lambda d: d, budget=1.0, contraction=2)
+        with self.assertRaisesRegex(skim.InvalidArgument, "no option 'form'; there are: density_min"):
+            skim.adaptive_density(cost=lambda d: d, budget=1.0, form="even")
 
 
 class Budgets(unittest.TestCase):
@@ -79,7 +87,7 @@ class Budgets(unittest.TestCase):
                     cost = skim.max_step_bytes([self.n], ranks=self.ranks, exchange=exchange, dense_below=0)
                     budget = self.steps * cost(0.01)
                     schedule = skim.adaptive_density(
-                        cost=cost, budget=budget, form=form, n=self.n, ranks=self.ranks
+                        cost=cost, budget=budget, adaptive_form=form, n=self.n, ranks=self.ranks
                     )
                     sent, ks = self.train(schedule, exchange)
                     self.assertLessEqual(sent, budget)

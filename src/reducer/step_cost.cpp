@@ -29,7 +29,7 @@ std::vector<ExchangeOptions> candidates_of(const ReducerOptions& options) {
 }  // namespace
 
 StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<std::size_t> lengths,
-                        double down) {
+                        double down_density) {
   SKIM_EXPECTS(ranks >= 1,
                "max_step_bytes: ranks must be >= 1 (got " + std::to_string(ranks) + ")");
   std::vector<std::shared_ptr<const Exchange>> exchanges;
@@ -37,7 +37,7 @@ StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<st
     exchanges.push_back(make_exchange_or_null(o));
   }
   return [=, lengths = std::move(lengths)](double up) {
-    const Density density{.up = up, .down = down};
+    const Density density{.up = up, .down = down_density};
     double bytes = 0.0;
     for (const std::size_t n : lengths) {
       if (goes_dense(options, density, n)) {
@@ -57,21 +57,22 @@ StepCost max_step_bytes(const ReducerOptions& options, int ranks, std::vector<st
 
 StepCost predicted_seconds(const ReducerOptions& options, int ranks,
                            std::vector<std::size_t> lengths, double compute_s, const Link& link,
-                           const LocalSpeeds& local, double down) {
+                           const LocalSpeeds& local, double down_density) {
   SKIM_EXPECTS(compute_s >= 0.0 && std::isfinite(compute_s),
                "predicted_seconds: compute_s must be finite and >= 0");
   const std::vector<ExchangeOptions> all = candidates_of(options);
   const auto of_bucket = [=](double up, std::size_t n) {
     const std::size_t k = entries(up, n);
+    const std::size_t k_down = down_density > 0.0 ? entries(down_density, n) : 0;
     const Load load{.ranks = ranks,
                     .n = static_cast<double>(n),
                     .k = static_cast<double>(k),
-                    .k_down = down > 0.0 ? static_cast<double>(entries(down, n)) : 0.0,
+                    .k_down = static_cast<double>(k_down),
                     .frame = frame_size(options.exchange.codec)};
     const auto seconds = [&](const ExchangeOptions& o) {
       return predict(o, load, link, local).total_s();
     };
-    if (goes_dense(options, {.up = up, .down = down}, n)) {
+    if (goes_dense(options, {.up = up, .down = down_density}, n)) {
       return seconds({.kind = ExchangeKind::dense});
     }
     double least = std::numeric_limits<double>::infinity();

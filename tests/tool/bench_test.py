@@ -12,7 +12,7 @@ from inspect_test import npy
 from tool_test import Case, skim
 
 SETS = pathlib.Path(__file__).parents[2] / "bench" / "index_sets"
-FIELDS = {"algo", "n", "k", "selected", "shape", "target", "threads", "ns", "add_pass_ns", "ratio",
+FIELDS = {"select", "n", "k", "selected", "shape", "target", "threads", "ns", "add_pass_ns", "ratio",
           "local_step_ratio", "cold_ns", "passes", "bytes_read", "bytes_written",
           "memory_bytes_per_second", "add_pass_of_memory_rate", "device"}
 
@@ -28,12 +28,12 @@ class Bench(Case):
         return json.loads(done.stdout)
 
     def test_one_case_alone_is_an_array_of_one_object_with_every_field(self):
-        found = self.run_json("--algo", "exact", "--n", 100000, "--density", 0.01, "--shape", "normal",
+        found = self.run_json("--select", "exact", "--n", 100000, "--density", 0.01, "--shape", "normal",
                               "--threads", 1)
         self.assertEqual(len(found), 1)
         case = found[0]
         self.assertEqual(FIELDS - case.keys(), set())
-        self.assertEqual((case["algo"], case["n"], case["shape"], case["threads"]),
+        self.assertEqual((case["select"], case["n"], case["shape"], case["threads"]),
                          ("exact", 100000, "normal", 1))
         self.assertEqual((case["k"], case["selected"]), (1000, 1000))
         self.assertEqual(case["device"], "cpu")
@@ -43,12 +43,12 @@ class Bench(Case):
         self.assertGreaterEqual(case["bytes_read"], 8 * case["n"])
 
     def test_lists_make_the_product_of_their_cases(self):
-        found = self.run_json("--algo", "exact,sidco", "--n", "5000,9000", "--shape", "laplace,equal",
+        found = self.run_json("--select", "exact,sidco", "--n", "5000,9000", "--shape", "laplace,equal",
                               "--density", "0.1,0.01", "--threads", 2)
         self.assertEqual(len(found), 16)
         self.assertEqual({c["threads"] for c in found}, {2})
         for case in found:
-            if case["algo"] == "exact":
+            if case["select"] == "exact":
                 self.assertEqual(case["selected"], case["k"], case)
 
     def test_every_rule_runs_on_every_shape_and_is_checked(self):
@@ -58,16 +58,16 @@ class Bench(Case):
         for shape in shapes:
             self.assertIn(shape, done.stdout)
         found = self.run_json("--n", 20000, "--density", 0.01, "--shape", ",".join(shapes))
-        algos = {c["algo"] for c in found}
-        self.assertTrue({"exact", "gaussian", "randomk", "blocktopk", "std::nth_element", "torch.topk"} <= algos)
-        self.assertEqual(len(found), len(algos) * len(shapes) - 2)  # the baselines add NaN up
+        rules = {c["select"] for c in found}
+        self.assertTrue({"exact", "gaussian", "randomk", "blocktopk", "std::nth_element", "torch.topk"} <= rules)
+        self.assertEqual(len(found), len(rules) * len(shapes) - 2)  # the baselines add NaN up
         for case in found:
-            if case["algo"] == "exact":
+            if case["select"] == "exact":
                 self.assertLessEqual(case["passes"], 3, case)
 
     def test_a_recorded_gradient_is_taken_from_its_file(self):
         path = npy(self.dir / "g.npy", [float(i % 100) for i in range(500)])
-        case, = self.run_json("--algo", "exact", "--n", 3000, "--density", 0.001, "--shape", "recorded",
+        case, = self.run_json("--select", "exact", "--n", 3000, "--density", 0.001, "--shape", "recorded",
                               "--recorded", path)
         self.assertEqual(case["input"], "g.npy")
         self.assertEqual(case["selected"], 3)
@@ -77,18 +77,18 @@ class Bench(Case):
         self.assertEqual(done.returncode, 2)
         names = done.stderr[done.stderr.index("{") + 1:done.stderr.index("}")].split(",")
         for name in names:
-            case, = self.run_json("--algo", "exact", "--n", 5000, "--target", name)
+            case, = self.run_json("--select", "exact", "--n", 5000, "--target", name)
             self.assertEqual(case["target"], name)
 
     def test_results_go_to_a_file_and_the_table_to_people(self):
         path = self.dir / "out.json"
-        done = bench("--algo", "exact", "--n", 5000, "--json", path)
+        done = bench("--select", "exact", "--n", 5000, "--json", path)
         self.assert_ok(done)
         self.assertEqual(len(json.loads(path.read_text())), 1)
         self.assertIn("exact", done.stdout)
 
     def test_on_a_device_the_same_or_one_line_that_says_what_is_missing(self):
-        case = ("--device", "cuda", "--algo", "exact,gaussian", "--n", 100001, "--density", 0.001, "--shape", "normal")
+        case = ("--device", "cuda", "--select", "exact,gaussian", "--n", 100001, "--density", 0.001, "--shape", "normal")
         done = bench(*case, "--json", "-")
         if os.environ["SKIM_HAS_CUDA"] == "0":
             self.assert_refused(done, "skim bench select: this build has no CUDA (configure with SKIM_CUDA=ON)")
@@ -101,16 +101,16 @@ class Bench(Case):
                 self.assertNotEqual(found["device"], "cpu")
 
     def test_what_a_device_has_not_is_refused(self):
-        self.assert_refused(bench("--device", "cuda", "--algo", "exact,dgc"), "exact, gaussian", "dgc")
+        self.assert_refused(bench("--device", "cuda", "--select", "exact,dgc"), "exact, gaussian", "dgc")
         self.assert_refused(bench("--device", "cuda", "--threads", 2), "--threads", "2")
-        here, = self.run_json("--algo", "exact", "--n", 5000)
+        here, = self.run_json("--select", "exact", "--n", 5000)
         self.assert_refused(bench("--device", "cuda", "--target", here["target"]), "--target", "--device cuda")
         self.assert_refused(bench("--device", "tpu"), "cuda")
 
     def test_wrong_usage_is_refused_in_one_line(self):
         self.assert_refused(skim("bench"), "expected select")
         self.assert_refused(skim("bench", "speed"), "got speed")
-        self.assert_refused(bench("--algo", "best"), "exact")
+        self.assert_refused(bench("--select", "best"), "exact")
         self.assert_refused(bench("--shape", "round"), "laplace")
         self.assert_refused(bench("--density", 0), "--density", "(0, 1]")
         self.assert_refused(bench("--n", 1, "--threads", 2), "--n", "threads=2")

@@ -32,14 +32,14 @@ class Runs(Case):
         names = [line.split("  ")[-1] for line in done.stdout.splitlines()]
         self.assertEqual(len(names), len(set(names)))
         self.assertEqual(names[0], "mnist-mlp sgd P 100 partition seed 1")
-        # 7 pairs of task and ranks, and 2 tasks on shards, with 3 methods and 3 seeds; 5 values of k_d; 4 pairs, once.
+        # 7 pairs of task and ranks, and 2 tasks on shards, with 3 methods and 3 seeds; 5 values of k_down; 4 pairs, once.
         self.assertEqual(len(names), (7 + 2) * 3 * 3 + 2 * 5 + 4 * 3)
         self.assertEqual([n for n in names if n.endswith("seed 1")], names[:9 * 3 + 10 + 12])
         self.assertRegex(done.stderr, r"^both_links: 103 runs left, about \d+\.\d h with 1 side by side\n$")
         self.assertFalse(self.out.exists())
 
     def test_runs_once_what_is_not_there(self):
-        case = ["--only", "mnist-mlp sgd P 10 partition seed 1,mnist-mlp bi k_d 0.001 P 10 partition seed 1", "--jobs"]
+        case = ["--only", "mnist-mlp sgd P 10 partition seed 1,mnist-mlp bi k_down 0.001 P 10 partition seed 1", "--jobs"]
         done = self.start(*case, 1, *SHORT)
         self.assert_ok(done)
         rows = {row["method"]: row for row in lines(self.out)}

@@ -227,9 +227,9 @@ class Plots(Case):
         self.assert_refused(self.plot("curves", self.dir / "none", "--out", "x.png"), "none", status=1)
 
     def test_times(self):
-        cases = [{"algo": algo, "n": n, "k": n // 1000, "shape": "normal", "ns": n * factor,
+        cases = [{"select": rule, "n": n, "k": n // 1000, "shape": "normal", "ns": n * factor,
                   "add_pass_ns": n, "ratio": factor}
-                 for algo, factor in [("exact", 1.25), ("gaussian", 2.0), ("dgc", 3.0)]
+                 for rule, factor in [("exact", 1.25), ("gaussian", 2.0), ("dgc", 3.0)]
                  for n in [2**18, 2**22, 2**26]]
         bench = self.dir / "bench.json"
         bench.write_text(json.dumps(cases))
@@ -240,7 +240,7 @@ class Plots(Case):
                 self.assertIn(word, out.read_text())
             self.assert_refused(self.plot(command, bench, "--density", 0.1, "--out", out, script=script),
                                 "density", status=1)
-            self.assert_refused(self.plot(command, bench, "--algos", "magic", "--out", out, script=script),
+            self.assert_refused(self.plot(command, bench, "--select", "magic", "--out", out, script=script),
                                 "magic", status=1)
         # The same cases with two threads: which, is for the caller to say.
         both = self.dir / "both.json"

@@ -49,7 +49,7 @@ class Plan(Case):
 
     def test_raw_frames_are_larger_and_overlap_hides_the_link(self):
         case = ["--params", "1e7", "--ranks", 8, *PAPER, "--density", "0.001"]
-        coded, raw = self.rows(*case), self.rows(*case, "--frames", "raw")
+        coded, raw = self.rows(*case), self.rows(*case, "--index-code", "raw32")
         hidden = self.rows(*case, "--overlap", 1)
         for c, r, h in list(zip(coded, raw, hidden))[1:]:
             self.assertLess(c["bytes"], 0.8 * r["bytes"])

@@ -89,7 +89,7 @@ class Measured(Case):
 
     def test_the_prediction_is_the_models(self):
         plan = skim("plan", "--params", N, "--ranks", P, "--compute", "1ms", "--density", 0.01, "--fit", self.fit,
-                    "--frames", "raw", "--json", "-")
+                    "--index-code", "raw32", "--json", "-")
         self.assert_ok(plan)
         planned = {r["exchange"]: r for r in json.loads(plan.stdout)}
         whole = self.rows("--fit", self.fit, "--exchange", "dense,allgather,gtopk,oktopk", "--index-code", "raw32")
@@ -112,6 +112,7 @@ class Measured(Case):
         self.assertEqual(raw["frame_bytes"], 24 + 48 + 8 * K)
         self.assertLess(coded["frame_bytes"], 0.8 * raw["frame_bytes"])
         self.assertLess(coded["bytes"], raw["bytes"])
+        self.assertEqual((coded["index_code"], raw["index_code"]), ("auto", "raw32"))
 
     def test_auto_says_what_it_took_and_how_far_it_is_from_the_best(self):
         # On this link, dense is a second and the others are not.
@@ -185,7 +186,7 @@ class Refusals(Case):
             (["--exchange", "hierarchical"], ["--exchange"]),
             (["--rounds", 0], ["--rounds"]),
             (["--time-scale", 0], ["--time-scale", "> 0"]),
-            (["--index-code", "rice"], ["--index-code", "raw32"]),
+            (["--index-code", "coded"], ["--index-code", "raw32"]),
             (["--longest-wait", "1"], ["--longest-wait", "'1'"]),
             (["--gradient-folder", self.dir / "none"], ["--gradient-folder"]),
             (["--fit", self.dir / "none.json"], ["--fit", "cannot open"]),
@@ -203,7 +204,7 @@ class Plots(Case):
 
         def row(ranks, scale, exchange, counts_as, seconds, **more):
             return {"model": "vgg16", "params": 14728266, "ranks": ranks, "time_scale": scale, "exchange": exchange,
-                    "counts_as": counts_as, "index_code": "coded", "compute_s": 0.1, "select_s": 0.02,
+                    "counts_as": counts_as, "index_code": "auto", "compute_s": 0.1, "select_s": 0.02,
                     "exchange_s": seconds, "exchange_least_s": seconds / 2, "exchange_most_s": seconds * 2,
                     "predicted_s": seconds / 1.25, "measured_over_predicted": 1.25, "efficiency": 0.1 / (0.12 + seconds),
                     "speed_up_over_dense": 2.0, "speed_up_over_allgather": None, "busy": 0.5, "chosen": exchange,

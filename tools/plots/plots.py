@@ -331,7 +331,7 @@ def sensitivity(arguments):
 
 
 def cases(arguments):
-    """{algo: [(n, case)] in the order of n} of the shape, the density and the --where asked for."""
+    """{rule: [(n, case)] in the order of n} of the shape, the density and the --where asked for."""
     found = {}
     for argument in arguments.files:
         for case in read_json(argument)[0]:
@@ -339,16 +339,16 @@ def cases(arguments):
             chosen = all(str(case.get(key)) == value for key, _, value in
                          (text.partition("=") for text in arguments.where))
             if case["shape"] == arguments.shape and same_density and chosen:
-                points = found.setdefault(case["algo"], {})
+                points = found.setdefault(case["select"], {})
                 if case["n"] in points:
                     differ = [key for key in case if case[key] != points[case["n"]].get(key) and
                               not isinstance(case[key], float)]
-                    fail(f"two cases of {case['algo']} at n = {case['n']}: choose one with --where KEY=VALUE "
+                    fail(f"two cases of {case['select']} at n = {case['n']}: choose one with --where KEY=VALUE "
                          f"(they differ in {', '.join(differ) or 'nothing'})")
                 points[case["n"]] = case
     if not found:
         fail(f"no case with shape {arguments.shape} and density {arguments.density:g}")
-    return {algo: sorted(points.items()) for algo, points in found.items()}
+    return {rule: sorted(points.items()) for rule, points in found.items()}
 
 
 def add_case_options(parser):
@@ -357,7 +357,7 @@ def add_case_options(parser):
     parser.add_argument("--density", type=float, default=0.001)
     parser.add_argument("--where", action="append", default=[], metavar="KEY=VALUE",
                         help="only cases with this field, such as threads=1")
-    parser.add_argument("--algos", help="comma-separated [all of them]")
+    parser.add_argument("--select", help="comma-separated [all of them]")
     parser.add_argument("--title")
     parser.add_argument("--out", required=True)
 
@@ -365,11 +365,11 @@ def add_case_options(parser):
 def select_time(arguments):
     figure, axis = plt.subplots(figsize=(COLUMN + 1.2, 2.8))
     found = cases(arguments)
-    wanted = arguments.algos.split(",") if arguments.algos else list(found)
-    for i, algo in enumerate(wanted):
-        if algo not in found:
-            fail(f"no case of '{algo}'; there are {', '.join(found)}")
-        axis.plot([n for n, _ in found[algo]], [c["ns"] * 1e-6 for _, c in found[algo]], label=algo,
+    wanted = arguments.select.split(",") if arguments.select else list(found)
+    for i, rule in enumerate(wanted):
+        if rule not in found:
+            fail(f"no case of '{rule}'; there are {', '.join(found)}")
+        axis.plot([n for n, _ in found[rule]], [c["ns"] * 1e-6 for _, c in found[rule]], label=rule,
                   marker=MARKERS[i % len(MARKERS)], linestyle="-" if i < len(COLOURS) else "--")
     passes = {n: c["add_pass_ns"] for points in found.values() for n, c in points if c.get("add_pass_ns")}
     axis.plot(sorted(passes), [passes[n] * 1e-6 for n in sorted(passes)], color="black", linestyle=":",
