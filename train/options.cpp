@@ -66,7 +66,8 @@ void expect_possible(const TrainOptions& o, const ReducerOptions& r) {
         "--budget: --exchange auto may choose the dense sum at any density; leave dense out of "
         "--among");
   }
-  if (o.target_time.seconds > 0.0 && (!o.chooser.link || !(o.compute && o.compute->seconds > 0.0))) {
+  const bool has_compute = o.compute && o.compute->seconds > 0.0;
+  if (o.target_time.seconds > 0.0 && (!o.chooser.link || !has_compute)) {
     throw InvalidArgument(
         "--target-time uses predictions, so it needs the link (--fit FILE) and --compute TIME");
   }
