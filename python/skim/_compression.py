@@ -10,7 +10,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +19,9 @@ from skim import _core
 from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, take_out
 from skim._report import Report
 from skim._transport import connect
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 # These defaults differ from those of skim.Reducer. At equal bytes, 4-bit values carry three times the entries,
 # and training ends closer to dense (docs/results/quality.md).
@@ -380,9 +383,9 @@ def _is_profiling() -> bool:
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
-def array(tensor: torch.Tensor) -> Any:
-    """Marks a tensor that goes to _core as an array. Its memory is shared by DLPack, for all FLOATS and uint8."""
-    return tensor
+def array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Only for type checkers: _core takes a tensor by DLPack where its stubs ask for an array."""
+    return cast("npt.NDArray[Any]", tensor)
 
 
 def _text(value: Any) -> str:
