@@ -149,8 +149,7 @@ bool is_dense(const TrainOptions& options);
 bool is_adaptive(const TrainOptions& options);
 // The exchanges of a run of that many steps: one a step, or one a round.
 std::int64_t exchanges_of(const TrainOptions& options, std::int64_t steps);
-// The exchange's name, or "auto".
-inline constexpr std::string_view kAuto = "auto";
+// The exchange's name, or kAuto.
 std::string exchange_name(const TrainOptions& options);
 // Throws: InvalidArgument whose message begins with `who`.
 void set_exchange(TrainOptions& options, std::string_view name, const std::string& who);
