@@ -29,6 +29,7 @@ namespace {
 using namespace std::chrono_literals;
 using test::FaultyCommunicator;
 using test::group_sizes;
+using test::log2_ceil;
 using test::run_group;
 
 constexpr bool kMpi =
@@ -59,10 +60,6 @@ std::uint64_t pair_seed(int from, int to, std::size_t i) {
 
 std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 std::uint64_t count(int x) { return static_cast<std::uint64_t>(x); }
-
-int log2_ceil(int x) {
-  return x <= 1 ? 0 : static_cast<int>(std::bit_width(static_cast<unsigned>(x - 1)));
-}
 
 // Traffic of `f` alone.
 template <class F>
@@ -245,8 +242,8 @@ TEST(collectives, nobody_leaves_a_barrier_before_all_have_entered) {
       std::array<std::int64_t, 2> times{comm.now_ns(), 0};
       const Traffic traffic = traffic_of(comm, [&] { comm.barrier(); });
       times[1] = comm.now_ns();
-      EXPECT_EQ(traffic.rounds, count(log2_ceil(comm.size())));
-      EXPECT_EQ(traffic.messages, count(log2_ceil(comm.size())));
+      EXPECT_EQ(traffic.rounds, log2_ceil(at(comm.size())));
+      EXPECT_EQ(traffic.messages, log2_ceil(at(comm.size())));
       EXPECT_EQ(traffic.sent_bytes + traffic.received_bytes, 0U);
       MessageList all;
       comm.allgather(std::as_bytes(std::span(times)), all);
@@ -272,7 +269,7 @@ TEST(collectives, broadcast_from_every_root) {
         Message m = comm.rank() == root ? sent : message_of(at(comm.rank()) * 7, 5);
         const Traffic traffic = traffic_of(comm, [&] { comm.broadcast(m, root); });
         EXPECT_TRUE(m == sent) << "root " << root << ", " << length << " bytes";
-        EXPECT_EQ(traffic.rounds, count(log2_ceil(comm.size())));
+        EXPECT_EQ(traffic.rounds, log2_ceil(at(comm.size())));
         EXPECT_EQ(traffic.received_bytes, comm.rank() == root ? 0 : length);
         // One to each child. A long message is sent to one child after the other, so each but a
         // parent's last one says when it has it.
@@ -343,7 +340,7 @@ TEST(collectives, allgather_of_short_messages) {
             << "turn " << turn << ", from " << r;
       }
       const Traffic expected = test::gather_traffic(lengths, at(comm.rank()));
-      EXPECT_EQ(traffic.rounds, size <= 3 ? count(size - 1) : count(log2_ceil(size)));
+      EXPECT_EQ(traffic.rounds, size <= 3 ? count(size - 1) : log2_ceil(at(size)));
       EXPECT_EQ(traffic.rounds, expected.rounds);
       EXPECT_EQ(traffic.messages, expected.messages);
       EXPECT_EQ(traffic.sent_bytes, expected.sent_bytes);
@@ -555,8 +552,8 @@ TEST(collectives, vendor_sum_is_made_equal_on_all_ranks) {
       for (int r = 0; r < comm.size(); ++r) {
         EXPECT_TRUE(std::ranges::equal(notes[at(r)], note_of(r)));
       }
-      const int repair = wrong < 0 ? 0 : log2_ceil(comm.size());
-      EXPECT_EQ(traffic.rounds, count(3 * (comm.size() - 1) + repair));
+      const std::uint64_t repair = wrong < 0 ? 0 : log2_ceil(at(comm.size()));
+      EXPECT_EQ(traffic.rounds, count(3 * (comm.size() - 1)) + repair);
     }
   });
 }

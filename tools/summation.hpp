@@ -16,8 +16,6 @@
 
 namespace skim::tool {
 
-inline constexpr std::string_view kAuto = "auto";
-
 // The names that benchmarks accept: auto, and the exchanges that can run with each rank on a host
 // of its own.
 inline std::vector<std::string> summation_names() {
@@ -73,7 +71,7 @@ class Summation {
       out.entries = dense.size();
     } else {
       const ExchangeResult result = exchange->run(id, mine, keep, stats, comm);
-      out.entries = result.dense_sum.empty() ? result.sum.nnz() : result.dense_sum.n;
+      out.entries = result.nnz();
     }
     out.ns = comm.now_ns() - begin;
     if (chooser_) {

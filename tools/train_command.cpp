@@ -106,23 +106,20 @@ class Declare {
   }
   template <class E>
   void add(const std::string& name, std::optional<E>& e, const FieldInfo& info) const {
-    std::vector<std::string> valid{std::string(train::kAuto)};
+    std::vector<std::string> valid{std::string(kAuto)};
     for (const std::string_view n : names_of<E>()) valid.emplace_back(n);
     const auto set = [&e, name](const std::string& given) {
-      e = given == train::kAuto ? std::optional<E>() : from_name<E>(given, name);
+      e = from_name_or_auto<E>(given, name);
     };
-    line_.choice(name.c_str(), set, e ? name_of(*e) : train::kAuto, info.what, valid);
+    line_.choice(name.c_str(), set, name_or_auto(e), info.what, valid);
   }
   void add(const std::string& name, const KindOrAuto<ExchangeKind, bool>& x,
            const FieldInfo& info) const {
     std::vector<std::string> valid;
     for (const std::string_view n : names_of<ExchangeKind>()) valid.emplace_back(n);
-    valid.emplace_back(train::kAuto);
-    const auto set = [x, name](const std::string& given) {
-      x.automatic = given == train::kAuto;
-      if (!x.automatic) x.kind = from_name<ExchangeKind>(given, name);
-    };
-    line_.choice(name.c_str(), set, x.automatic ? train::kAuto : name_of(x.kind), info.what, valid);
+    valid.emplace_back(kAuto);
+    const auto set = [x, name](const std::string& given) { x.set(given, name); };
+    line_.choice(name.c_str(), set, x.name(), info.what, valid);
   }
   void add(const std::string& name, std::vector<double>& x, const FieldInfo& info) const {
     line_.plain(name.c_str(), x, "X,X,...", info.what)->delimiter(',');

@@ -16,6 +16,7 @@
 #include <numeric>
 #include <system_error>
 
+#include "skim/names.hpp"
 #include "train/random.hpp"
 
 namespace skim::train {
@@ -403,11 +404,7 @@ Dataset load_data(const DataOptions& options) {
   const auto refuse = [&](const std::string& why) {
     throw InvalidArgument("data: " + options.name + ": " + why);
   };
-  if (std::find(kDataNames.begin(), kDataNames.end(), options.name) == kDataNames.end()) {
-    std::string valid;
-    for (const std::string_view n : kDataNames) valid.append(valid.empty() ? "" : ", ").append(n);
-    throw InvalidArgument("data: unknown name '" + options.name + "', must be one of " + valid);
-  }
+  index_of_name(kDataNames, options.name, "data");  // refuses an unknown name
   if (options.augment && options.name != "cifar10") refuse("augmentation is for cifar10 only");
 
   Dataset data;

@@ -79,8 +79,7 @@ void each_optimizer_field(Options& o, F&& f) {
     FieldInfo{"steps that each rank takes by itself, with its own optimizer, until the ranks "
               "exchange how far their parameters moved [gradients are exchanged in every step]",
               kPositive});
-  each_field(o.local,
-             [&](const char* name, auto& member, FieldInfo info) { f(name, member, info); });
+  each_field(o.local, f);
 }
 
 template <OptionsOf<TrainOptions> Options, class F>

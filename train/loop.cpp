@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "skim/error.hpp"
+#include "src/numbers.hpp"
 #include "train/random.hpp"
 
 namespace skim::train {
@@ -143,6 +144,13 @@ void add_reports(std::span<const StepReport> reports, StepRecord& r) {
   }
   r.capture = total > 0.0 ? kept / total : 1.0;
   r.residual_norm = std::sqrt(residual2);
+}
+
+void StepTimes::add(const StepRecord& step) {
+  for (std::size_t t = 0; t < kTimes.size(); ++t) of_[t].push_back(step.*kTimes[t]);
+}
+void StepTimes::medians(StepRecord& to) {
+  for (std::size_t t = 0; t < kTimes.size(); ++t) to.*kTimes[t] = median(of_[t]);
 }
 
 void Decisions::tell(std::int64_t step, std::span<const StepReport> reports, const Reducer& reducer,

@@ -4,6 +4,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -58,6 +59,21 @@ TestSums test_part(const TrainOptions& options, const Dataset& data, Model& mode
 double ring_bytes(std::size_t n, int ranks);
 // Fills in the fields that come from the reports of a step's buckets.
 void add_reports(std::span<const StepReport> reports, StepRecord& record);
+
+// The times of the steps so far.
+class StepTimes {
+ public:
+  void add(const StepRecord& step);
+  // Writes the median of each time.
+  void medians(StepRecord& to);
+
+ private:
+  static constexpr std::array kTimes{&StepRecord::compute_ms,  &StepRecord::select_ms,
+                                     &StepRecord::exchange_ms, &StepRecord::apply_ms,
+                                     &StepRecord::exposed_ms,  &StepRecord::optimizer_ms,
+                                     &StepRecord::step_ms};
+  std::array<std::vector<double>, kTimes.size()> of_;  // as kTimes
+};
 
 // Reports each decision of the chooser once.
 class Decisions {

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "skim/names.hpp"
 #include "train/random.hpp"
 
 namespace skim::train {
@@ -431,14 +432,7 @@ constexpr auto kNames = [] {
   return names;
 }();
 
-const Entry& find(std::string_view name) {
-  const auto* const found =
-      std::find_if(kModels.begin(), kModels.end(), [&](const Entry& e) { return e.name == name; });
-  if (found != kModels.end()) return *found;
-  std::string valid;
-  for (const std::string_view n : kNames) valid.append(valid.empty() ? "" : ", ").append(n);
-  throw InvalidArgument("model: unknown name '" + std::string(name) + "', must be one of " + valid);
-}
+const Entry& find(std::string_view name) { return kModels[index_of_name(kNames, name, "model")]; }
 
 }  // namespace
 

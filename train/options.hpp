@@ -153,8 +153,7 @@ bool is_dense(const TrainOptions& options);
 bool is_adaptive(const TrainOptions& options);
 // The exchanges of a run of that many steps: one a step, or one a round.
 std::int64_t exchanges_of(const TrainOptions& options, std::int64_t steps);
-// The exchange's name, or "auto".
-inline constexpr std::string_view kAuto = "auto";
+// The exchange's name, or kAuto.
 std::string exchange_name(const TrainOptions& options);
 // The exchanges that select from the sum, if their options are the defaults.
 std::vector<std::string> names_that_cut();

@@ -42,11 +42,11 @@ json json_of(const E& e) {
 }
 template <Enum E>
 json json_of(const std::optional<E>& e) {
-  return e ? name_of(*e) : kAuto;
+  return name_or_auto(e);
 }
 template <class K, class B>
 json json_of(const KindOrAuto<K, B>& x) {
-  return x.automatic ? kAuto : name_of(x.kind);
+  return x.name();
 }
 template <class T>
 json json_of(const std::vector<T>& list) {
@@ -97,14 +97,11 @@ void take(const json& j, E& e, const FieldInfo&, const std::string& who) {
 }
 template <Enum E>
 void take(const json& j, std::optional<E>& e, const FieldInfo&, const std::string& who) {
-  const auto name = j.get<std::string>();
-  e = name == kAuto ? std::optional<E>() : from_name<E>(name, who);
+  e = from_name_or_auto<E>(j.get<std::string>(), who);
 }
 void take(const json& j, KindOrAuto<ExchangeKind, bool>& x, const FieldInfo&,
           const std::string& who) {
-  const auto name = j.get<std::string>();
-  x.automatic = name == kAuto;
-  if (!x.automatic) x.kind = from_name<ExchangeKind>(name, who);
+  x.set(j.get<std::string>(), who);
 }
 template <class T>
 void take(const json& j, std::vector<T>& list, const FieldInfo& info, const std::string& who) {

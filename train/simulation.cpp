@@ -282,9 +282,7 @@ class Simulator {
     union_entries_ += s.union_entries;
     s.total_s = total_s_;
     s.wall_ms = milliseconds(Clock::now() - t0);
-    const std::array now{r.compute_ms, r.select_ms,  r.exchange_ms,
-                         r.apply_ms,   r.exposed_ms, r.step_ms};
-    for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
+    times_.add(r);
     if (observer_.on_step) observer_.on_step(s);
     decisions_.tell(done_, ranks_[0].reports, *ranks_[0].reducer, observer_.on_decision);
     return true;
@@ -460,12 +458,7 @@ class Simulator {
     s.last = evaluation_;
     s.union_entries_per_step = static_cast<double>(union_entries_) / steps;
     s.dense_bytes_per_step = ring_bytes(parameters_, simulation_.ranks);
-    s.median.compute_ms = median(times_[0]);
-    s.median.select_ms = median(times_[1]);
-    s.median.exchange_ms = median(times_[2]);
-    s.median.apply_ms = median(times_[3]);
-    s.median.exposed_ms = median(times_[4]);
-    s.median.step_ms = median(times_[5]);
+    times_.medians(s.median);
     s.skipped_steps = skipped_;
     s.stopped = stopped_;
     return s;
@@ -492,7 +485,7 @@ class Simulator {
   std::uint64_t union_entries_ = 0;  // in all steps
   Evaluation evaluation_;
   Decisions decisions_;
-  std::array<std::vector<double>, 6> times_;
+  StepTimes times_;
   // Copies from before an exchange whose constants are measured.
   std::vector<std::vector<float>> selected_from_;  // [rank]
   std::vector<float> mean_gradient_, held_;

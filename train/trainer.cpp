@@ -188,9 +188,7 @@ class Run {
     r.compute_ms = milliseconds(t2 - t1);
     r.step_ms = milliseconds(t3 - t0);
     if (comm_.rank() == 0) {
-      const std::array now{r.compute_ms, r.select_ms,    r.exchange_ms, r.apply_ms,
-                           r.exposed_ms, r.optimizer_ms, r.step_ms};
-      for (std::size_t i = 0; i < now.size(); ++i) times_[i].push_back(now[i]);
+      times_.add(r);
       if (observer_.on_step) observer_.on_step(r);
       decisions_.tell(done_, reports_, reducer_, observer_.on_decision);
     }
@@ -458,13 +456,7 @@ class Run {
     s.parameters = buckets_.flat().parameters;
     s.last = evaluation_;
     s.dense_bytes_per_step = ring_bytes(buckets_.flat().parameters, comm_.size());
-    s.median.compute_ms = median(times_[0]);
-    s.median.select_ms = median(times_[1]);
-    s.median.exchange_ms = median(times_[2]);
-    s.median.apply_ms = median(times_[3]);
-    s.median.exposed_ms = median(times_[4]);
-    s.median.optimizer_ms = median(times_[5]);
-    s.median.step_ms = median(times_[6]);
+    times_.medians(s.median);
     s.skipped_steps = skipped_;
     s.stopped = stopped_ && (done_ < length_.total || evaluation_.step != done_);
     s.checkpoint = checkpoint_;
@@ -497,7 +489,7 @@ class Run {
   std::string checkpoint_;
   std::vector<StepReport> reports_;
   Decisions decisions_;
-  std::array<std::vector<double>, 7> times_;  // of the steps that this process did
+  StepTimes times_;  // of the steps that this process did
 };
 
 }  // namespace

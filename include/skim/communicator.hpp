@@ -177,8 +177,8 @@ class Communicator {
   int size_;
   Traffic traffic_;
   Phase phase_;
-  std::vector<std::byte> scratch_in_, scratch_out_;
-  std::vector<std::vector<std::byte>> parts_;  // one per rank
+  std::vector<std::byte> incoming_, outgoing_;  // one message each, of a collective
+  std::vector<std::vector<std::byte>> parts_;   // one per rank
 };
 
 // Runs body, a part of an algorithm over comm. If body throws, the peers are told before the

@@ -97,6 +97,9 @@ struct ExchangeResult {
   SparseView sum;            // over all ranks; bitwise equal on every rank; canonical
   DenseView dense_sum = {};  // replaces `sum` if the union filled up; empty otherwise
   SparseView returned;       // mass given back to this rank for its residual; canonical
+
+  // The number of entries of the sum.
+  std::size_t nnz() const noexcept { return dense_sum.empty() ? sum.nnz() : dense_sum.n; }
 };
 
 // Mass that an exchange keeps from one step to the next: the memory of a server. It counts in the

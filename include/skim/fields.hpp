@@ -70,6 +70,13 @@ template <class Kind, class Flag>
 struct KindOrAuto {
   Kind& kind;
   Flag& automatic;
+
+  std::string_view name() const { return automatic ? kAuto : name_of(kind); }
+  // Throws: as from_name.
+  void set(std::string_view name, std::string_view what) const {
+    automatic = name == kAuto;
+    if (!automatic) kind = from_name<Kind>(name, what);
+  }
 };
 
 template <class Options, class Of>

@@ -76,15 +76,12 @@ void read(const std::string& name, const FieldInfo& info, nb::handle given,
 
 std::string read_name(const std::string& name, std::span<const std::string> valid,
                       nb::handle given) {
-  const std::string all = joined({valid.begin(), valid.end()}, ", ");
   std::string got;
   if (!nb::isinstance<nb::str>(given) || !nb::try_cast(given, got)) {
-    refuse(name, "one of " + all, given);
+    refuse(name, "one of " + joined({valid.begin(), valid.end()}, ", "), given);
   }
-  if (std::ranges::find(valid, got) == valid.end()) {
-    throw InvalidArgument(name + ": no '" + got + "'; there are: " + all);
-  }
-  return got;
+  const std::vector<std::string_view> names(valid.begin(), valid.end());
+  return valid[index_of_name(names, got, name)];
 }
 
 double shortest(float x) {

@@ -13,12 +13,8 @@
 
 namespace skim::python {
 
-// Calls f(name, member, info) for each option that a constructor takes, by its name in
-// skim/fields.hpp.
-template <class Options, class F>
-void each_keyword(Options& o, F&& f) {
-  each_field(o, f);
-}
+// Options of several structs, where a constructor takes more than one. For each of them there is an
+// each_field, as in skim/fields.hpp.
 
 // Of a chooser: its own options, and those of all exchanges except the kind.
 struct ChooserKeywords {
@@ -26,7 +22,7 @@ struct ChooserKeywords {
   ExchangeOptions exchange;
 };
 template <class F>
-void each_keyword(ChooserKeywords& o, F&& f) {
+void each_field(ChooserKeywords& o, F&& f) {
   each_field(o.chooser, f);
   each_field(o.exchange, [&](const char* name, auto& member, const FieldInfo& info) {
     if (name != std::string_view("exchange")) f(name, member, info);
@@ -47,7 +43,7 @@ struct ReducerKeywords {
   }
 };
 template <class F>
-void each_keyword(ReducerKeywords& o, F&& f) {
+void each_field(ReducerKeywords& o, F&& f) {
   each_field(o.reducer.select, f);
   each_field_or_auto(o.reducer.exchange, o.automatic, f);
   each_field(o.chooser, f);
@@ -98,23 +94,20 @@ requires std::is_enum_v<E>
 void read(const std::string& name, const FieldInfo& info, nb::handle given, E& x) {
   x = from_name<E>(read_name(name, valid_names<E>(info), given), name);
 }
-// "auto": empty.
+// kAuto: empty.
 template <class E>
 requires std::is_enum_v<E>
 void read(const std::string& name, const FieldInfo& info, nb::handle given, std::optional<E>& x) {
   std::vector<std::string> valid = valid_names<E>(info);
-  valid.insert(valid.begin(), "auto");
-  const std::string got = read_name(name, valid, given);
-  x = got == "auto" ? std::optional<E>() : from_name<E>(got, name);
+  valid.insert(valid.begin(), std::string(kAuto));
+  x = from_name_or_auto<E>(read_name(name, valid, given), name);
 }
 template <class Kind>
 void read(const std::string& name, const FieldInfo& info, nb::handle given,
           KindOrAuto<Kind, bool>& x) {
   std::vector<std::string> valid = valid_names<Kind>(info);
-  valid.emplace_back("auto");
-  const std::string got = read_name(name, valid, given);
-  x.automatic = got == "auto";
-  if (!x.automatic) x.kind = from_name<Kind>(got, name);
+  valid.emplace_back(kAuto);
+  x.set(read_name(name, valid, given), name);
 }
 
 // The double with the fewest digits that rounds to x: 0.9, not 0.8999999761581421.
@@ -129,11 +122,11 @@ template <class E>
 requires std::is_enum_v<E> nb::object to_python(const E& x) { return to_python(name_of(x)); }
 template <class E>
 requires std::is_enum_v<E> nb::object to_python(const std::optional<E>& x) {
-  return to_python(x ? name_of(*x) : std::string_view("auto"));
+  return to_python(name_or_auto(x));
 }
 template <class Kind>
 nb::object to_python(const KindOrAuto<Kind, bool>& x) {
-  return to_python(x.automatic ? std::string_view("auto") : name_of(x.kind));
+  return to_python(x.name());
 }
 inline nb::object to_python(const std::vector<ExchangeKind>& x) {
   nb::list names;
@@ -181,7 +174,7 @@ template <class Options>
 Options read_keywords(const std::string& who, const nb::kwargs& given) {
   Options options;
   std::vector<std::string> known;
-  each_keyword(options, [&](const char* name, auto& member, const FieldInfo& info) {
+  each_field(options, [&](const char* name, auto& member, const FieldInfo& info) {
     known.emplace_back(name);
     if (given.contains(name)) option::read(name, info, given[name], member);
   });
@@ -196,7 +189,7 @@ ReducerKeywords read_reducer_keywords(const std::string& who, const nb::kwargs& 
 template <class Options>
 nb::dict values_of(Options options, bool must_agree = false) {
   nb::dict values;
-  each_keyword(options, [&](const char* name, auto& member, const FieldInfo& info) {
+  each_field(options, [&](const char* name, auto& member, const FieldInfo& info) {
     if (must_agree && info.scope == FieldScope::rank) return;
     values[name] = option::to_python(member);
   });
@@ -209,7 +202,7 @@ class KeywordHelp {
   template <class Options>
   static KeywordHelp of(Options options = {}) {
     KeywordHelp help;
-    each_keyword(options, [&](const char* name, auto& member, const FieldInfo& info) {
+    each_field(options, [&](const char* name, auto& member, const FieldInfo& info) {
       using Member = std::remove_cvref_t<decltype(member)>;
       help.add(name, option::type_name<Member>(), option::to_python(member), info.what,
                option::names_for(member, info));

@@ -53,15 +53,15 @@ class BitWriter {
 
   // Requires: value < 2^count, count <= 56.
   void put(std::uint64_t value, unsigned count) {
-    held_ |= value << bits_;
+    unwritten_ |= value << bits_;
     bits_ += count;
     if (end_ - at_ >= 8) {
-      std::memcpy(at_, &held_, 8);
+      std::memcpy(at_, &unwritten_, 8);
       at_ += bits_ / 8;
-      held_ >>= bits_ & ~7U;
+      unwritten_ >>= bits_ & ~7U;
       bits_ %= 8;
     } else {
-      for (; bits_ >= 8; bits_ -= 8, held_ >>= 8) *at_++ = static_cast<std::byte>(held_);
+      for (; bits_ >= 8; bits_ -= 8, unwritten_ >>= 8) *at_++ = static_cast<std::byte>(unwritten_);
     }
   }
   // Writes this many zeros, then a one.
@@ -70,15 +70,15 @@ class BitWriter {
     put(std::uint64_t{1} << zeros, static_cast<unsigned>(zeros) + 1);
   }
   void finish() {
-    if (bits_ > 0) *at_++ = static_cast<std::byte>(held_);
+    if (bits_ > 0) *at_++ = static_cast<std::byte>(unwritten_);
     SKIM_ASSERT(at_ == end_);
   }
 
  private:
   std::byte* at_;
   std::byte* end_;
-  std::uint64_t held_ = 0;
-  unsigned bits_ = 0;  // number of bits in held_, < 8 between calls
+  std::uint64_t unwritten_ = 0;
+  unsigned bits_ = 0;  // number of bits in unwritten_, < 8 between calls
 };
 
 // Reads zeros after the end of the input. The caller checks with ended() that it read exactly the

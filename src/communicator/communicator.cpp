@@ -279,8 +279,8 @@ void Communicator::barrier() {
   CollectivePhase phase(*this, "barrier", log2_ceil(size_));
   for (int distance = 1; distance < size_; distance *= 2) {
     const int from = wrap(rank_ - distance, size_);
-    shift(*this, {}, wrap(rank_ + distance, size_), scratch_in_, from);
-    expect_length(*this, scratch_in_.empty(), scratch_in_.size(), "", 0, from);
+    shift(*this, {}, wrap(rank_ + distance, size_), incoming_, from);
+    expect_length(*this, incoming_.empty(), incoming_.size(), "", 0, from);
     phase.end_round();
   }
 }
@@ -303,7 +303,7 @@ void Communicator::broadcast(std::vector<std::byte>& message, int root) {
       const int child = (rank_ + have) % size_;
       wait(isend(message, child));
       if (message.size() >= kLong && has_next_child(from_root, have)) {
-        wait(ireceive(scratch_in_, child));
+        wait(ireceive(incoming_, child));
       }
     } else if (have <= from_root && from_root < 2 * have) {
       const int parent = wrap(rank_ - have, size_);
@@ -341,12 +341,12 @@ void Communicator::gather_by_doubling(Bytes mine, bool pairs) {
     const int first = pairs ? rank_ / have * have : rank_;
     const int to = pairs ? rank_ ^ have : wrap(rank_ - have, size_);
     const int from = pairs ? to : (rank_ + have) % size_;
-    Run(parts_, first, count).pack(scratch_out_);
-    shift(*this, scratch_out_, to, scratch_in_, from);
-    if (!Run(parts_, pairs ? first ^ have : from, count).unpack(scratch_in_)) {
+    Run(parts_, first, count).pack(outgoing_);
+    shift(*this, outgoing_, to, incoming_, from);
+    if (!Run(parts_, pairs ? first ^ have : from, count).unpack(incoming_)) {
       const std::string text = this->phase().text();
       throw CommError("rank " + std::to_string(rank_) + ": a message of " +
-                          std::to_string(scratch_in_.size()) + " bytes from rank " +
+                          std::to_string(incoming_.size()) + " bytes from rank " +
                           std::to_string(from) + " does not hold those of " +
                           std::to_string(count) + " ranks" + in_phase(text),
                       from, text);
@@ -391,8 +391,8 @@ void Communicator::allgather(Bytes mine, MessageList& all, std::size_t longest) 
     gather_by_ring(mine);
   } else {
     const std::size_t most_packed = (p + 1) / 2 * (longest + sizeof(std::uint64_t));
-    scratch_in_.reserve(most_packed);
-    scratch_out_.reserve(most_packed);
+    incoming_.reserve(most_packed);
+    outgoing_.reserve(most_packed);
     gather_by_doubling(mine, form == AllgatherForm::doubling);
   }
   for (int r = 0; r < size_; ++r) {
@@ -423,27 +423,26 @@ void Communicator::allreduce_sum(std::span<float> data, DenseSum how, Bytes note
   // MPI only "strongly recommends" equal bits on all ranks (MPI 4.0, 6.9.1), so the ranks compare
   // hashes.
   const std::uint64_t hash = XXH3_64bits(data.data(), data.size_bytes());
-  scratch_out_.resize(sizeof(hash) + note.size());
-  std::memcpy(scratch_out_.data(), &hash, sizeof(hash));
-  std::ranges::copy(note, scratch_out_.begin() + sizeof(hash));
+  outgoing_.resize(sizeof(hash) + note.size());
+  std::memcpy(outgoing_.data(), &hash, sizeof(hash));
+  std::ranges::copy(note, outgoing_.begin() + sizeof(hash));
   parts_.resize(static_cast<std::size_t>(size_));
-  gather_by_ring(scratch_out_);
+  gather_by_ring(outgoing_);
   bool equal = true;
   notes.clear();
   for (int r = 0; r < size_; ++r) {
-    const Bytes part = r == rank_ ? scratch_out_ : parts_[static_cast<std::size_t>(r)];
+    const Bytes part = r == rank_ ? outgoing_ : parts_[static_cast<std::size_t>(r)];
     expect_length(*this, part.size() >= sizeof(hash), part.size(), "at least ", sizeof(hash), r);
-    equal = equal && std::memcmp(part.data(), scratch_out_.data(), sizeof(hash)) == 0;
+    equal = equal && std::memcmp(part.data(), outgoing_.data(), sizeof(hash)) == 0;
     append(notes, part.subspan(sizeof(hash)));
   }
   // Every rank has compared all hashes with its own, so all ranks reach the same conclusion.
   if (equal) return;
   const Bytes result = std::as_bytes(data);
-  scratch_out_.assign(result.begin(), result.end());
-  broadcast(scratch_out_, 0);
-  expect_length(*this, scratch_out_.size() == result.size(), scratch_out_.size(), "", result.size(),
-                0);
-  copy(scratch_out_, data);
+  outgoing_.assign(result.begin(), result.end());
+  broadcast(outgoing_, 0);
+  expect_length(*this, outgoing_.size() == result.size(), outgoing_.size(), "", result.size(), 0);
+  copy(outgoing_, data);
 }
 
 // Ring all-reduce (Patarasuk and Yuan, 2009). Data is cut into P chunks. In the reduce-scatter,
@@ -461,27 +460,27 @@ void Communicator::ring_sum(std::span<float> data, Bytes note, MessageList& note
 
   for (int s = 1; s < size_; ++s) {
     const std::span<float> into = chunk_of(s + 1);
-    shift(*this, std::as_bytes(chunk_of(s)), right, scratch_in_, left);
-    expect_length(*this, scratch_in_.size() == into.size_bytes(), scratch_in_.size(), "",
+    shift(*this, std::as_bytes(chunk_of(s)), right, incoming_, left);
+    expect_length(*this, incoming_.size() == into.size_bytes(), incoming_.size(), "",
                   into.size_bytes(), left);
-    add(scratch_in_, into);
+    add(incoming_, into);
     phase.end_round();
   }
 
   parts_.resize(static_cast<std::size_t>(size_));  // the notes
   const Bytes finished = std::as_bytes(chunk_of(0));
-  scratch_out_.resize(finished.size() + note.size());
-  std::ranges::copy(note, std::ranges::copy(finished, scratch_out_.begin()).out);
+  outgoing_.resize(finished.size() + note.size());
+  std::ranges::copy(note, std::ranges::copy(finished, outgoing_.begin()).out);
   for (int s = 1; s < size_; ++s) {
     const std::span<float> into = chunk_of(s);
-    shift(*this, scratch_out_, right, scratch_in_, left);
-    expect_length(*this, scratch_in_.size() >= into.size_bytes(), scratch_in_.size(), "at least ",
+    shift(*this, outgoing_, right, incoming_, left);
+    expect_length(*this, incoming_.size() >= into.size_bytes(), incoming_.size(), "at least ",
                   into.size_bytes(), left);
-    copy(Bytes(scratch_in_).first(into.size_bytes()), into);
-    const Bytes its_note = Bytes(scratch_in_).subspan(into.size_bytes());
+    copy(Bytes(incoming_).first(into.size_bytes()), into);
+    const Bytes its_note = Bytes(incoming_).subspan(into.size_bytes());
     parts_[static_cast<std::size_t>(wrap(rank_ - s, size_))].assign(its_note.begin(),
                                                                     its_note.end());
-    std::swap(scratch_in_, scratch_out_);  // pass it on as it came
+    std::swap(incoming_, outgoing_);  // pass it on as it came
     phase.end_round();
   }
   notes.clear();

@@ -86,9 +86,9 @@ class GTopK final : public Exchange {
   // the ranks' selections overlap.
   void make_room(const SparseView& mine, std::size_t k) {
     room_ = std::max(k, mine.nnz());
-    for (auto* frame : {&frame_, &message_}) {
-      frame->reserve(codec_.max_encoded_bytes(room_, mine.dim));
-    }
+    const std::size_t most_bytes = codec_.max_encoded_bytes(room_, mine.dim);
+    for (auto* frame : {&frame_out_, &frame_in_}) frame->reserve(most_bytes);
+    result_frame_.reserve(kind_ == ExchangeKind::gtopk_tree ? most_bytes : 0);
     for (SparseBuffer* s : {&incoming_, &kept_[0], &kept_[1], &mine_lost_}) s->reserve(room_);
     merged_.reserve(2 * room_);
     scratch_.reserve(2 * room_);
@@ -104,16 +104,16 @@ class GTopK final : public Exchange {
   // Sends partial_. This rank's selection is rounded already, but a sum is not.
   void send(StepId id, const GroupStats& stats, Communicator& comm, int to) {
     if (merges_ > 0) round_off(id, comm, {comm.rank(), 1}, 0);
-    encode(stats, frame_);
-    comm.wait(comm.isend(frame_, to));
+    encode(stats, frame_out_);
+    comm.wait(comm.isend(frame_out_, to));
   }
   void encode(const GroupStats& stats, std::vector<std::byte>& frame) {
     frame.clear();
     codec_.encode(partial_, &stats, frame);
   }
   void receive(Communicator& comm, int from) {
-    comm.wait(comm.ireceive(message_, from));
-    decode_frame(codec_, message_, partial_.dim, incoming_, of_peer_, comm, from);
+    comm.wait(comm.ireceive(frame_in_, from));
+    decode_frame(codec_, frame_in_, partial_.dim, incoming_, of_peer_, comm, from);
   }
 
   // Ranks first .. first + size - 1, which did the same merges.
@@ -180,11 +180,11 @@ class GTopK final : public Exchange {
     comm.set_phase({"gtopk: broadcast"});
     if (rank == 0) {
       round_off(id, comm, {0, 1}, 0);
-      encode(stats, message_);
+      encode(stats, result_frame_);
     }
-    comm.broadcast(message_, 0);
+    comm.broadcast(result_frame_, 0);
     if (rank == 0) return;
-    decode_frame(codec_, message_, partial_.dim, incoming_, stats, comm, 0);
+    decode_frame(codec_, result_frame_, partial_.dim, incoming_, stats, comm, 0);
     partial_ = incoming_.view();
   }
 
@@ -210,8 +210,8 @@ class GTopK final : public Exchange {
         const int partner = rank ^ size;
         const Block mine{rank & ~(size - 1), size};
         if (merges_ > 0) round_off(id, comm, mine, round);
-        encode(stats, frame_);
-        const Ticket sending = comm.isend(frame_, partner);
+        encode(stats, frame_out_);
+        const Ticket sending = comm.isend(frame_out_, partner);
         receive(comm, partner);
         comm.wait(sending);
         merge(k, stats, rank < partner, {rank & ~(2 * size - 1), 2 * size}, rank);
@@ -228,8 +228,8 @@ class GTopK final : public Exchange {
         // Round first, so that this rank keeps the same values as it sends.
         round_off(id, comm, {0, inner}, rounds);
         if (rank + inner < comm.size()) {
-          encode(stats, frame_);
-          comm.wait(comm.isend(frame_, rank + inner));
+          encode(stats, frame_out_);
+          comm.wait(comm.isend(frame_out_, rank + inner));
         }
       }
       comm.end_round();
@@ -263,7 +263,8 @@ class GTopK final : public Exchange {
   Codec codec_;
   DropPolicy drop_;
   ExchangeKind kind_;  // gtopk or gtopk_tree
-  std::vector<std::byte> frame_, message_;
+  std::vector<std::byte> frame_out_, frame_in_;
+  std::vector<std::byte> result_frame_;  // of the tree's broadcast
   GroupStats of_peer_;
   SparseView partial_;      // this rank's partial sum
   std::size_t merges_ = 0;  // merges that made partial_

@@ -128,7 +128,7 @@ class OkTopK final : public Exchange {
       section.put(slot);
       section.put(entry.now.region_age);
       section.put(entry.now.cut_age);
-      section.put(entry.now.cut);
+      section.put(entry.now.cut_order);
       section.put(static_cast<std::uint64_t>(entry.now.region.size()));
       for (const Index boundary : entry.now.region) section.put(boundary);
     }
@@ -143,7 +143,7 @@ class OkTopK final : public Exchange {
       State state;
       state.region_age = section.get<std::uint32_t>();
       state.cut_age = section.get<std::uint32_t>();
-      state.cut = section.get<std::uint32_t>();
+      state.cut_order = section.get<std::uint32_t>();
       const auto boundaries = section.get<std::uint64_t>();
       for (std::uint64_t b = 0; b < boundaries; ++b) {
         state.region.push_back(section.get<Index>());
@@ -161,8 +161,8 @@ class OkTopK final : public Exchange {
  private:
   // The same on all ranks.
   struct State {
-    std::vector<Index> region;  // [P - 1]: where regions 1 to P - 1 begin
-    std::uint32_t cut = 0;      // an order (select/kernels.hpp); 0 keeps everything
+    std::vector<Index> region;    // [P - 1]: where regions 1 to P - 1 begin
+    std::uint32_t cut_order = 0;  // an order (select/kernels.hpp); 0 keeps everything
     std::uint32_t region_age = kNever, cut_age = kNever;  // runs since each was computed
   };
   struct Entry {
@@ -214,7 +214,8 @@ class OkTopK final : public Exchange {
     kept_.reserve(most_sums);
     sums_.reserve(most_sums);
     for (SparseBuffer* s : {&share_, &off_share_, &result_}) s->reserve(most_result_);
-    for (SparseBuffer* s : {&piece_, &error_, &dropped_, &arrived_}) {
+    for (SparseBuffer* s :
+         {&sent_part_, &error_, &over_limit_, &share_of_peer_, &not_in_result_, &arrived_}) {
       s->reserve(std::max(most_mine, most_result_));
     }
     scratch_.reserve(most_mine);
@@ -229,7 +230,8 @@ class OkTopK final : public Exchange {
         codec_.max_encoded_bytes(std::max(most_part, most_result_), mine.dim);
     outgoing_.resize(ranks_);
     for (auto& message : outgoing_) message.reserve(most_bytes);
-    message_.reserve(most_bytes);
+    frame_in_.reserve(most_bytes);
+    share_frame_.reserve(codec_.max_encoded_bytes(most_result_, mine.dim));
     all_words_.reserve(1 + 2 * ranks_);
     words_.reserve(1 + 2 * ranks_);
     keys_.reserve(most_sums);
@@ -305,17 +307,17 @@ class OkTopK final : public Exchange {
       const SparseView part = slice(mine, first, last);
       first = last;
       if (i != me_ && part.nnz() > part_limit_) {
-        split_top_k(part, part_limit_, piece_, dropped_, scratch_);
-        append(held_back_, dropped_.view());
+        split_top_k(part, part_limit_, sent_part_, over_limit_, scratch_);
+        append(held_back_, over_limit_.view());
       } else {
-        piece_.assign(part);
+        sent_part_.assign(part);
       }
-      append(sent_, piece_.view());
+      append(sent_, sent_part_.view());
       if (i != me_) {
-        codec_.quantize(piece_, id, stream_of_hop(comm, static_cast<int>(i + 1)), error_);
+        codec_.quantize(sent_part_, id, stream_of_hop(comm, static_cast<int>(i + 1)), error_);
         append(off_, error_.view());
       }
-      append(wire_, piece_.view());
+      append(wire_, sent_part_.view());
       part_end_[i] = wire_.nnz();
     }
   }
@@ -337,9 +339,9 @@ class OkTopK final : public Exchange {
       frame.clear();
       codec_.encode(part(to), &stats, frame);
       const Ticket sending = comm.isend(frame, static_cast<int>(to));
-      comm.wait(comm.ireceive(message_, static_cast<int>(from)));
+      comm.wait(comm.ireceive(frame_in_, static_cast<int>(from)));
       SparseBuffer& got = parts_[from];
-      decode_frame(codec_, message_, sent_.view().dim, got, stats_[from], comm,
+      decode_frame(codec_, frame_in_, sent_.view().dim, got, stats_[from], comm,
                    static_cast<int>(from));
       views_[from] = got.view();
       const auto index = views_[from].index;
@@ -357,7 +359,7 @@ class OkTopK final : public Exchange {
 
   // ---- 3: cut
 
-  // Sets cut_, the smallest key that is kept, and counts_, the number of each owner's keys that
+  // Sets cut_key_, the smallest key that is kept, and counts_, the number of each owner's keys that
   // reach it.
   void find_cut(State& state, Communicator& comm) {
     keys_.clear();
@@ -367,10 +369,10 @@ class OkTopK final : public Exchange {
     }
     if (!options_.exact && state.cut_age < options_.cut_every) {
       comm.set_phase({"oktopk: count"});
-      cut_ = key_of(state.cut);
+      cut_key_ = key_of(state.cut_order);
       all_words_.gather(std::array{std::uint64_t{keys_.size()},
                                    static_cast<std::uint64_t>(std::ranges::count_if(
-                                       keys_, [&](Key key) { return key >= cut_; }))},
+                                       keys_, [&](Key key) { return key >= cut_key_; }))},
                         comm);
       std::size_t all = 0, kept = 0;
       for (std::size_t r = 0; r < ranks_; ++r) {
@@ -381,9 +383,9 @@ class OkTopK final : public Exchange {
       const bool too_few = 3 * kept < 2 * k_ && kept < all;
       if (kept <= most_result_ && !too_few) return;
     }
-    cut_ = kth_.find(keys_, k_, "oktopk: cut", comm);
+    cut_key_ = kth_.find(keys_, k_, "oktopk: cut", comm);
     counts_ = kth_.counts();
-    state.cut = static_cast<std::uint32_t>(cut_ >> 32U);
+    state.cut_order = static_cast<std::uint32_t>(cut_key_ >> 32U);
     state.cut_age = 0;
   }
 
@@ -393,7 +395,7 @@ class OkTopK final : public Exchange {
     kept_.reset(sums.dim);
     for (std::size_t e = 0; e < sums.nnz(); ++e) {
       const Key key = key_of(sums.index[e], sums.value[e]);
-      if (key > 0 && key >= cut_) kept_.append(sums.index[e], sums.value[e]);
+      if (key > 0 && key >= cut_key_) kept_.append(sums.index[e], sums.value[e]);
     }
   }
 
@@ -454,8 +456,8 @@ class OkTopK final : public Exchange {
       if (i == me_) {
         append(share_, slice(kept_.view(), m.first - mine.first, m.last - mine.first));
       } else {
-        comm.wait(comm.ireceive(message_, static_cast<int>(i)));
-        take(message_, i, m.last - m.first, share_, comm);
+        comm.wait(comm.ireceive(frame_in_, static_cast<int>(i)));
+        take(frame_in_, i, m.last - m.first, share_, comm);
       }
     }
     for (const Ticket t : tickets_) comm.wait(t);
@@ -465,9 +467,9 @@ class OkTopK final : public Exchange {
   void gather(StepId id, Communicator& comm) {
     comm.set_phase({"oktopk: gather"});
     codec_.quantize(share_, id, stream_of_hop(comm, comm.size() + 1), off_share_);
-    message_.clear();
-    codec_.encode(share_.view(), nullptr, message_);
-    comm.allgather(message_, all_, codec_.max_encoded_bytes(most_result_, share_.view().dim));
+    share_frame_.clear();
+    codec_.encode(share_.view(), nullptr, share_frame_);
+    comm.allgather(share_frame_, all_, codec_.max_encoded_bytes(most_result_, share_.view().dim));
     result_.reset(share_.view().dim);
     std::size_t total = 0;
     for (const std::size_t c : counts_) total += c;
@@ -481,20 +483,20 @@ class OkTopK final : public Exchange {
   void take(Bytes frame, std::size_t from, std::size_t most, SparseBuffer& to,
             const Communicator& comm) {
     GroupStats none;
-    decode_frame(codec_, frame, to.view().dim, piece_, none, comm, static_cast<int>(from));
-    const SparseView piece = piece_.view(), so_far = to.view();
-    if (piece.nnz() == 0) return;
-    if (piece.nnz() > most || (so_far.nnz() > 0 && piece.index.front() <= so_far.index.back())) {
+    decode_frame(codec_, frame, to.view().dim, share_of_peer_, none, comm, static_cast<int>(from));
+    const SparseView share = share_of_peer_.view(), so_far = to.view();
+    if (share.nnz() == 0) return;
+    if (share.nnz() > most || (so_far.nnz() > 0 && share.index.front() <= so_far.index.back())) {
       refuse_message(comm, static_cast<int>(from), "message",
                      "not the share of the result that was announced");
     }
-    append(to, piece);
+    append(to, share);
   }
 
   void give_back() {
-    entries_not_in(sent_.view(), result_.view(), dropped_);
+    entries_not_in(sent_.view(), result_.view(), not_in_result_);
     entries_in(off_.view(), result_.view(), arrived_);
-    sum(std::array{held_back_.view(), dropped_.view(), arrived_.view(), off_share_.view()},
+    sum(std::array{held_back_.view(), not_in_result_.view(), arrived_.view(), off_share_.view()},
         returned_);
   }
 
@@ -507,21 +509,22 @@ class OkTopK final : public Exchange {
   std::size_t ranks_ = 0, me_ = 0, k_ = 0;
   std::size_t part_limit_ = 0, most_result_ = 0;
   std::vector<std::vector<std::byte>> outgoing_;  // [P]
-  std::vector<std::byte> message_;
+  std::vector<std::byte> frame_in_, share_frame_;
   MessageList all_;
   WordsOfRanks all_words_;
   std::vector<std::uint64_t> words_;
   std::vector<std::pair<Index, double>> samples_;  // index, number of entries that it represents
   std::vector<Key> keys_;
   KthKey kth_;
-  Key cut_ = 0;
+  Key cut_key_ = 0;
   std::vector<std::size_t> counts_, part_end_, received_;  // [P]
   std::vector<SparseBuffer> parts_;                        // [P]
   std::vector<SparseView> views_;                          // [P]
   std::vector<GroupStats> stats_;                          // [P]
   std::vector<Ticket> tickets_;
   SparseBuffer sent_, wire_, off_, held_back_, sums_, kept_, share_, off_share_, result_, returned_;
-  SparseBuffer piece_, error_, dropped_, arrived_;
+  SparseBuffer sent_part_, error_, over_limit_;  // of one part
+  SparseBuffer share_of_peer_, not_in_result_, arrived_;
   std::vector<std::uint32_t> scratch_;
 };
 

@@ -83,7 +83,7 @@ class ParamServer final : public Exchange, public HeldMass {
     const std::size_t result = wanted < n ? wanted : std::min(n, p * keep.k);
     const double up = frames(1, keep.k), down = frames(1, result);
     if (!sharded()) {
-      const double children = std::ceil(std::log2(ranks));
+      const double children = log2_ceil(ranks);
       return std::max(children * down, up + (children - 1) * down);
     }
     const double keys = wanted < n ? KthKey::max_sent_bytes(wanted, p) : 0.0;
@@ -199,11 +199,13 @@ class ParamServer final : public Exchange, public HeldMass {
     const std::size_t up = codec_.max_encoded_bytes(most_mine, mine.dim);
     const std::size_t down = codec_.max_encoded_bytes(most_result, mine.dim);
     for (SparseBuffer* s : {&piece_, &error_}) s->reserve(sharded() ? most_mine : 0);
-    scratch_.reserve(std::max(most_mine, most_result));
     returned_.reserve(most_mine);
+    returned_before_.reserve(most_mine);
+    share_of_peer_.reserve(sharded() ? most_result : 0);
     for (auto& message : outgoing_) message.reserve(sharded() ? up : 0);
     for (auto& message : incoming_) message.reserve(owns_ ? up : 0);
-    message_.reserve(std::max(up, down));
+    frame_up_.reserve(sharded() || owns_ ? 0 : up);
+    frame_down_.reserve(down);
     // Depends on k alone, because other ranks do not know how many entries this rank selected.
     most_share_bytes_ = codec_.max_encoded_bytes(
         k_ < mine.dim ? k_ : std::min(mine.dim, ranks_ * keep.k), mine.dim);
@@ -214,8 +216,8 @@ class ParamServer final : public Exchange, public HeldMass {
   }
 
   void give_back(const SparseView& s) {
-    scratch_.assign(returned_.view());
-    sum(std::array{scratch_.view(), s}, returned_);
+    returned_before_.assign(returned_.view());
+    sum(std::array{returned_before_.view(), s}, returned_);
   }
 
   // ---- uplink
@@ -236,9 +238,9 @@ class ParamServer final : public Exchange, public HeldMass {
   void send_to_rank_0(const SparseView& mine, GroupStats& stats, Communicator& comm) {
     comm.set_phase({"param-server: uplink"});
     if (!owns_) {
-      message_.clear();
-      codec_.encode(mine, &stats, message_);
-      comm.wait(comm.isend(message_, 0));
+      frame_up_.clear();
+      codec_.encode(mine, &stats, frame_up_);
+      comm.wait(comm.isend(frame_up_, 0));
     } else {
       for (std::size_t r = 1; r < ranks_; ++r) {
         tickets_[r] = comm.ireceive(incoming_[r], static_cast<int>(r));
@@ -345,12 +347,12 @@ class ParamServer final : public Exchange, public HeldMass {
   void broadcast(StepId id, GroupStats& stats, Communicator& comm) {
     if (owns_) {
       deliver(id, comm, chosen_);
-      message_.clear();
-      codec_.encode(chosen_.view(), &stats, message_);
+      frame_down_.clear();
+      codec_.encode(chosen_.view(), &stats, frame_down_);
     }
     comm.set_phase({"param-server: downlink"});
-    comm.broadcast(message_, 0);
-    decode_frame(codec_, message_, sum_.view().dim, result_, stats, comm, 0);
+    comm.broadcast(frame_down_, 0);
+    decode_frame(codec_, frame_down_, sum_.view().dim, result_, stats, comm, 0);
   }
 
   void gather(StepId id, Communicator& comm) {
@@ -371,15 +373,15 @@ class ParamServer final : public Exchange, public HeldMass {
       }
     }
     deliver(id, comm, share_);
-    message_.clear();
-    codec_.encode(share_.view(), nullptr, message_);
+    frame_down_.clear();
+    codec_.encode(share_.view(), nullptr, frame_down_);
     comm.set_phase({"param-server: downlink"});
-    comm.allgather(message_, all_, most_share_bytes_);
+    comm.allgather(frame_down_, all_, most_share_bytes_);
     result_.reset(dim);
     for (std::size_t r = 0; r < ranks_; ++r) {
       GroupStats none;
-      decode_frame(codec_, all_[r], dim, scratch_, none, comm, static_cast<int>(r));
-      const SparseView piece = scratch_.view(), so_far = result_.view();
+      decode_frame(codec_, all_[r], dim, share_of_peer_, none, comm, static_cast<int>(r));
+      const SparseView piece = share_of_peer_.view(), so_far = result_.view();
       if (piece.nnz() == 0) continue;
       if (so_far.nnz() > 0 && piece.index.front() <= so_far.index.back()) {
         refuse_message(comm, static_cast<int>(r), "frame", "not the share of its own range");
@@ -403,14 +405,15 @@ class ParamServer final : public Exchange, public HeldMass {
   std::size_t most_share_bytes_ = 0;
   std::vector<std::vector<std::byte>> outgoing_, incoming_;  // [P]
   std::vector<Ticket> tickets_;                              // [P]
-  std::vector<std::byte> message_;
+  std::vector<std::byte> frame_up_, frame_down_;
   MessageList all_;
   std::vector<SparseBuffer> parts_;  // [P]
   std::vector<SparseView> views_;    // [P]
   std::vector<GroupStats> stats_;    // [P]
   std::vector<Key> keys_;
   KthKey kth_;
-  SparseBuffer sum_, chosen_, share_, result_, returned_, scratch_, piece_, error_;
+  SparseBuffer sum_, chosen_, share_, share_of_peer_, result_, returned_, returned_before_;
+  SparseBuffer piece_, error_;  // the part that this rank sends to an owner
 };
 
 }  // namespace

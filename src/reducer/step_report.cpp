@@ -24,7 +24,7 @@ void describe_sparse(StepReport& report, const SparsePath& path, LocalHalf& loca
   const auto& [keep, chosen, mine, sum, change] = path;
   report.k = keep.k;
   report.sent_nnz = mine.nnz();
-  report.sum_nnz = sum.dense_sum.empty() ? sum.sum.nnz() : sum.dense_sum.n;
+  report.sum_nnz = sum.nnz();
   report.union_nnz = holder != nullptr ? holder->union_nnz() : 0;
   report.threshold = chosen.threshold;
   // The two norms are rounded differently, so their ratio may exceed 1.

@@ -18,6 +18,8 @@
 #include <hwy/foreach_target.h>
 //
 #include <hwy/highway.h>
+//
+#include "select/lanes-inl.hpp"
 
 #ifndef SKIM_SELECT_KERNELS_ONCE
 #define SKIM_SELECT_KERNELS_ONCE
@@ -66,29 +68,15 @@ HWY_NOINLINE double norm2_in_double(const float* x, std::size_t n, float recipro
 
 HWY_BEFORE_NAMESPACE();
 namespace skim::kernels::HWY_NAMESPACE {
-namespace hn = hwy::HWY_NAMESPACE;
 namespace {
 
-using DF = hn::CappedTag<float, kVirtualLanes>;
-using DI = hn::RebindToSigned<DF>;
-using VF = hn::Vec<DF>;
-using VI = hn::Vec<DI>;
 using MI = hn::Mask<DI>;
 
-constexpr std::size_t kLanes = hn::MaxLanes(DF());
 // Entries between two checks for non-finite values: as many as the registers hold.
 constexpr std::size_t kRow = kLanes >= 16 ? 64 : 32;
 static_assert(kRow % kVirtualLanes == 0 && kWord % kRow == 0);
-constexpr std::size_t kVectors = kRow / kLanes;        // in one row
-constexpr std::size_t kSums = kVirtualLanes / kLanes;  // accumulators of one sum
+constexpr std::size_t kVectors = kRow / kLanes;  // in one row
 static_assert(kLanes <= kSlack);
-
-// Signed comparisons: orders have no sign bit, and Gt on int32 exists on every target.
-HWY_INLINE VI Signed(std::uint32_t order) {
-  return hn::Set(DI(), static_cast<std::int32_t>(order));
-}
-HWY_INLINE VI Magnitude(VF v) { return hn::And(hn::BitCast(DI(), v), Signed(0x7fffffffU)); }
-HWY_INLINE VI Order(VF v) { return hn::Min(Magnitude(v), Signed(kOrderOfNan)); }
 
 // Moves the lanes in `keep` to the front.
 template <class D, class V = hn::Vec<D>>

@@ -24,12 +24,12 @@ SelectReport Rule::select(const SelectTask& task, SparseBuffer& out) {
   k_ = task.keep.k;
   // Everything that may throw comes before the residual changes.
   const Room wanted = room(n, k_);
-  const std::size_t held = wanted.candidates + kBlock + kSlack;
-  if (held_ < held) {
-    held_ = 0;
-    index_ = std::make_unique_for_overwrite<Index[]>(held);
-    value_ = std::make_unique_for_overwrite<float[]>(held);
-    held_ = held;
+  const std::size_t needed = wanted.candidates + kBlock + kSlack;
+  if (capacity_ < needed) {
+    capacity_ = 0;
+    index_ = std::make_unique_for_overwrite<Index[]>(needed);
+    value_ = std::make_unique_for_overwrite<float[]>(needed);
+    capacity_ = needed;
   }
   if (orders_.size() < wanted.orders + kSlack) orders_.resize(wanted.orders + kSlack);
   out.reset(n);

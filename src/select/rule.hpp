@@ -77,7 +77,7 @@ class Rule : public Selector {
   // no memory.
   std::unique_ptr<Index[]> index_;
   std::unique_ptr<float[]> value_;
-  std::size_t held_ = 0;
+  std::size_t capacity_ = 0;  // of both
 };
 
 // A threshold as an order. If the threshold is NaN or at most 0, this is 0, which all non-zeros

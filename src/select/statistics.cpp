@@ -12,6 +12,8 @@
 #include <hwy/foreach_target.h>
 //
 #include <hwy/highway.h>
+//
+#include "select/lanes-inl.hpp"
 
 #ifndef SKIM_SELECT_STATISTICS_ONCE
 #define SKIM_SELECT_STATISTICS_ONCE
@@ -44,75 +46,60 @@ HWY_NOINLINE void add_in_double(const float* x, std::size_t n, std::uint32_t abo
 
 HWY_BEFORE_NAMESPACE();
 namespace skim::kernels::HWY_NAMESPACE {
-namespace hn = hwy::HWY_NAMESPACE;
 namespace {
 
-using StatF = hn::CappedTag<float, kVirtualLanes>;
-using StatI = hn::RebindToSigned<StatF>;
-using StatVF = hn::Vec<StatF>;
-using StatVI = hn::Vec<StatI>;
-
-constexpr std::size_t kStatLanes = hn::MaxLanes(StatF());
-constexpr std::size_t kStatSums = kVirtualLanes / kStatLanes;  // accumulators of one sum
-
-// Signed comparisons: orders have no sign bit, and Gt on int32 exists on every target.
-HWY_INLINE StatVI Bits(std::uint32_t v) { return hn::Set(StatI(), static_cast<std::int32_t>(v)); }
-HWY_INLINE StatVI OrderOf(StatVF v) {
-  return hn::Min(hn::And(hn::BitCast(StatI(), v), Bits(0x7fffffffU)), Bits(kOrderOfNan));
-}
-
 template <class F>
-HWY_INLINE std::uint32_t Reduced(StatVI v, F combine) {
-  std::int32_t lanes[kStatLanes];
-  hn::StoreU(v, StatI(), lanes);
+HWY_INLINE std::uint32_t Reduced(VI v, F combine) {
+  std::int32_t lanes[kLanes];
+  hn::StoreU(v, DI(), lanes);
   auto total = static_cast<std::uint32_t>(lanes[0]);
-  for (std::size_t i = 1; i < kStatLanes; ++i) {
+  for (std::size_t i = 1; i < kLanes; ++i) {
     total = combine(total, static_cast<std::uint32_t>(lanes[i]));
   }
   return total;
 }
 
-HWY_INLINE std::uint32_t Total(StatVI v) {
+HWY_INLINE std::uint32_t Total(VI v) {
   return Reduced(v, [](std::uint32_t a, std::uint32_t b) { return a + b; });
 }
 
 }  // namespace
 
 Moments MomentsOf(const Pass& values, std::uint32_t above) {
-  const StatF d;
-  const StatI di;
-  const StatVI gate = Bits(above), largest_finite = Bits(kLargestFinite);
+  const DF d;
+  const DI di;
+  const VI gate = Signed(above), largest_finite = Signed(kLargestFinite);
   Moments result;
-  StatVI least = Bits(kAboveAll), largest = Bits(0);
+  VI least = Signed(kAboveAll), largest = Signed(0);
   float room[kBlock];
   for (std::size_t at = 0; at < values.n; at += kBlock) {
     const std::size_t n = std::min(kBlock, values.n - at);
     const float* const x = block_of(values, at, n, room);
-    StatVF sum[kStatSums], sum_abs[kStatSums];
+    VF sum[kSums], sum_abs[kSums];
 #pragma GCC unroll 32
-    for (std::size_t v = 0; v < kStatSums; ++v) sum[v] = sum_abs[v] = hn::Zero(d);
-    StatVI count = Bits(0);
+    for (std::size_t v = 0; v < kSums; ++v) sum[v] = sum_abs[v] = hn::Zero(d);
+    VI count = Signed(0);
     for (std::size_t i = 0; i < n; i += kVirtualLanes) {
 #pragma GCC unroll 32
-      for (std::size_t v = 0; v < kStatSums; ++v) {
-        const StatVF entry = hn::LoadU(d, x + i + v * kStatLanes);
-        const StatVI o = OrderOf(entry);
-        const StatVI taken = hn::AndNot(hn::VecFromMask(di, hn::Gt(o, largest_finite)),
-                                        hn::VecFromMask(di, hn::Gt(o, gate)));
+      for (std::size_t v = 0; v < kSums; ++v) {
+        const VF entry = hn::LoadU(d, x + i + v * kLanes);
+        const VI o = Order(entry);
+        const VI taken = hn::AndNot(hn::VecFromMask(di, hn::Gt(o, largest_finite)),
+                                    hn::VecFromMask(di, hn::Gt(o, gate)));
         count = hn::Sub(count, taken);
-        const StatVF kept = hn::And(entry, hn::BitCast(d, taken));
+        const VF kept = hn::And(entry, hn::BitCast(d, taken));
         sum[v] = hn::Add(sum[v], kept);
         sum_abs[v] = hn::Add(sum_abs[v], hn::Abs(kept));
         largest = hn::Max(largest, hn::And(o, taken));
-        least = hn::Min(least, hn::Or(hn::And(o, taken), hn::AndNot(taken, Bits(kAboveAll))));
+        least = hn::Min(least, hn::Or(hn::And(o, taken), hn::AndNot(taken, Signed(kAboveAll))));
       }
     }
     result.count += Total(count);
     float lanes[kVirtualLanes], lanes_abs[kVirtualLanes];
 #pragma GCC unroll 32
-    for (std::size_t v = 0; v < kStatSums; ++v) {
-      hn::StoreU(sum[v], d, lanes + v * kStatLanes);
-      hn::StoreU(sum_abs[v], d, lanes_abs + v * kStatLanes);
+    for (std::size_t v = 0; v < kSums; ++v) {
+      hn::StoreU(sum[v], d, lanes + v * kLanes);
+      hn::StoreU(sum_abs[v], d, lanes_abs + v * kLanes);
     }
     const double of_abs = fold(lanes_abs);
     if (HWY_LIKELY(std::isfinite(of_abs))) {
@@ -134,16 +121,16 @@ Moments MomentsOf(const Pass& values, std::uint32_t above) {
 
 void CountAbove(const Pass& values, const std::uint32_t* above, std::size_t thresholds,
                 std::size_t* counts) {
-  const StatI di;
+  const DI di;
   float room[kBlock];
   for (std::size_t at = 0; at < values.n; at += kBlock) {
     const std::size_t n = std::min(kBlock, values.n - at);
     const float* const x = block_of(values, at, n, room);  // stays in the cache
     for (std::size_t t = 0; t < thresholds; ++t) {
-      const StatVI gate = Bits(above[t]);
-      StatVI count = Bits(0);
-      for (std::size_t i = 0; i < n; i += kStatLanes) {
-        const auto passes = hn::Gt(OrderOf(hn::LoadU(StatF(), x + i)), gate);
+      const VI gate = Signed(above[t]);
+      VI count = Signed(0);
+      for (std::size_t i = 0; i < n; i += kLanes) {
+        const auto passes = hn::Gt(Order(hn::LoadU(DF(), x + i)), gate);
         count = hn::Sub(count, hn::VecFromMask(di, passes));
       }
       counts[t] += Total(count);
