@@ -227,7 +227,7 @@ int run(const PlanOptions& o, const CLI::App& app) {
              o.overlap > 0.0 ? fmt::format("the link may hide behind {:g} of it", o.overlap)
                              : "nothing overlaps",
              1e9 * m.local.select_s, 1e9 * m.local.merge_s, 1e9 * m.local.add_s,
-             index_code_name(o.codec));
+             name_or_auto(o.codec.index));
   print_table(people, all, advice);
   print_advice(people, advice, fastest(all));
   if (advice.kind != ExchangeKind::dense) print_quality(people, o, m, compute_s, advice.density);

@@ -173,10 +173,6 @@ void add_codec_options(CommandLine& line, CodecOptions& codec,
   });
 }
 
-std::string_view index_code_name(const CodecOptions& codec) {
-  return codec.index ? name_of(*codec.index) : train::kAuto;
-}
-
 void add_training_options(CommandLine& line, train::TrainOptions& t) {
   const Declare declare_field(line);
   line.group("What is trained");

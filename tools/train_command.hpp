@@ -23,8 +23,6 @@ void add_training_options(CommandLine& line, train::TrainOptions& options);
 // Adds the options of these names, as "index_code", with the library's names and help.
 void add_codec_options(CommandLine& line, CodecOptions& codec,
                        std::initializer_list<std::string_view> names);
-// The name of the index code, or "auto".
-std::string_view index_code_name(const CodecOptions& codec);
 
 // Checks that the options fit together. Throws: InvalidArgument.
 void check_training_options(const train::TrainOptions& options);
