@@ -4,7 +4,7 @@
   studies/slow_link.py TASK FILE [--links 100mbit,1gbit] [--ranks 4] [--seeds 0] [--methods METHOD METHOD ...]
 
 Every host is a rank. The methods are those of quality.py, at the learning rates that were best in its rows
-(--tuned FILE --tuned-ranks P). All methods of Skim except DiLoCo use the exchange "auto". FILE keeps a line of JSON
+(--tuned FILE --tuned-ranks P). All methods of Skim except DiLoCo use one exchange (--exchange). FILE keeps a line of JSON
 for each run, with the metric on the validation data over the seconds of training. These runs are not repeated. Needs
 SKIM_DATA, Skim installed in the Python that runs this, and what scripts/cluster/cluster needs. Run nothing else on
 the machine meanwhile.
@@ -103,6 +103,7 @@ def main():
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--seeds", type=lambda text: [int(x) for x in text.split(",")], default=[0])
     parser.add_argument("--methods", nargs="+", choices=quality.METHODS, default=METHODS, metavar="METHOD")
+    parser.add_argument("--exchange", default="auto", help="of all methods of Skim except DiLoCo")
     parser.add_argument("--tuned", type=pathlib.Path, default=ROOT / "studies/rows/quality.jsonl")
     parser.add_argument("--tuned-ranks", type=int, choices=[2, 4], default=4)
     options = parser.parse_args()
@@ -112,20 +113,24 @@ def main():
     for link in options.links:
         for seed in options.seeds:
             for method in options.methods:
-                wanted = {"task": options.task, "label": method, "link": link, "seed": seed, "ranks": options.ranks,
+                label = method
+                is_skim = len(quality.METHODS[method]) > 1 and "--exchange" not in quality.METHODS[method]
+                if is_skim and options.exchange != "auto":
+                    label += f", {options.exchange}"
+                wanted = {"task": options.task, "label": label, "link": link, "seed": seed, "ranks": options.ranks,
                           "steps": steps}
                 if any(wanted.items() <= row.items() for row in rows):
                     continue
                 rate = tuned_rate(tuned, options.task, method, options.tuned_ranks)
                 arguments = quality.arguments_of(options.task, method, rate, seed, options)
-                if "--density" in arguments and "--exchange" not in arguments:
-                    arguments += ["--exchange", "auto"]
-                arguments += ["--curve", str(max(1, steps // 40))]
+                if is_skim:
+                    arguments += ["--exchange", options.exchange]
+                arguments += ["--curve", str(max(1, steps // 20))]
                 with hosts(options.ranks, link):
-                    row = {"link": link, "label": method} | run(arguments, options.ranks)
+                    row = {"link": link, "label": label} | run(arguments, options.ranks)
                 with options.file.open("a") as out:
                     out.write(json.dumps(row) + "\n")
-                print(f"{link}: {method}, seed {seed}: {row['seconds']} s, {row['curve'][-1]}", file=sys.stderr, flush=True)
+                print(f"{link}: {label}, seed {seed}: {row['seconds']} s, {row['curve'][-1]}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

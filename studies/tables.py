@@ -494,6 +494,15 @@ TABLES = [
       for task, ranks, metric, form in QUALITY_TABLES),
     Table("quality.md", "entry-sends", entry_sends, {
         "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in SWEPT}}),
+    *(Table("quality.md", f"screen-{task}", screens(task), {
+        "variant": "{variant}", "rate falls": "{rate_falls}", "entries sent": "{percent:.2f} %",
+        metric: "{value:%s}" % form, "minus base": "{gain:+%s}" % form})
+      for task, metric, form in (("resnet8", "accuracy", ".2f"),)),
+    Table("quality.md", "slow-link-gpt", slow_links("gpt"), {
+        "method": "{method}", "100 Mbit/s: to the target": "{seconds_100mbit}", "whole run": "{whole_100mbit:.0f} s",
+        "1 Gbit/s: to the target": "{seconds_1gbit}", "whole run ": "{whole_1gbit:.0f} s",
+        "loss at the end": "{end:.3f}"}),
+
     Table("frames.md", "index-sizes", kept("frames.jsonl", "index-sizes"), {
         "index set": "{index_set}", "n": "{n:,}", "k": "{k:,}", "code taken": "{code}",
         "index, bytes": "{index_bytes:,}",
