@@ -4,7 +4,7 @@
   studies/slow_link.py TASK FILE [--links 100mbit,1gbit] [--ranks 4] [--seeds 0] [--methods METHOD METHOD ...]
 
 Every host is a rank. The methods are those of quality.py, at the learning rates that were best in its rows
-(--tuned FILE --tuned-ranks P). All methods of Skim except DiLoCo use one exchange (--exchange). FILE keeps a line of JSON
+(--tuned FILE --tuned-ranks P). All methods of Skim except DiLoCo use --exchange. FILE keeps a line of JSON
 for each run, with the metric on the validation data over the seconds of training. These runs are not repeated. Needs
 SKIM_DATA, Skim installed in the Python that runs this, and what scripts/cluster/cluster needs. Run nothing else on
 the machine meanwhile.
@@ -63,6 +63,12 @@ def run(arguments, ranks):
     if failed:
         sys.exit(f"slow_link: {' '.join(arguments)}: rank {failed[0]} ended with {started[failed[0]].returncode}")
     return json.loads(out[0].strip().splitlines()[-1])
+
+
+def command_of(options, link, seed, method):
+    exchange = f" --exchange {options.exchange}" if options.exchange != "auto" else ""
+    return (f"studies/slow_link.py {options.task} FILE --tuned-ranks {options.tuned_ranks} --links {link}{exchange} "
+            f"--seeds {seed} --methods '{method}'")
 
 
 def tuned_rate(rows, task, method, ranks):
@@ -127,10 +133,12 @@ def main():
                     arguments += ["--exchange", options.exchange]
                 arguments += ["--curve", str(max(1, steps // 20))]
                 with hosts(options.ranks, link):
-                    row = {"link": link, "label": label} | run(arguments, options.ranks)
+                    row = run(arguments, options.ranks)
+                row = {"command": command_of(options, link, seed, method), "link": link, "label": label} | row
                 with options.file.open("a") as out:
                     out.write(json.dumps(row) + "\n")
-                print(f"{link}: {label}, seed {seed}: {row['seconds']} s, {row['curve'][-1]}", file=sys.stderr, flush=True)
+                print(f"{link}: {label}, seed {seed}: {row['seconds']} s, {row['curve'][-1]}", file=sys.stderr,
+                      flush=True)
 
 
 if __name__ == "__main__":

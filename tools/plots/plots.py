@@ -385,7 +385,7 @@ def select_time(arguments):
 
 def legend_below(figure, axis):
     handles, names = axis.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    figure.legend(handles, names, loc="outside lower center", ncols=min(3, len(names)))
 
 
 def main():
