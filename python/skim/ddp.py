@@ -82,7 +82,7 @@ def attach(
     dry_run: True (20 steps) or a number of steps >= 1. Trains without compression, as before, and
         measures that many steps and the link. Then rank 0 prints whether compression would pay, with
         which density and exchange, and the predicted speed-up. With total_steps it also says what is
-        known about the quality. Ignores the other options except timeout.
+        known about the quality. Ignores the other options.
 
     Returns the DdpCompression, or the DryRun. You need not keep it: skim.compression_of(model) and the
     other functions find the DdpCompression by the model.
