@@ -1,5 +1,5 @@
-// What `skim bench scaling` needs: the models of arXiv 1901.04359, a gradient that the ranks of a
-// machine share, and how busy the machine was.
+// What `skim bench scaling` needs: a gradient that the ranks of a machine share, how busy the machine
+// was, and the interval that holds a median.
 #pragma once
 
 #include <fcntl.h>
@@ -18,7 +18,6 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <string_view>
 #include <system_error>
 #include <vector>
 
@@ -27,23 +26,6 @@
 #include "skim/error.hpp"
 
 namespace skim::bench {
-
-// What is trained, and how long one worker computes for a step without any exchange.
-struct Workload {
-  std::string name;
-  std::size_t params = 0;
-  double compute_s = 0.0;
-};
-// Parameters as PyTorch counts them in these networks (VGG-16 and ResNet-20 for CIFAR-10, AlexNet
-// and ResNet-50 for ImageNet, a two-layer LSTM for PTB). Seconds: batch size over the samples per
-// second of a single worker, as published with the code of S. Shi et al., "A Distributed
-// Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks", arXiv
-// 1901.04359.
-inline const std::array<Workload, 5> kPublished{{{"vgg16", 14'728'266, 128 / 1317.333},
-                                                 {"resnet20", 269'722, 128 / 920.632},
-                                                 {"alexnet", 61'100'840, 64 / 173.469},
-                                                 {"resnet50", 25'557'032, 256 / 52.873},
-                                                 {"lstm-ptb", 66'034'000, 100 / 392.0}}};
 
 // A normal gradient of n entries for every rank, in one file: that of rank r begins at entry
 // r * kShift, so that ranks select different indices, and those that see one folder hold one copy.

@@ -145,6 +145,10 @@ def scaled(arguments):
                     fail(f"two cases of {row['model']}, {row['counts_as']}, {row['ranks']} ranks")
     if not found:
         fail(f"no case with --index-code {arguments.index_code}")
+    for (model, _), points in found.items():
+        for setting, row in points.items():
+            allgather = found.get((model, "allgather"), {}).get(setting)
+            row["speed_up_over_allgather"] = allgather and row["efficiency"] / allgather["efficiency"]
     return found
 
 

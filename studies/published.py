@@ -6,9 +6,16 @@
 MODELS = {"VGG-16": (14.7e6, 0.0523), "ResNet-50": (25.6e6, 0.21), "Inception-v4": (42.7e6, 0.829),
           "LSTM-PTB": (66.0e6, 0.2069)}
 
-# Scaling efficiency in per cent at PUBLISHED_RANKS, for dense, topk (all-gather) and gtopk: throughput of a worker
-# over that of one alone, as published with the code of S. Shi et al., "A Distributed Synchronous SGD Algorithm with
+# Parameters as PyTorch counts them in these networks (VGG-16 and ResNet-20 for CIFAR-10, AlexNet and ResNet-50 for
+# ImageNet, a two-layer LSTM for PTB), and seconds of a step without exchange: batch size over the samples per second
+# of a single worker, as published with the code of S. Shi et al., "A Distributed Synchronous SGD Algorithm with
 # Global Top-k Sparsification for Low Bandwidth Networks", arXiv 1901.04359.
+SCALED_MODELS = {"vgg16": (14_728_266, 128 / 1317.333), "resnet20": (269_722, 128 / 920.632),
+                 "alexnet": (61_100_840, 64 / 173.469), "resnet50": (25_557_032, 256 / 52.873),
+                 "lstm-ptb": (66_034_000, 100 / 392.0)}
+
+# Scaling efficiency in per cent at PUBLISHED_RANKS, for dense, topk (all-gather) and gtopk: throughput of a worker
+# over that of one alone, from the same source.
 PUBLISHED_RANKS = [4, 8, 16, 32]
 PUBLISHED = {
     "vgg16": {"dense": [7.9, 7.0, 3.0, 1.0], "allgather": [8.4, 8.3, 7.4, 4.8], "gtopk": [9.9, 9.9, 9.6, 9.4]},

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """How does training scale on a slow network? Runs `skim bench scaling` on hosts of scripts/cluster.
 
-  studies/scaling.py [SETTING...] [--out FOLDER] [--tool FILE] [-- ARGUMENT...]
+  studies/scaling.py [SETTING...] [--models NAME,...] [--out FOLDER] [--tool FILE] [-- ARGUMENT...]
 
 A SETTING is HOSTS@RATE: by default 4@1gbit 8@1gbit 16@1gbit 16@100mbit 32@100mbit. On each the link is fitted
-(skim bench network), then the exchanges are measured; FOLDER/scaling-HOSTS-RATE.json is the array that skim
-bench scaling wrote, each object with `rate` and `drops` (must be 0) added. Links of other rates than 1 Gbit/s
+(skim bench network), then the exchanges are measured for each model of arXiv 1901.04359, with its published time of
+computing; FOLDER/scaling-HOSTS-RATE.json has the objects that skim bench scaling wrote, each with `model`, `rate`
+and `drops` (must be 0) added. Links of other rates than 1 Gbit/s
 stand for 1 Gbit/s with everything slower by one factor (--time-scale): a machine cannot drive 32 hosts at that
 rate. More ARGUMENTs go to skim bench scaling. Has the requirements of scripts/cluster/cluster. Takes the hosts
 down at the end, also when interrupted. Tables and figures: studies/figures.py scaling --help.
@@ -19,6 +20,8 @@ import re
 import signal
 import subprocess
 import sys
+
+from published import SCALED_MODELS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CLUSTER = str(ROOT / "scripts/cluster/cluster")
@@ -53,14 +56,18 @@ def measure(setting, options):
         if not ours:
             sys.exit(1)  # it has said why
         cluster("run", options.tool, "bench", "network", "--json", str(fit))
-        cluster("run", options.tool, "bench", "scaling", "--fit", str(fit), "--json", str(result),
-                "--shared-cores", str(os.cpu_count()), "--time-scale", f"{1 / (float(number) * GBITS[unit]):g}",
-                *options.arguments)
+        rows = []
+        for model in options.models:
+            params, compute_s = SCALED_MODELS[model]
+            say(model)
+            cluster("run", options.tool, "bench", "scaling", "--params", str(params), "--compute", f"{compute_s:.9f}s",
+                    "--fit", str(fit), "--json", str(result), "--shared-cores", str(os.cpu_count()), "--time-scale",
+                    f"{1 / (float(number) * GBITS[unit]):g}", *options.arguments)
+            rows += [{"model": model} | row for row in json.loads(result.read_text())]
         lost = drops()
     finally:
         if ours:
             cluster("down", start_new_session=True)  # out of reach of a second Ctrl-C
-    rows = json.loads(result.read_text())
     result.write_text(json.dumps([row | {"rate": rate, "drops": lost} for row in rows], indent=1) + "\n")
     if lost:
         say(f"{setting}: {lost} packets were dropped: these figures are not the link's")
@@ -74,6 +81,7 @@ def main():
         words, more = words[:at], words[at + 1:]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="HOSTS@RATE", default=SETTINGS)
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(SCALED_MODELS), metavar="NAME,...")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("scaling"))
     parser.add_argument("--tool", default=str(ROOT / "build/release/skim"))
     options = parser.parse_args(words)
@@ -81,6 +89,9 @@ def main():
     for setting in options.settings:
         if not re.fullmatch(r"\d+@[\d.]+[kmg]bit(\+[\d.]+[um]s)?", setting):
             parser.error(f"expected HOSTS@RATE such as 4@1gbit, got '{setting}'")
+    for model in options.models:
+        if model not in SCALED_MODELS:
+            parser.error(f"--models: expected some of {', '.join(SCALED_MODELS)}, got '{model}'")
     options.out.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)  # the hosts are taken down

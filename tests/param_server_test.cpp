@@ -10,12 +10,12 @@
 #include <sstream>
 #include <vector>
 
-#include "bench/two_way_toy.hpp"
 #include "group.hpp"
 #include "oracle.hpp"
 #include "parts.hpp"
 #include "skim/error.hpp"
 #include "skim/reducer.hpp"
+#include "studies/two_way_toy.hpp"
 
 namespace skim {
 namespace {
@@ -252,7 +252,7 @@ TEST(param_server, toy_problem_of_the_paper) {
   const auto mean_gap = [](double up, double down) {
     double sum = 0.0;
     for (std::uint64_t seed = 1; seed <= 5; ++seed) {
-      sum += bench::run_two_way_toy({.up = up, .down = down, .seed = seed}) / 5.0;
+      sum += study::run_two_way_toy({.up = up, .down = down, .seed = seed}) / 5.0;
     }
     return sum;
   };

@@ -11,6 +11,5 @@ int bench_scaling_command(int argc, char** argv);
 int inspect_command(int argc, char** argv);
 int plan_command(int argc, char** argv);
 int simulate_command(int argc, char** argv);
-int simulate_toy(int argc, char** argv);  // skim simulate --toy
 
 }  // namespace skim::tool

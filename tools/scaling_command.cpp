@@ -1,6 +1,5 @@
 // skim bench scaling: measures how training scales over a real link with every exchange, and
-// compares it with the cost model. The measurement follows the table of throughputs in arXiv
-// 1901.04359.
+// compares it with the cost model.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -45,7 +44,6 @@ constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();  // null i
 constexpr std::size_t kMostTimed = std::size_t{1} << 26;
 
 struct ScalingOptions {
-  std::vector<std::string> models;
   std::size_t params = 0;
   std::string compute;
   double density = 0.001;
@@ -64,17 +62,11 @@ struct ScalingOptions {
 
 // The options after parsing and checking.
 struct Setting {
-  std::vector<bench::Workload> workloads;
+  double compute_s = 0.0;
   double longest_wait_s = std::numeric_limits<double>::infinity();
   std::filesystem::path folder;
   std::optional<Fit> fit;
 };
-
-std::vector<std::string> models() {
-  std::vector<std::string> names;
-  for (const bench::Workload& w : bench::kPublished) names.push_back(w.name);
-  return names;
-}
 
 Setting read(const ScalingOptions& o) {
   Setting s;
@@ -82,16 +74,7 @@ Setting read(const ScalingOptions& o) {
     throw InvalidArgument(
         fmt::format("--density: expected a number in (0, 1], got {:g}", o.density));
   }
-  if ((o.params > 0) == o.compute.empty()) {
-    throw InvalidArgument("expected --params N and --compute TIME together, or --model NAME");
-  }
-  for (const bench::Workload& w : bench::kPublished) {
-    const bool all = o.models.empty() && o.params == 0;
-    if (all || std::ranges::find(o.models, w.name) != o.models.end()) s.workloads.push_back(w);
-  }
-  if (o.params > 0) {
-    s.workloads.push_back({"own", o.params, parse_seconds("--compute", o.compute)});
-  }
+  s.compute_s = parse_seconds("--compute", o.compute);
   if (!o.longest_wait.empty()) s.longest_wait_s = parse_seconds("--longest-wait", o.longest_wait);
   s.folder = o.gradient_folder.empty() ? std::filesystem::temp_directory_path()
                                        : std::filesystem::path(o.gradient_folder);
@@ -125,9 +108,8 @@ struct Contender {
   bench::ProcessorTicks ticks = {};  // of the whole machine, during the rounds
 };
 
-// The measurement of one model, on one rank.
+// The measurement on one rank.
 struct Trial {
-  bench::Workload workload;
   int ranks = 1;
   std::size_t k = 0, frame_bytes = 0, select_n = 0;
   double select_s = 0.0, waited_s = 0.0;
@@ -239,29 +221,27 @@ void run_round(const ScalingOptions& o, Trial& t, std::uint64_t round, const Spa
   if (comm.rank() == 0) {
     const std::string which =
         round == 0 ? "warm-up" : fmt::format("round {} of {}", round, o.rounds);
-    fmt::print(stderr, "{}: {}: {}\n", t.workload.name, which, line);
+    fmt::print(stderr, "{}: {}\n", which, line);
   }
 }
 
-Trial measure(const ScalingOptions& o, const Setting& s, const bench::Workload& w,
-              Communicator& comm) {
-  Trial t{.workload = w,
-          .ranks = comm.size(),
-          .k = bench::kept(o.density, w.params),
-          .select_n = std::min(w.params, kMostTimed),
-          .waited_s = std::min(w.compute_s * o.time_scale, s.longest_wait_s)};
-  if (comm.rank() == 0) fmt::print(stderr, "{}: selection of {} entries\n", w.name, t.k);
-  const SparseBuffer selected = select(o, s, w.params, t.k, comm);
+Trial measure(const ScalingOptions& o, const Setting& s, Communicator& comm) {
+  Trial t{.ranks = comm.size(),
+          .k = bench::kept(o.density, o.params),
+          .select_n = std::min(o.params, kMostTimed),
+          .waited_s = std::min(s.compute_s * o.time_scale, s.longest_wait_s)};
+  if (comm.rank() == 0) fmt::print(stderr, "selection of {} entries\n", t.k);
+  const SparseBuffer selected = select(o, s, o.params, t.k, comm);
   const SparseView mine = selected.view();
   const GroupStats stats;
   std::vector<std::byte> frame;
   t.frame_bytes = Codec(o.codec).encode(mine, &stats, frame);
   comm.barrier();  // the other ranks now wait, so rank 0 has the machine to itself
-  t.select_s = time_selection(t.select_n, w.params, comm);
+  t.select_s = time_selection(t.select_n, o.params, comm);
 
   t.contenders = contenders(o, s, comm.size());
   const auto can_be_dense = [](const Contender& c) { return c.summation->may_be_dense(); };
-  const bench::AlignedFloats dense(std::ranges::any_of(t.contenders, can_be_dense) ? w.params : 0);
+  const bench::AlignedFloats dense(std::ranges::any_of(t.contenders, can_be_dense) ? o.params : 0);
   std::ranges::fill(dense.span(), 0.0F);
   for (int round = 0; round <= o.rounds; ++round) {
     run_round(o, t, static_cast<std::uint64_t>(round), mine, dense.span(), comm);
@@ -288,7 +268,7 @@ struct Row {
   std::vector<double> rounds_s;  // of the exchange
   double select_s = 0.0, exchange_s = 0.0;
   double link_s = kUnknown, merge_s = kUnknown;  // predicted
-  double efficiency = 0.0, over_dense = kUnknown, over_allgather = kUnknown, busy = kUnknown;
+  double efficiency = 0.0, over_dense = kUnknown, busy = kUnknown;
   double sent_bytes = 0.0;
   std::size_t result_entries = 0;
   std::optional<Paired> paired = {};
@@ -313,7 +293,7 @@ Row row_for(const Contender& c, const ScalingOptions& o, const Setting& s, const
   if (r.chosen != ExchangeKind::dense) r.select_s = t.select_s;
   if (s.fit) {
     const Load load{.ranks = t.ranks,
-                    .n = static_cast<double>(t.workload.params),
+                    .n = static_cast<double>(o.params),
                     .k = static_cast<double>(t.k),
                     .frame = frame_size(o.codec)};
     const Cost cost = predict({.kind = r.chosen, .codec = o.codec}, load, s.fit->link,
@@ -321,13 +301,8 @@ Row row_for(const Contender& c, const ScalingOptions& o, const Setting& s, const
     r.link_s = cost.link_s / o.time_scale;
     r.merge_s = cost.merge_s / o.time_scale;
   }
-  r.efficiency = t.workload.compute_s / (t.workload.compute_s + r.added_s());
+  r.efficiency = s.compute_s / (s.compute_s + r.added_s());
   return r;
-}
-
-const Row* find(const std::vector<Row>& rows, std::string_view counts_as) {
-  const auto found = std::ranges::find(rows, counts_as, &Row::counts_as);
-  return found == rows.end() ? nullptr : &*found;
 }
 
 // Compares the time that a step takes beyond its computing, round by round.
@@ -356,10 +331,8 @@ std::vector<Row> rows_of(const ScalingOptions& o, const Setting& s, const Trial&
     if (dense == nullptr || rows[i].exchange_s < dense->exchange_s) dense = &rows[i];
   }
   if (dense != nullptr) dense->counts_as = "dense";
-  const Row* const allgather = find(rows, "allgather");
   for (Row& r : rows) {
     if (dense != nullptr) r.over_dense = r.efficiency / dense->efficiency;
-    if (allgather != nullptr) r.over_allgather = r.efficiency / allgather->efficiency;
     if (r.counts_as == "auto") r.paired = pair_with_best(r, rows);
   }
   return rows;
@@ -369,8 +342,7 @@ nlohmann::json to_json(const Row& r, const ScalingOptions& o, const Setting& s, 
   const auto text = [](std::string_view word) {
     return word.empty() ? nlohmann::json() : nlohmann::json(word);
   };
-  nlohmann::json j{{"model", t.workload.name},
-                   {"params", t.workload.params},
+  nlohmann::json j{{"params", o.params},
                    {"k", t.k},
                    {"density", o.density},
                    {"ranks", t.ranks},
@@ -378,7 +350,7 @@ nlohmann::json to_json(const Row& r, const ScalingOptions& o, const Setting& s, 
                    {"counts_as", text(r.counts_as)},
                    {"chosen", name_of(r.chosen)},
                    {"reason", text(r.reason)},
-                   {"compute_s", t.workload.compute_s},
+                   {"compute_s", s.compute_s},
                    {"select_s", r.select_s},
                    {"select_n", t.select_n},
                    {"exchange_s", r.exchange_s},
@@ -391,7 +363,6 @@ nlohmann::json to_json(const Row& r, const ScalingOptions& o, const Setting& s, 
                    {"measured_over_predicted", r.exchange_s / r.predicted_s()},
                    {"efficiency", r.efficiency},
                    {"speed_up_over_dense", r.over_dense},
-                   {"speed_up_over_allgather", r.over_allgather},
                    {"busy", r.busy},
                    {"bytes", r.sent_bytes},
                    {"result_entries", r.result_entries},
@@ -418,25 +389,24 @@ std::string number(const char* format, double x) {
   return std::isnan(x) ? "-" : fmt::format(fmt::runtime(format), x);
 }
 
-void print(std::FILE* out, const std::vector<Row>& rows, const Trial& t, const ScalingOptions& o) {
-  fmt::print(out,
-             "\n{}: {} parameters, k {} (a frame: {} bytes), {} ranks; compute {}, selection {}",
-             t.workload.name, t.workload.params, t.k, t.frame_bytes, t.ranks,
-             duration_text(t.workload.compute_s), duration_text(t.select_s));
+void print(std::FILE* out, const std::vector<Row>& rows, const Trial& t, const ScalingOptions& o,
+           const Setting& s) {
+  fmt::print(out, "\n{} parameters, k {} (a frame: {} bytes), {} ranks; compute {}, selection {}",
+             o.params, t.k, t.frame_bytes, t.ranks, duration_text(s.compute_s),
+             duration_text(t.select_s));
   if (o.time_scale != 1.0) {
     fmt::print(out, "; measured on a link {0:g} times slower, and divided by {0:g}", o.time_scale);
   }
-  fmt::print(out, "\n{:<12} {:>12} {:>25} {:>12} {:>7} {:>11} {:>8} {:>8} {:>6} {:>12}\n",
+  fmt::print(out, "\n{:<12} {:>12} {:>22} {:>12} {:>6} {:>11} {:>7} {:>5} {:>12}\n",
              "exchange", "exchange ms", "min .. max", "predicted", "ratio", "efficiency", "/dense",
-             "/allg.", "busy", "bytes");
+             "busy", "bytes");
   for (const Row& r : rows) {
-    fmt::print(out, "{:<12} {:>12.4g} {:>25} {:>12} {:>7} {:>10.1f}% {:>8} {:>8} {:>6} {:>12.0f}\n",
+    fmt::print(out, "{:<12} {:>12.4g} {:>22} {:>12} {:>6} {:>10.1f}% {:>7} {:>5} {:>12.0f}\n",
                r.name, 1e3 * r.exchange_s,
                fmt::format("{:.4g} .. {:.4g}", 1e3 * r.least_s(), 1e3 * r.most_s()),
                number("{:.4g}", 1e3 * r.predicted_s()),
                number("{:.2f}", r.exchange_s / r.predicted_s()), 100.0 * r.efficiency,
-               number("{:.2f}", r.over_dense), number("{:.2f}", r.over_allgather),
-               number("{:.0f}%", 100.0 * r.busy), r.sent_bytes);
+               number("{:.2f}", r.over_dense), number("{:.0f}%", 100.0 * r.busy), r.sent_bytes);
   }
   for (const Row& r : rows) {
     if (!r.reason.empty()) fmt::print(out, "{}: {}\n", r.name, r.reason);
@@ -455,29 +425,25 @@ void run(const ScalingOptions& o, const Setting& s, Communicator& comm) {
   if (comm.size() < 2) throw InvalidArgument("expected two ranks or more, got one");
   const bool first = comm.rank() == 0;
   JsonFile json(first ? o.json : "");
-  nlohmann::json array = nlohmann::json::array();
-  for (const bench::Workload& w : s.workloads) {
-    const Trial trial = measure(o, s, w, comm);
-    if (!first) continue;
+  const Trial trial = measure(o, s, comm);
+  if (first) {
     const std::vector<Row> rows = rows_of(o, s, trial);
-    print(o.json == "-" ? stderr : stdout, rows, trial, o);
+    print(o.json == "-" ? stderr : stdout, rows, trial, o, s);
+    nlohmann::json array = nlohmann::json::array();
     for (const Row& r : rows) array.push_back(to_json(r, o, s, trial));
+    json.write(array);
   }
-  if (first) json.write(array);
   comm.barrier();
 }
 
 void declare(CLI::App& app, ScalingOptions& o) {
   CommandLine line(app);
   line.group("What is trained");
-  line.plain("--model", o.models, "NAME,...",
-             fmt::format("models: {} [all, without --params]", fmt::join(models(), ", ")))
-      ->delimiter(',')
-      ->check(CLI::IsMember(models()));
-  line.plain("--params", o.params, "N", "a model of your own: its parameters")
+  line.plain("--params", o.params, "N", "parameters of the model")
+      ->required()
       ->check(CLI::Range(std::size_t{1}, std::size_t{1} << 31));
-  line.plain("--compute", o.compute, "TIME",
-             "with --params: time of a step without exchange, as 200ms");
+  line.plain("--compute", o.compute, "TIME", "time of a step without exchange, as 200ms")
+      ->required();
   line.option("--density", o.density, "D", "k/n");
 
   line.group("How it is exchanged");
@@ -530,7 +496,8 @@ int bench_scaling_command(int argc, char** argv) {
       "Example:\n"
       "  scripts/cluster/cluster up 4 1gbit\n"
       "  scripts/cluster/cluster run build/release/skim bench network --json fit.json\n"
-      "  scripts/cluster/cluster run build/release/skim bench scaling --fit fit.json");
+      "  scripts/cluster/cluster run build/release/skim bench scaling --params 25557032 \\\n"
+      "    --compute 200ms --fit fit.json");
   return parse_and_run(app, argc, argv, [&] {
     const Setting s = read(o);
     if (!is_launched()) {

@@ -258,17 +258,16 @@ int run(const SimulateOptions& o) {
 }
 
 // Declares the flags only for --help. simulate_command has already looked for them.
-void declare_form(CommandLine& line, bool& training, bool& toy) {
+void declare_form(CommandLine& line, bool& training) {
   line.group("Form");
   line.flag("--train", training,
             "train a model on these ranks, with the options of skim train: skim simulate --train "
             "--help lists them");
-  line.flag("--toy", toy, "three ranks on the toy problem of top-k on both links");
 }
 
-void declare(CLI::App& app, SimulateOptions& o, bool& training, bool& toy) {
+void declare(CLI::App& app, SimulateOptions& o, bool& training) {
   CommandLine line(app);
-  declare_form(line, training, toy);
+  declare_form(line, training);
   line.group("What is exchanged");
   line.option("--params", o.params, "N", "entries of a gradient")
       ->check(CLI::Range(std::size_t{1}, std::size_t{1} << 31));
@@ -426,10 +425,10 @@ int run(TrainingOptions& o) {
   return 128 + g_signal.load();
 }
 
-void declare(CLI::App& app, TrainingOptions& o, bool& training, bool& toy) {
+void declare(CLI::App& app, TrainingOptions& o, bool& training) {
   CommandLine line(app);
   describe_config(app, "repeat the run of a file that --json wrote");
-  declare_form(line, training, toy);
+  declare_form(line, training);
   line.group("Ranks");
   line.option("--ranks", o.simulation.ranks, "P", "ranks, each a thread that exchanges")
       ->check(CLI::Range(1, 4096));
@@ -446,28 +445,25 @@ void declare(CLI::App& app, TrainingOptions& o, bool& training, bool& toy) {
 
 int simulate_exchanges(int argc, char** argv) {
   SimulateOptions o;
-  bool training = false, toy = false;
+  bool training = false;
   CLI::App app(
       "Runs the selection and the exchanges of many ranks in this process, on a virtual clock: the "
       "processor time of each rank plus what an alpha-beta link would take.",
       "skim simulate");
-  declare(app, o, training, toy);
+  declare(app, o, training);
   app.footer(
       "Nothing is trained. Gradients are normal, and every step exchanges the same selections.\n\n"
       "Example:\n"
       "  skim simulate --params 1000000 --ranks 16,128 --link 1gbit --latency 0.4ms");
   return parse_and_run(app, argc, argv, [&] {
-    if (training || toy) {
-      throw InvalidArgument(std::string(training ? "--train" : "--toy") +
-                            " must stand alone on the command line");
-    }
+    if (training) throw InvalidArgument("--train must stand alone on the command line");
     return run(o);
   });
 }
 
 int simulate_training(int argc, char** argv) {
   TrainingOptions o;
-  bool training = false, toy = false;
+  bool training = false;
   if (const char* dir = std::getenv("SKIM_DATA")) o.train.data.dir = dir;
   Repetition repetition;
   try {
@@ -482,7 +478,7 @@ int simulate_training(int argc, char** argv) {
       "real selection and exchange. The time of a step is simulated: computing, plus the processor "
       "time of each rank's exchange, plus the time that an alpha-beta link would take.",
       "skim simulate");
-  declare(app, o, training, toy);
+  declare(app, o, training);
   app.footer(
       "Ctrl-C or SIGTERM end the run before the next rank's batch; a second one ends it at once.\n"
       "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N\n"
@@ -496,11 +492,9 @@ int simulate_training(int argc, char** argv) {
 }  // namespace
 
 int simulate_command(int argc, char** argv) {
-  const auto given = [&](std::string_view form) {
-    return std::any_of(argv, argv + argc, [&](const char* a) { return form == a; });
-  };
-  if (given("--toy")) return simulate_toy(argc, argv);
-  return given("--train") ? simulate_training(argc, argv) : simulate_exchanges(argc, argv);
+  const bool training =
+      std::any_of(argv, argv + argc, [](std::string_view a) { return a == "--train"; });
+  return training ? simulate_training(argc, argv) : simulate_exchanges(argc, argv);
 }
 
 }  // namespace skim::tool

@@ -4,8 +4,8 @@ Needs SKIM_TOOL (the binary); SKIM_HAS_MPI=1 where the build has MPI, and then S
 Python that draws.
 """
 
+import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -18,10 +18,10 @@ P, N, K = 4, 20000, 200
 SHIFT = 4099  # of one rank's gradient against the next
 FIT = {"alpha_s": 1e-3, "beta_s_per_byte": 8e-9, "select_s": 1e-9, "merge_s": 1e-8, "add_s": 0.0}
 OWN = ["--params", N, "--compute", "1ms", "--density", 0.01, "--rounds", 3]
-FIELDS = {"model", "params", "k", "density", "ranks", "exchange", "counts_as", "chosen", "reason", "compute_s",
+FIELDS = {"params", "k", "density", "ranks", "exchange", "counts_as", "chosen", "reason", "compute_s",
           "select_s", "select_n", "exchange_s", "exchange_least_s", "exchange_most_s", "rounds_s", "predicted_s",
           "predicted_link_s", "predicted_merge_s", "measured_over_predicted", "efficiency", "speed_up_over_dense",
-          "speed_up_over_allgather", "busy", "bytes", "result_entries", "frame_bytes", "index_code", "time_scale",
+          "busy", "bytes", "result_entries", "frame_bytes", "index_code", "time_scale",
           "waited_s", "shared_cores", "alpha_s", "beta_s_per_byte"}
 
 
@@ -60,7 +60,7 @@ class Measured(Case):
                           "auto": "auto"})
         for name, r in rows.items():
             self.assertEqual(FIELDS - r.keys(), set())
-            self.assertEqual((r["model"], r["params"], r["k"], r["ranks"], r["compute_s"]), ("own", N, K, P, 1e-3))
+            self.assertEqual((r["params"], r["k"], r["ranks"], r["compute_s"]), (N, K, P, 1e-3))
             self.assertEqual(len(r["rounds_s"]), 3)
             self.assertEqual(r["exchange_s"], statistics.median(r["rounds_s"]))
             self.assertEqual((r["exchange_least_s"], r["exchange_most_s"]), (min(r["rounds_s"]), max(r["rounds_s"])))
@@ -69,7 +69,6 @@ class Measured(Case):
             self.assertEqual((r["select_n"], r["waited_s"]), (N, 1e-3))
             self.assertAlmostEqual(r["efficiency"], 1e-3 / (1e-3 + r["select_s"] + r["exchange_s"]))
             self.assertAlmostEqual(r["speed_up_over_dense"], r["efficiency"] / dense["efficiency"])
-            self.assertAlmostEqual(r["speed_up_over_allgather"], r["efficiency"] / rows["allgather"]["efficiency"])
             self.assertAlmostEqual(r["predicted_s"], r["predicted_link_s"] + r["predicted_merge_s"])
             self.assertAlmostEqual(r["measured_over_predicted"], r["exchange_s"] / r["predicted_s"])
         # 2 (P - 1) / P of 4 n bytes, and 48 of each other rank.
@@ -154,16 +153,15 @@ class Measured(Case):
         self.assertEqual(self.rows(*case, "--keep-gradient")["gtopk"]["frame_bytes"], first["frame_bytes"])
         self.assertEqual(kept.stat().st_size, 4 * (N + (P - 1) * SHIFT))
 
-    def test_published_models_and_the_table(self):
+    def test_the_table(self):
         path = self.dir / "out.json"
-        done = self.start("--model", "resnet20", "--rounds", 1, "--longest-wait", "1ms", "--json", path, ranks=2)
+        done = self.start(*OWN, "--rounds", 1, "--longest-wait", "1us", "--json", path, ranks=2)
         self.assert_ok(done)
-        for words in ("resnet20: 269722 parameters, k 269", "dense-vendor", "auto over ", "efficiency"):
+        for words in (f"{N} parameters, k {K}", "dense-vendor", "auto over ", "efficiency"):
             self.assertIn(words, done.stdout)
-        self.assertIn("resnet20: round 1 of 1: ", done.stderr)
-        for r in json.loads(path.read_text()):
-            self.assertEqual((r["params"], r["k"], r["ranks"]), (269722, 269, 2))
-            self.assertTrue(math.isclose(r["compute_s"], 128 / 920.632))
+        self.assertLessEqual(max(map(len, done.stdout.splitlines())), 110)
+        self.assertIn("round 1 of 1: ", done.stderr)
+        self.assertEqual([r["compute_s"] for r in json.loads(path.read_text())], 6 * [1e-3])
 
     def test_one_rank_is_refused(self):
         done = self.start(*OWN, ranks=1)
@@ -173,15 +171,13 @@ class Measured(Case):
 
 class Refusals(Case):
     def test_without_mpirun(self):
-        self.assert_refused(scaling(), "two ranks or more", "mpirun")
+        self.assert_refused(scaling(*OWN), "two ranks or more", "mpirun")
 
     def test_refusals(self):
         (self.dir / "bad.json").write_text("{}")
         for arguments, words in [
-            (["--model", "vgg99"], ["--model", "vgg16"]),
-            (["--params", 1000], ["--params", "--compute"]),
-            (["--compute", "1s"], ["--params", "--compute"]),
-            (["--params", 1000, "--compute", "soon"], ["--compute", "'soon'"]),
+            (["--params", 0], ["--params"]),
+            (["--compute", "soon"], ["--compute", "'soon'"]),
             (["--density", 0], ["--density", "(0, 1]"]),
             (["--exchange", "hierarchical"], ["--exchange"]),
             (["--rounds", 0], ["--rounds"]),
@@ -193,7 +189,10 @@ class Refusals(Case):
             (["--fit", self.dir / "bad.json"], ["--fit", "bench network"]),
         ]:
             with self.subTest(arguments):
-                self.assert_refused(scaling(*arguments), *words)
+                given = {"--params": N, "--compute": "1ms"} | dict([arguments])
+                self.assert_refused(scaling(*itertools.chain(*given.items())), *words)
+        self.assert_refused(scaling("--params", N), "--compute", "required")
+        self.assert_refused(scaling("--compute", "1s"), "--params", "required")
 
 
 @unittest.skipUnless(CAN_DRAW, "no matplotlib (scripts/setup installs it)")
@@ -207,7 +206,7 @@ class Plots(Case):
                     "counts_as": counts_as, "index_code": "auto", "compute_s": 0.1, "select_s": 0.02,
                     "exchange_s": seconds, "exchange_least_s": seconds / 2, "exchange_most_s": seconds * 2,
                     "predicted_s": seconds / 1.25, "measured_over_predicted": 1.25, "efficiency": 0.1 / (0.12 + seconds),
-                    "speed_up_over_dense": 2.0, "speed_up_over_allgather": None, "busy": 0.5, "chosen": exchange,
+                    "speed_up_over_dense": 2.0, "busy": 0.5, "chosen": exchange,
                     "bytes": 1000} | more
 
         self.rows = [row(p, scale, *case) for p, scale in [(4, 1), (16, 1), (16, 10), (32, 10)]
@@ -232,7 +231,8 @@ class Plots(Case):
             "| vgg16 | dense | 20.0 (7.9) | 20.0 (3) | 20.0 (3) | 20.0 (1) |"])
         self.assertEqual(self.table("time")[4], "| vgg16 | gtopk" + 4 * " | 30 [15, 60]" + " |")
         self.assertEqual(self.table("ratio")[4], "| vgg16 | gtopk" + 4 * " | 1.25" + " |")
-        self.assertEqual(self.table("speed-up")[3], "| vgg16 | allgather" + 4 * " | 2.00; -" + " |")
+        self.assertEqual(self.table("speed-up")[3], "| vgg16 | allgather" + 4 * " | 2.00; 1.00" + " |")
+        self.assertEqual(self.table("speed-up")[4], "| vgg16 | gtopk" + 4 * " | 2.00; 1.13" + " |")
         self.assertEqual(self.table("parts")[2], "| vgg16 | dense" + 4 * " | 20.0; 4.0; 76.0" + " |")
         # A machine that is 95 % busy is starred.
         self.assertEqual(self.table("auto")[2:], ["| vgg16 | auto | auto: 1.010 [0.990, 1.040]* | - | - | - |"])

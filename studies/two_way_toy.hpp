@@ -15,7 +15,7 @@
 #include "skim/communicator.hpp"
 #include "skim/reducer.hpp"
 
-namespace skim::bench {
+namespace skim::study {
 
 struct TwoWayToy {
   static constexpr int kRanks = 3;
@@ -74,4 +74,4 @@ inline double run_two_way_toy(const TwoWayToy& toy) {
   return gap;
 }
 
-}  // namespace skim::bench
+}  // namespace skim::study
