@@ -19,7 +19,7 @@ constexpr double kDensity = 0.001, kSeconds = 2.0;
 void run(const std::string& device, const Gradients& gradients, std::unique_ptr<Selector> selector,
          bool is_exact, std::uint64_t steps_before) {
   const std::size_t n = gradients.n();
-  const std::string algo(selector->name());
+  const std::string rule(selector->name());
   const auto step = make_cuda_step(std::move(selector), is_exact, gradients, kept(kDensity, n));
   const Times t = measure(*step, steps_before, kSeconds);
   std::printf(
@@ -27,7 +27,7 @@ void run(const std::string& device, const Gradients& gradients, std::unique_ptr<
       "\"target\": \"cuda\", \"device\": \"%s\", \"ns\": %.0f, \"worst_ns\": %.0f, "
       "\"add_pass_ns\": %.0f, \"ratio\": %.3f, \"local_step_ratio\": %.3f, \"cold_ns\": %.0f, "
       "\"memory_bytes_per_second\": %.3g, \"passes\": %d}\n",
-      algo.c_str(), n, t.k, t.selected, device.c_str(), t.ns, t.worst_ns, t.add_ns, t.ratio(),
+      rule.c_str(), n, t.k, t.selected, device.c_str(), t.ns, t.worst_ns, t.add_ns, t.ratio(),
       t.local_ratio(), t.cold_ns, t.memory_rate, t.passes);
   std::fflush(stdout);
 }
@@ -48,8 +48,8 @@ void run_all(const std::vector<std::string>& arguments) {
   if (lengths.empty()) lengths = {kMiddleLength, kLengths.back()};
   for (const std::size_t n : lengths) {
     const Gradients gradients("normal", n);
-    for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
-      run(device, gradients, make_cuda_selector({.algo = algo}), algo == SelectAlgo::exact,
+    for (const SelectRule rule : {SelectRule::exact, SelectRule::gaussian}) {
+      run(device, gradients, make_cuda_selector({.rule = rule}), rule == SelectRule::exact,
           kStepsBefore);
     }
     run(device, gradients, make_cub_selector(), true, Gradients::kInTurn);

@@ -19,10 +19,10 @@ namespace {
 
 constexpr std::uint64_t kStepsBefore = 20;
 
-void select(benchmark::State& state, SelectAlgo algo, std::string_view shape, std::size_t n,
+void select(benchmark::State& state, SelectRule rule, std::string_view shape, std::size_t n,
             double density) {
   SelectOptions options;
-  options.algo = algo;
+  options.rule = rule;
   options.threshold = 1.0F;  // of the rule that is told one
   const Gradients gradients(shape, n);
   LocalStep step(make_selector(options), gradients, 0, n, kept(density, n));
@@ -64,12 +64,12 @@ void register_all() {
     if (n > std::size_t{1} << 24U) continue;
     benchmark::RegisterBenchmark(name("BM_Add", n).c_str(),
                                  [=](benchmark::State& s) { add_pass(s, n); });
-    for (const SelectAlgo algo : enumerators<SelectAlgo>()) {
+    for (const SelectRule rule : enumerators<SelectRule>()) {
       for (const Shape& shape : kShapes) {
         for (const double density : kDensities) {
           benchmark::RegisterBenchmark(
-              name("BM_Select", name_of(algo), shape.name, n, density).c_str(),
-              [=](benchmark::State& s) { select(s, algo, shape.name, n, density); });
+              name("BM_Select", name_of(rule), shape.name, n, density).c_str(),
+              [=](benchmark::State& s) { select(s, rule, shape.name, n, density); });
         }
       }
     }

@@ -166,13 +166,13 @@ inline std::string not_the_largest(std::span<const float> accumulated, std::size
 }
 
 // is_exact: the rule finds the k largest. Throws: Error, which names what is wrong.
-inline void verify(std::string_view algo, bool is_exact, std::string_view shape,
+inline void verify(std::string_view rule, bool is_exact, std::string_view shape,
                    std::span<const float> accumulated, std::size_t k, const SparseView& out,
                    float threshold) {
   std::string wrong = wrong_entries(accumulated, out, threshold);
   if (wrong.empty() && is_exact) wrong = not_the_largest(accumulated, k, out, threshold);
   if (!wrong.empty()) {
-    throw Error("wrong result of " + std::string(algo) + " on " + std::string(shape) +
+    throw Error("wrong result of " + std::string(rule) + " on " + std::string(shape) +
                 ", n=" + std::to_string(accumulated.size()) + ": " + wrong);
   }
 }

@@ -60,7 +60,7 @@ def measure(setting, options):
         for model in options.models:
             params, compute_s = SCALED_MODELS[model]
             say(model)
-            cluster("run", options.tool, "bench", "scaling", "--params", str(params), "--compute", f"{compute_s:.9f}s",
+            cluster("run", options.tool, "bench", "scaling", "--parameters", str(params), "--compute", f"{compute_s:.9f}s",
                     "--fit", str(fit), "--json", str(result), "--shared-cores", str(os.cpu_count()), "--time-scale",
                     f"{1 / (float(number) * GBITS[unit]):g}", *options.arguments)
             rows += [{"model": model} | row for row in json.loads(result.read_text())]

@@ -43,7 +43,7 @@ struct Case {
   double mean_density = 0.03;  // the budget is what all steps cost at this one
   std::uint64_t steps = 30;
   std::function<double(std::uint64_t)> scale = [](std::uint64_t) { return 1.0; };  // of gradients
-  SelectAlgo select = SelectAlgo::exact;
+  SelectRule select = SelectRule::exact;
   std::uint64_t bad_step = std::numeric_limits<std::uint64_t>::max();    // a NaN on one rank
   std::uint64_t stop_after = std::numeric_limits<std::uint64_t>::max();  // then saved and loaded
   double contraction = 1.0;
@@ -54,7 +54,7 @@ struct Case {
 ReducerOptions options_of(const Case& c) {
   ReducerOptions o;
   o.exchange = c.exchange;
-  o.select.algo = c.select;
+  o.select.rule = c.select;
   o.dense_below = 64;
   return o;
 }
@@ -244,13 +244,13 @@ TEST(adaptive, the_law_holds_for_values_in_codes_and_for_every_selector) {
       expect_law(c, run(c));
     }
   }
-  for (std::size_t algo = 0; algo < names_of<SelectAlgo>().size(); ++algo) {
-    if (static_cast<SelectAlgo>(algo) == SelectAlgo::threshold) continue;  // has no k
+  for (std::size_t rule = 0; rule < names_of<SelectRule>().size(); ++rule) {
+    if (static_cast<SelectRule>(rule) == SelectRule::threshold) continue;  // has no k
     Case c;
     c.exchange = exchange_of_kind(ExchangeKind::allgather, false);
-    c.select = static_cast<SelectAlgo>(algo);
+    c.select = static_cast<SelectRule>(rule);
     c.steps = 20;
-    SCOPED_TRACE(std::string(names_of<SelectAlgo>()[algo]));
+    SCOPED_TRACE(std::string(names_of<SelectRule>()[rule]));
     const Outcome got = run(c);
     EXPECT_LE(static_cast<double>(got.sent), got.budget);
     EXPECT_GE(static_cast<double>(got.sent), got.budget - got.largest_cost);

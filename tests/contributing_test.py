@@ -123,11 +123,11 @@ def untrue_of_rules(root):
     header, factory, tests, page = (
         (root / file).read_text() for file in (RULES_ENUM, RULES, RULES_TEST, PAGE))
     rows = re.search(r"\bkRules = \{\n(.*?)^\};", tests, re.DOTALL | re.M)[1]
-    for rule in enumerators_of(header, "SelectAlgo"):
+    for rule in enumerators_of(header, "SelectRule"):
         name = rule.replace("_", "-")
         if f"Rule{{{rule}," not in rows:
             wrong.append(f"{name}: no row in kRules of {RULES_TEST}")
-        if f'"{name}"' not in factory or f"case SelectAlgo::{rule}:" not in factory:
+        if f'"{name}"' not in factory or f"case SelectRule::{rule}:" not in factory:
             wrong.append(f"{name}: no name or no case in {RULES}")
         if f"\n| `{name}` |" not in section(page, "Selectors"):
             wrong.append(f"{name}: no row under 'Selectors' of {PAGE}")
@@ -171,7 +171,7 @@ class Contributing(unittest.TestCase):
         self.assertEqual(untrue(ROOT), [])
 
     def test_every_selection_rule_is_as_its_trace_says(self):
-        self.assertGreater(len(enumerators_of((ROOT / RULES_ENUM).read_text(), "SelectAlgo")), 5)
+        self.assertGreater(len(enumerators_of((ROOT / RULES_ENUM).read_text(), "SelectRule")), 5)
         self.assertEqual(untrue_of_rules(ROOT), [])
 
     def test_every_model_is_as_its_trace_says(self):
@@ -213,7 +213,7 @@ class ItCanFail(unittest.TestCase):
 
     def test_a_rule_without_its_parts(self):
         self.change(RULES_TEST, "Rule{sidco,", "Rule{other,")
-        self.change(RULES, "case SelectAlgo::mstopk:", "")
+        self.change(RULES, "case SelectRule::mstopk:", "")
         self.change(PAGE, "| `redsync-trim` |", "| `other` |")
         self.assertEqual(untrue_of_rules(self.copy), [
             f"redsync-trim: no row under 'Selectors' of {PAGE}", f"sidco: no row in kRules of {RULES_TEST}",

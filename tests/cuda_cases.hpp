@@ -105,10 +105,10 @@ void lengths(const Shape& shape, const Make& make) {
 
 // Carried thresholds that are far too high, far too low, or about right.
 template <class OnDevice>
-void jumps(const Shape& shape, SelectAlgo algo, std::size_t n, std::size_t k, OnDevice&& device,
+void jumps(const Shape& shape, SelectRule rule, std::size_t n, std::size_t k, OnDevice&& device,
            std::size_t steps = 9) {
   const std::array factors = {1.0F, 1.0F, 1e6F, 1e6F, 1.0F, 1e-6F, 1e-6F, 1.0F, 0.9F};
-  const auto cpu = make_selector({.algo = algo});
+  const auto cpu = make_selector({.rule = rule});
   for (const bool with_residual : {false, true}) {
     Floats residual(with_residual ? n : 0, 0.0F);
     for (std::size_t s = 0; s < steps; ++s) {
@@ -127,9 +127,9 @@ void jumps(const Shape& shape, SelectAlgo algo, std::size_t n, std::size_t k, On
 template <class Make>
 void settings(const Make& make) {
   const std::size_t n = 5003;
-  for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
-    auto device = make(algo);
-    const auto cpu = make_selector({.algo = algo});
+  for (const SelectRule rule : {SelectRule::exact, SelectRule::gaussian}) {
+    auto device = make(rule);
+    const auto cpu = make_selector({.rule = rule});
     Floats residual(n, 0.0F), none;
     std::uint64_t seed = 0;
     for (const std::size_t k : std::vector<std::size_t>{50, 2500, 1, 0, n, 400, 401, 399}) {

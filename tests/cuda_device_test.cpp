@@ -80,7 +80,7 @@ struct Device0 {
   }
 };
 
-Device0 device(SelectAlgo algo = SelectAlgo::exact) { return {make_cuda_selector({.algo = algo})}; }
+Device0 device(SelectRule rule = SelectRule::exact) { return {make_cuda_selector({.rule = rule})}; }
 
 #define SKIM_NEEDS_DEVICE() \
   if (cuda_device_count() == 0) GTEST_SKIP() << "no CUDA device"
@@ -103,9 +103,9 @@ TEST_P(cuda_device_shapes, exact_is_the_cpus) {
 }
 TEST_P(cuda_device_shapes, thresholds_are_carried_through_jumps) {
   SKIM_NEEDS_DEVICE();
-  for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
-    test::jumps(test::kShapes[GetParam()], algo, 9001, 90, device(algo));
-    test::jumps(test::kShapes[GetParam()], algo, 300007, 300, device(algo));
+  for (const SelectRule rule : {SelectRule::exact, SelectRule::gaussian}) {
+    test::jumps(test::kShapes[GetParam()], rule, 9001, 90, device(rule));
+    test::jumps(test::kShapes[GetParam()], rule, 300007, 300, device(rule));
   }
 }
 INSTANTIATE_TEST_SUITE_P(All, cuda_device_shapes,
@@ -116,7 +116,7 @@ INSTANTIATE_TEST_SUITE_P(All, cuda_device_shapes,
 
 TEST(cuda_device, settings) {
   SKIM_NEEDS_DEVICE();
-  test::settings([](SelectAlgo algo) { return device(algo); });
+  test::settings([](SelectRule rule) { return device(rule); });
 }
 
 // Work on the gradient is still queued on its stream when select() is called.

@@ -80,9 +80,9 @@ class EmulatedEngine final : public cuda::Engine {
   std::vector<std::uint32_t> body_;
 };
 
-inline std::unique_ptr<Selector> emulated(SelectAlgo algo = SelectAlgo::exact, Grid grid = {},
+inline std::unique_ptr<Selector> emulated(SelectRule rule = SelectRule::exact, Grid grid = {},
                                           std::size_t spare = 65536) {
-  return cuda::make_rule({.algo = algo}, std::make_unique<EmulatedEngine>(grid, spare));
+  return cuda::make_rule({.rule = rule}, std::make_unique<EmulatedEngine>(grid, spare));
 }
 
 }  // namespace skim::test

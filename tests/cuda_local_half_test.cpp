@@ -80,8 +80,8 @@ class EmulatedAccelerator : public cuda::Accelerator {
 };
 
 std::unique_ptr<LocalHalf> emulated_half(const FeedbackOptions& feedback = {},
-                                         SelectAlgo algo = SelectAlgo::exact) {
-  return cuda::make_device_half(feedback, test::emulated(algo, {1, 32}),
+                                         SelectRule rule = SelectRule::exact) {
+  return cuda::make_device_half(feedback, test::emulated(rule, {1, 32}),
                                 std::make_unique<EmulatedAccelerator>());
 }
 
@@ -193,16 +193,16 @@ void step(LocalHalf& host, LocalHalf& device, DType type, std::uint64_t s) {
 }
 
 TEST(cuda_local_half, every_call_is_the_hosts) {
-  for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
+  for (const SelectRule rule : {SelectRule::exact, SelectRule::gaussian}) {
     for (const FeedbackOptions& feedback :
          {FeedbackOptions{}, FeedbackOptions{.residual_decay = 0.9F},
           FeedbackOptions{.enabled = false}}) {
       for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
-        SCOPED_TRACE(std::to_string(static_cast<int>(algo)) + ", " +
+        SCOPED_TRACE(std::to_string(static_cast<int>(rule)) + ", " +
                      std::to_string(feedback.enabled) + ", " +
                      std::to_string(static_cast<int>(type)));
-        const auto host = make_local_half({.algo = algo}, feedback);
-        const auto device = emulated_half(feedback, algo);
+        const auto host = make_local_half({.rule = rule}, feedback);
+        const auto device = emulated_half(feedback, rule);
         host->set_layout(one_bucket());
         device->set_layout(one_bucket());
         for (std::uint64_t s = 0; s < 12; ++s) step(*host, *device, type, s);
@@ -212,12 +212,12 @@ TEST(cuda_local_half, every_call_is_the_hosts) {
 }
 
 TEST(cuda_local_half, a_state_of_the_host_loads_on_the_device_and_back) {
-  for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
-    const auto host = make_local_half({.algo = algo}, {});
-    const auto device = emulated_half({}, algo), other = emulated_half({}, algo);
+  for (const SelectRule rule : {SelectRule::exact, SelectRule::gaussian}) {
+    const auto host = make_local_half({.rule = rule}, {});
+    const auto device = emulated_half({}, rule), other = emulated_half({}, rule);
     for (LocalHalf* half : {host.get(), device.get(), other.get()}) half->set_layout(one_bucket());
     for (std::uint64_t s = 0; s < 4; ++s) step(*host, *device, DType::f32, s);
-    if (algo == SelectAlgo::gaussian) {
+    if (rule == SelectRule::gaussian) {
       EXPECT_EQ(saved(*host), saved(*device));
     }
     const std::string of_host = saved(*host), of_device = saved(*device);
@@ -298,7 +298,7 @@ TEST(cuda_local_half, a_failure_at_the_end_of_a_step_is_thrown_by_the_next) {
     void zero(float*, std::size_t) override { throw Error("local half: zeroing failed"); }
   };
   const auto half =
-      cuda::make_device_half({}, test::emulated(SelectAlgo::exact), std::make_unique<Failing>());
+      cuda::make_device_half({}, test::emulated(SelectRule::exact), std::make_unique<Failing>());
   half->set_layout(one_bucket());
   Pair grad(DType::f32, 1, 1.0F);
   half->accumulate({.id = {0, 3}, .grad = grad.b, .keep = {}});

@@ -126,12 +126,12 @@ class cuda_shapes : public testing::TestWithParam<std::size_t> {};
 
 TEST_P(cuda_shapes, exact_is_the_cpus) {
   test::lengths(test::kShapes[GetParam()],
-                [](std::size_t spare) { return Emulated{emulated(SelectAlgo::exact, {}, spare)}; });
+                [](std::size_t spare) { return Emulated{emulated(SelectRule::exact, {}, spare)}; });
 }
 TEST_P(cuda_shapes, thresholds_are_carried_through_jumps) {
-  for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
-    test::jumps(test::kShapes[GetParam()], algo, 5003, 50, Emulated{emulated(algo)});
-    test::jumps(test::kShapes[GetParam()], algo, 3001, 30, Emulated{emulated(algo, {}, 300)});
+  for (const SelectRule rule : {SelectRule::exact, SelectRule::gaussian}) {
+    test::jumps(test::kShapes[GetParam()], rule, 5003, 50, Emulated{emulated(rule)});
+    test::jumps(test::kShapes[GetParam()], rule, 3001, 30, Emulated{emulated(rule, {}, 300)});
   }
 }
 INSTANTIATE_TEST_SUITE_P(All, cuda_shapes, testing::Range(std::size_t{0}, test::kShapes.size()),
@@ -140,15 +140,15 @@ INSTANTIATE_TEST_SUITE_P(All, cuda_shapes, testing::Range(std::size_t{0}, test::
                          });
 
 TEST(cuda_select, settings) {
-  test::settings([](SelectAlgo algo) { return Emulated{emulated(algo, {2, 32})}; });
+  test::settings([](SelectRule rule) { return Emulated{emulated(rule, {2, 32})}; });
 }
 
 TEST(cuda_select, any_grid_gives_the_same) {
   for (const Grid grid : {Grid{1, 32}, Grid{5, 32}, Grid{1, 256}, Grid{3, 128}}) {
     SCOPED_TRACE(std::to_string(grid.blocks) + " x " + std::to_string(grid.threads));
     for (const std::size_t spare : {std::size_t{0}, std::size_t{65536}}) {
-      test::jumps(test::shape("few values"), SelectAlgo::exact, 10007, 100,
-                  Emulated{emulated(SelectAlgo::exact, grid, spare)}, 3);
+      test::jumps(test::shape("few values"), SelectRule::exact, 10007, 100,
+                  Emulated{emulated(SelectRule::exact, grid, spare)}, 3);
     }
   }
 }
@@ -156,7 +156,7 @@ TEST(cuda_select, any_grid_gives_the_same) {
 // Norms of more than one group, and a sample that suggests the first threshold.
 TEST(cuda_select, a_long_gradient) {
   const std::size_t n = 2 * kernels::kBlock * kernels::Norm2::kGroup + 777, k = 500;
-  Emulated device{emulated(SelectAlgo::exact, {1, 64})};
+  Emulated device{emulated(SelectRule::exact, {1, 64})};
   const auto cpu = make_selector({});
   Floats residual = test::normal(n, 2);
   EXPECT_EQ(test::step(*cpu, device, {test::normal(n, 1), {k}}, residual).passes, 1);
@@ -182,9 +182,9 @@ TEST(cuda_select, state_is_saved_and_fits_the_cpu) {
     selector.save(out);
     return out.str();
   };
-  for (const SelectAlgo algo : {SelectAlgo::exact, SelectAlgo::gaussian}) {
-    Emulated device{emulated(algo)}, other{emulated(algo)};
-    const auto cpu = make_selector({.algo = algo});
+  for (const SelectRule rule : {SelectRule::exact, SelectRule::gaussian}) {
+    Emulated device{emulated(rule)}, other{emulated(rule)};
+    const auto cpu = make_selector({.rule = rule});
     Floats none;
     for (std::uint64_t s = 0; s < 3; ++s) {
       test::step(*cpu, device, {test::normal(5000, s), {50}}, none);
@@ -193,7 +193,7 @@ TEST(cuda_select, state_is_saved_and_fits_the_cpu) {
     other.selector->load(in);
     EXPECT_EQ(saved(*other.selector), saved(*device.selector));
     EXPECT_EQ(test::step(*cpu, other, {test::normal(5000, 4), {50}}, none).passes, 1);
-    if (algo == SelectAlgo::gaussian) {
+    if (rule == SelectRule::gaussian) {
       EXPECT_EQ(saved(*other.selector), saved(*cpu));
     }
     std::istringstream of_cpu(saved(*cpu)), of_device(saved(*other.selector));
@@ -234,7 +234,7 @@ TEST(cuda_select, refuses_bad_arguments_before_anything_changes) {
   task = good;
   task.grad.data = reinterpret_cast<char*>(grad.data()) + 2;
   refused(task, "aligned");
-  EXPECT_THROW(emulated(SelectAlgo::dgc), InvalidArgument);
+  EXPECT_THROW(emulated(SelectRule::dgc), InvalidArgument);
   EXPECT_THROW(cuda::make_rule({.per_parameter = true}, std::make_unique<EmulatedEngine>()),
                InvalidArgument);
   EXPECT_EQ(selector->name(), "exact");

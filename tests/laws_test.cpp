@@ -410,7 +410,7 @@ TEST(laws, agreement) {
                                  static_cast<float>(report.group.accumulated_norm2),
                                  static_cast<float>(report.group.sent_norm2),
                                  static_cast<float>(report.group.sent_bytes),
-                                 static_cast<float>(report.sum_nnz),
+                                 static_cast<float>(report.sum_entries),
                                  report.dense ? 1.0F : 0.0F};
             both.insert(both.end(), told.begin(), told.end());
           }

@@ -73,8 +73,8 @@ inline void step_both(Communicator& comm, Reducer& own, Reducer& other, std::uin
     const StepReport b = other.reduce(s, elsewhere(h));
     EXPECT_TRUE(same_bits(g, h)) << "the mean of slot " << s << " in step " << step;
     EXPECT_EQ(a.dense, b.dense);
-    EXPECT_EQ(a.sent_nnz, b.sent_nnz);
-    EXPECT_EQ(a.sum_nnz, b.sum_nnz);
+    EXPECT_EQ(a.sent_entries, b.sent_entries);
+    EXPECT_EQ(a.sum_entries, b.sum_entries);
     EXPECT_EQ(a.sent_bytes, b.sent_bytes);
     EXPECT_EQ(a.threshold, b.threshold);
     EXPECT_NEAR(a.residual_norm, b.residual_norm, 1e-6 * (1.0 + a.residual_norm));

@@ -138,13 +138,13 @@ TEST(param_server, union_and_result_are_counted) {
           indices.insert(top.view().index.begin(), top.view().index.end());
         }
         std::size_t counted = 0;
-        for (const Trace& run : runs) counted += run.reports[0].union_nnz;
+        for (const Trace& run : runs) counted += run.reports[0].union_entries;
         EXPECT_EQ(counted, indices.size());
         for (const Trace& run : runs) {
-          EXPECT_EQ(run.reports[0].sum_nnz, down < 1.0 ? 4U : indices.size());
+          EXPECT_EQ(run.reports[0].sum_entries, down < 1.0 ? 4U : indices.size());
         }
         for (const Trace& run : runs) {
-          EXPECT_EQ(run.reports[0].sent_nnz, 10U);
+          EXPECT_EQ(run.reports[0].sent_entries, 10U);
         }
       }
     }
@@ -164,7 +164,7 @@ TEST(param_server, ranks_agree_on_the_course_whatever_they_selected) {
                 Floats g(n, static_cast<float>(1 + comm.rank()));
                 const StepReport report = reducer.reduce(0, std::span(g));
                 reducer.end_step(0.0);
-                EXPECT_EQ(report.sum_nnz, n - 7);
+                EXPECT_EQ(report.sum_entries, n - 7);
                 // The first entries are everybody's.
                 for (std::size_t i = 0; i < 5; ++i) EXPECT_EQ(g[i], i < 3 ? 2.5F : 0.25F) << i;
               },

@@ -216,8 +216,8 @@ TEST(reducer, sync_is_async_bit_for_bit) {
             EXPECT_EQ(r.id.step, step);
             out.push_back(grads[s]);
             out.push_back(residual_of(reducer, s));
-            out.push_back({static_cast<float>(r.k), static_cast<float>(r.sent_nnz),
-                           static_cast<float>(r.sum_nnz), static_cast<float>(r.sent_bytes),
+            out.push_back({static_cast<float>(r.k), static_cast<float>(r.sent_entries),
+                           static_cast<float>(r.sum_entries), static_cast<float>(r.sent_bytes),
                            static_cast<float>(r.received_bytes), static_cast<float>(r.rounds),
                            static_cast<float>(r.capture), static_cast<float>(r.residual_norm),
                            r.threshold, r.dense ? 1.0F : 0.0F,
@@ -853,8 +853,8 @@ TEST(reducer, parts_of_ones_own) {
     const Floats mine = g;
     const StepReport report = reducer.reduce(0, std::span(g));
     EXPECT_EQ(report.k, 25U);
-    EXPECT_EQ(report.sent_nnz, 3U);
-    EXPECT_EQ(report.sum_nnz, 0U);
+    EXPECT_EQ(report.sent_entries, 3U);
+    EXPECT_EQ(report.sum_entries, 0U);
     EXPECT_EQ(exchange.k, 25U);
     EXPECT_EQ(exchange.k_down, 50U);
     EXPECT_EQ(exchange.threshold, 2.0F);
@@ -951,7 +951,7 @@ TEST(reducer, a_selection_above_k_is_cut_where_the_schedule_says_so) {
       const StepReport report = reducer.reduce(0, std::span(g));
       EXPECT_TRUE(reducer.end_step(0.0));
       const SparseBuffer kept = test::top_k(mine, cut ? 10 : 30);
-      EXPECT_EQ(report.sent_nnz, kept.nnz());
+      EXPECT_EQ(report.sent_entries, kept.nnz());
       EXPECT_EQ(g, test::dense(kept.view()));
       Floats rest = mine;
       for (const Index i : kept.view().index) rest[i] = 0.0F;
@@ -1002,14 +1002,14 @@ TEST(reducer, reports_what_happened) {
             static_cast<std::size_t>(std::ranges::count_if(g, [](float v) { return v != 0.0F; }));
         if (r.dense) {
           EXPECT_EQ(r.k, n);
-          EXPECT_EQ(r.sent_nnz, n);
-          EXPECT_EQ(r.sum_nnz, n);
+          EXPECT_EQ(r.sent_entries, n);
+          EXPECT_EQ(r.sum_entries, n);
           EXPECT_EQ(r.capture, 1.0);
           EXPECT_EQ(r.residual_norm, 0.0);
         } else {
           EXPECT_EQ(r.k, k);
-          EXPECT_EQ(r.sent_nnz, kept.nnz());
-          EXPECT_EQ(r.sum_nnz, non_zero);
+          EXPECT_EQ(r.sent_entries, kept.nnz());
+          EXPECT_EQ(r.sum_entries, non_zero);
           float smallest = kInf;
           for (const float v : kept.view().value) smallest = std::min(smallest, std::fabs(v));
           EXPECT_EQ(r.threshold, smallest);
@@ -1061,7 +1061,7 @@ TEST(reducer, reports_within_the_range_when_all_is_sent) {
       const double all = std::sqrt(norm2(g));
       const std::size_t non_zero = test::top_k(g, n).nnz();
       const StepReport r = reducer.reduce(0, std::span(g));
-      EXPECT_EQ(r.sent_nnz, non_zero);
+      EXPECT_EQ(r.sent_entries, non_zero);
       EXPECT_LE(r.capture, 1.0) << "seed " << seed;
       EXPECT_GE(r.capture, 1.0 - 1e-6);
       EXPECT_GE(r.residual_norm, 0.0);
@@ -1078,7 +1078,7 @@ TEST(reducer, capture_of_nothing_is_all) {
     const StepReport r = reducer.reduce(0, std::span(g));
     EXPECT_EQ(r.capture, 1.0);
     EXPECT_EQ(r.threshold, 0.0F);
-    EXPECT_EQ(r.sent_nnz, 0U);
+    EXPECT_EQ(r.sent_entries, 0U);
     EXPECT_EQ(r.residual_norm, 0.0);
   });
 }

@@ -677,15 +677,15 @@ TEST(select, refuses_bad_arguments_before_anything_changes) {
 }
 
 TEST(select, algorithms_have_names) {
-  EXPECT_EQ(name_of(SelectAlgo::exact), "exact");
+  EXPECT_EQ(name_of(SelectRule::exact), "exact");
   EXPECT_EQ(make_selector({})->name(), "exact");
-  const std::size_t last = static_cast<std::size_t>(SelectAlgo::blocktopk);
-  ASSERT_EQ(names_of<SelectAlgo>().size(), last + 1);
+  const std::size_t last = static_cast<std::size_t>(SelectRule::blocktopk);
+  ASSERT_EQ(names_of<SelectRule>().size(), last + 1);
   for (std::size_t a = 0; a <= last; ++a) {
-    EXPECT_EQ(make_selector({.algo = static_cast<SelectAlgo>(a)})->name(),
-              names_of<SelectAlgo>()[a]);
+    EXPECT_EQ(make_selector({.rule = static_cast<SelectRule>(a)})->name(),
+              names_of<SelectRule>()[a]);
   }
-  EXPECT_THROW(make_selector({.algo = static_cast<SelectAlgo>(99)}), InvalidArgument);
+  EXPECT_THROW(make_selector({.rule = static_cast<SelectRule>(99)}), InvalidArgument);
 }
 
 // ---- saved thresholds

@@ -33,14 +33,14 @@ using test::Shape;
 using test::shape;
 using test::targets;
 
-using enum SelectAlgo;
+using enum SelectRule;
 
 // ---- the rules
 
 enum class Order { strict, ties, none };  // kept > dropped; kept >= dropped; neither
 
 struct Rule {
-  SelectAlgo algo;
+  SelectRule rule;
   Order order;
   int most_passes;
   // The least and the most entries, of z that are not zero.
@@ -70,19 +70,19 @@ const std::array kRules = {
     Rule{blocktopk, Order::none, 2, kNone, kExactly},
 };
 
-SelectOptions options_of(SelectAlgo algo) {
-  SelectOptions options{.algo = algo, .seed = 17};
+SelectOptions options_of(SelectRule rule) {
+  SelectOptions options{.rule = rule, .seed = 17};
   options.threshold = 1.0F;
   options.block = 300;
   return options;
 }
 
-std::string name_of(const Rule& rule) { return std::string(name_of(rule.algo)); }
+std::string name_of(const Rule& rule) { return std::string(name_of(rule.rule)); }
 
 class every_rule : public testing::TestWithParam<std::size_t> {
  protected:
   const Rule& rule() const { return kRules[GetParam()]; }
-  std::unique_ptr<Selector> make() const { return make_selector(options_of(rule().algo)); }
+  std::unique_ptr<Selector> make() const { return make_selector(options_of(rule().rule)); }
 };
 
 INSTANTIATE_TEST_SUITE_P(All, every_rule, testing::Range(std::size_t{0}, kRules.size()),
@@ -314,7 +314,7 @@ TEST_P(every_rule, clears_the_gradient_on_request) {
   const std::vector<Segment> layout{{"a", 0, 1027}, {"b", 1027, n - 1027}};
   for (const DType type : {DType::f32, DType::bf16}) {
     for (const bool per_parameter : {false, true}) {
-      SelectOptions options = options_of(rule().algo);
+      SelectOptions options = options_of(rule().rule);
       options.per_parameter = per_parameter;
       const auto kept = make_selector(options), cleared = make_selector(options);
       Floats residual = test::normal(n, 3), same = residual;
@@ -382,7 +382,7 @@ TEST_P(every_rule, refuses_bad_arguments_before_anything_changes) {
   out.reset(3);
   out.append(1, 2.0F);
   for (const bool per_parameter : {false, true}) {
-    SelectOptions options = options_of(rule().algo);
+    SelectOptions options = options_of(rule().rule);
     options.per_parameter = per_parameter;
     const auto refusing = make_selector(options);
     EXPECT_THROW(refusing->select(task_of(grad, residual, {11}), out), InvalidArgument);
@@ -431,7 +431,7 @@ TEST_P(every_rule, damaged_state_is_refused_and_changes_nothing) {
     return stream.str();
   };
   const std::string good = saved(*source), before = saved(*selector);
-  const bool remembers = rule().algo == exact || rule().algo == gaussian || rule().algo == sidco;
+  const bool remembers = rule().rule == exact || rule().rule == gaussian || rule().rule == sidco;
   ASSERT_EQ(!good.empty(), remembers);
   const auto refused = [&](const std::string& bytes) {
     std::istringstream in(bytes);
@@ -554,14 +554,14 @@ TEST(oracles, published_threshold_rules_equal_their_slow_versions) {
           make_selector(options)->select(task_of(u, {}, {k}), out);
           return out.view();
         };
-        expect_all_but_one(select({.algo = gaussian_two_sided}),
+        expect_all_but_one(select({.rule = gaussian_two_sided}),
                            published_gaussian(u, k, true).view());
-        expect_all_but_one(select({.algo = gaussian_one_sided}),
+        expect_all_but_one(select({.rule = gaussian_one_sided}),
                            published_gaussian(u, k, false).view());
-        expect_all_but_one(select({.algo = redsync}), published_redsync(u, k).view());
-        expect_all_but_one(select({.algo = redsync_trim}), published_redsync_trim(u, k).view());
+        expect_all_but_one(select({.rule = redsync}), published_redsync(u, k).view());
+        expect_all_but_one(select({.rule = redsync_trim}), published_redsync_trim(u, k).view());
         for (const int stages : {1, 2, 3, 5}) {
-          expect_all_but_one(select({.algo = sidco, .stages = stages}),
+          expect_all_but_one(select({.rule = sidco, .stages = stages}),
                              published_sidco(u, k, stages).view());
         }
       }
@@ -592,8 +592,8 @@ TEST(oracles, published_gaussian_exit_counts) {
       Row{"mixture", mixture, {0.655, 0.327}, {1.07, 0.535}, 0.1},
       Row{"uniform", shape("uniform").make, {0.0, 0.0}, {0.0, 0.0}, 0.0},
   };
-  const auto two_sided = make_selector({.algo = gaussian_two_sided});
-  const auto one_sided = make_selector({.algo = gaussian_one_sided});
+  const auto two_sided = make_selector({.rule = gaussian_two_sided});
+  const auto one_sided = make_selector({.rule = gaussian_one_sided});
   SparseBuffer out;
   for (const Row& row : rows) {
     Floats u = row.make(d, 1);
@@ -613,18 +613,18 @@ TEST(oracles, published_gaussian_exit_counts) {
 TEST(oracles, threshold_takes_all_that_are_at_least_as_large) {
   Floats x = test::integers(5003, 1, 6);
   SparseBuffer out;
-  const auto selector = make_selector({.algo = threshold, .threshold = 3.0F});
+  const auto selector = make_selector({.rule = threshold, .threshold = 3.0F});
   selector->select(task_of(x, {}, {1}), out);
   EXPECT_TRUE(test::same(out.view(), filtered(x, 2.5).view()));
   selector->select(task_of(x, {}, {1, 5.0F}), out);
   EXPECT_TRUE(test::same(out.view(), filtered(x, 4.5).view()));
   selector->select(task_of(x, {}, {1, 2.0F}), out);
   EXPECT_TRUE(test::same(out.view(), filtered(x, 2.5).view()));
-  const auto without = make_selector({.algo = threshold});
+  const auto without = make_selector({.rule = threshold});
   without->select(task_of(x, {}, {1, 2.0F}), out);
   EXPECT_TRUE(test::same(out.view(), filtered(x, 1.5).view()));
   for (const bool per_parameter : {false, true}) {
-    const auto refusing = make_selector({.algo = threshold, .per_parameter = per_parameter});
+    const auto refusing = make_selector({.rule = threshold, .per_parameter = per_parameter});
     const std::vector<Segment> layout = {{"a", 0, 5000}, {"b", 5000, 3}};
     Floats residual(x.size(), 1.0F);
     SelectTask task = task_of(x, residual, {7});
@@ -641,7 +641,7 @@ TEST(oracles, block_top_k_is_the_top_of_every_chunk) {
     for (const std::size_t block : {std::size_t{1}, std::size_t{7}, std::size_t{64},
                                     std::size_t{4096}, std::size_t{100000}}) {
       const std::size_t n = 20011;
-      const auto selector = make_selector({.algo = blocktopk, .block = block});
+      const auto selector = make_selector({.rule = blocktopk, .block = block});
       Floats x = s.make(n, block);
       for (const std::size_t k : {std::size_t{1}, std::size_t{312}, n / 2, n}) {
         SCOPED_TRACE(std::string(s.name) + ", block=" + std::to_string(block) +
@@ -688,7 +688,7 @@ TEST(oracles, ms_top_k_takes_all_above_one_threshold_and_a_run_below_it) {
         if (count <= k) t1 = middle;
         if (count == k) break;
       }
-      make_selector({.algo = mstopk, .seed = 3})->select(task_of(u, {}, {k}), out);
+      make_selector({.rule = mstopk, .seed = 3})->select(task_of(u, {}, {k}), out);
       ASSERT_EQ(out.nnz(), k);
       std::set<Index> kept(out.view().index.begin(), out.view().index.end());
       std::string between;  // '1': kept
@@ -725,7 +725,7 @@ TEST(gaussian, one_pass_in_the_steady_state) {
     for (std::uint64_t s = 0; s < 4; ++s) grads.push_back(shape(name).make(n, s));
     for (const std::size_t k : {std::size_t{60}, std::size_t{600}, std::size_t{6000}}) {
       SCOPED_TRACE(std::string(name) + ", k=" + std::to_string(k));
-      const auto selector = make_selector({.algo = gaussian});
+      const auto selector = make_selector({.rule = gaussian});
       Floats residual(n, 0.0F);
       int passes = 0;
       for (std::uint64_t t = 0; t < steps; ++t) {
@@ -738,7 +738,7 @@ TEST(gaussian, one_pass_in_the_steady_state) {
 
 // The same entries exactly, all equal or few: no pass is spent on finding that out again.
 TEST(gaussian, few_non_zeros_cost_no_further_pass) {
-  const auto selector = make_selector({.algo = gaussian});
+  const auto selector = make_selector({.rule = gaussian});
   SparseBuffer out;
   for (std::uint64_t t = 0; t < 5; ++t) {
     Floats grad = shape("mostly zero").make(20011, t);
@@ -753,7 +753,7 @@ TEST(gaussian, few_non_zeros_cost_no_further_pass) {
 TEST(gaussian, far_too_many_are_cut_to_k) {
   const std::size_t n = 20011;
   for (const std::size_t k : {std::size_t{40}, std::size_t{400}}) {
-    const auto selector = make_selector({.algo = gaussian});
+    const auto selector = make_selector({.rule = gaussian});
     SparseBuffer out;
     for (std::uint64_t t = 0; t < 3; ++t) {
       Floats grad = test::normal(n, t);
@@ -770,7 +770,7 @@ TEST(sidco, adapts_its_stages_to_the_tail) {
   const std::size_t n = 50021, k = n / 1000;
   std::vector<Floats> grads;
   const auto share = [&](int stages) {  // the mean over late steps
-    const auto selector = make_selector({.algo = sidco, .stages = stages});
+    const auto selector = make_selector({.rule = sidco, .stages = stages});
     SparseBuffer out;
     double late = 0.0;
     for (std::uint64_t t = 0; t < 80; ++t) {
@@ -798,7 +798,7 @@ TEST(sidco, adapts_its_stages_to_the_tail) {
 TEST(sidco, one_stage_is_right_for_the_laplace_distribution) {
   Floats u = shape("laplace").make(500000, 1);
   SparseBuffer out;
-  make_selector({.algo = sidco, .stages = 1})->select(task_of(u, {}, {5000}), out);
+  make_selector({.rule = sidco, .stages = 1})->select(task_of(u, {}, {5000}), out);
   EXPECT_NEAR(static_cast<double>(out.nnz()), 5000.0, 250.0);
 }
 
@@ -810,7 +810,7 @@ TEST(dgc, the_sampled_threshold_needs_one_pass) {
     int single = 0;
     for (std::uint64_t t = 0; t < 20; ++t) {
       Floats u = shape(name).make(200003, t);
-      const auto selector = make_selector({.algo = dgc, .seed = t});
+      const auto selector = make_selector({.rule = dgc, .seed = t});
       single += selector->select(task_of(u, {}, {20000}, {t, 0}), out).passes == 1 ? 1 : 0;
     }
     EXPECT_GE(single, 18) << name;
@@ -826,7 +826,7 @@ TEST(dgc, a_misled_sample_costs_passes_and_says_so) {
   int misled = 0;
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
     const SelectReport got =
-        make_selector({.algo = dgc, .seed = seed})->select(task_of(u, {}, {k}), out);
+        make_selector({.rule = dgc, .seed = seed})->select(task_of(u, {}, {k}), out);
     EXPECT_GE(10 * out.nnz(), 8 * k);
     if (got.passes == 1) continue;
     EXPECT_EQ(got.passes, 3);
@@ -843,7 +843,7 @@ std::vector<Index> drawn(std::uint64_t seed, StepId id, std::size_t n, std::size
   Floats x = shape("ascending").make(n, 0);
   for (float& v : x) v += static_cast<float>(data);
   SparseBuffer out;
-  make_selector({.algo = randomk, .seed = seed})->select(task_of(x, {}, {k}, id), out);
+  make_selector({.rule = randomk, .seed = seed})->select(task_of(x, {}, {k}, id), out);
   return {out.view().index.begin(), out.view().index.end()};
 }
 
@@ -886,7 +886,7 @@ TEST(random_k, zeros_are_not_sent) {
   Floats x(1000, 0.0F);
   x[500] = 1.0F;
   SparseBuffer out;
-  const auto selector = make_selector({.algo = randomk});
+  const auto selector = make_selector({.rule = randomk});
   std::size_t sent = 0;
   for (std::uint64_t t = 0; t < 200; ++t) {
     selector->select(task_of(x, {}, {500}, {t, 0}), out);
@@ -958,7 +958,7 @@ TEST(per_parameter, exact_is_the_top_of_every_parameter) {
 }
 
 TEST_P(every_rule, inside_parameters_it_is_the_rule_on_each_alone) {
-  SelectOptions options = options_of(rule().algo);
+  SelectOptions options = options_of(rule().rule);
   const auto alone = make_selector(options);
   options.per_parameter = true;
   const auto inside = make_selector(options);
@@ -989,7 +989,7 @@ TEST_P(every_rule, inside_parameters_it_is_the_rule_on_each_alone) {
   }
   // Without a layout it is the rule itself.
   Floats grad = test::normal(20000, 77);
-  const auto fresh = make_selector(options_of(rule().algo)), fresh_inside = make_selector(options);
+  const auto fresh = make_selector(options_of(rule().rule)), fresh_inside = make_selector(options);
   fresh->select(task_of(grad, {}, {200}), want);
   fresh_inside->select(task_of(grad, {}, {200}), out);
   EXPECT_TRUE(test::same(out.view(), want.view()));
@@ -997,8 +997,8 @@ TEST_P(every_rule, inside_parameters_it_is_the_rule_on_each_alone) {
 
 TEST(per_parameter, a_warm_step_allocates_nothing) {
   Floats residual(kLayoutLength, 0.0F), grad = test::normal(kLayoutLength, 1);
-  for (const SelectAlgo algo : {exact, gaussian, randomk, sidco}) {
-    const auto selector = make_selector({.algo = algo, .per_parameter = true});
+  for (const SelectRule rule : {exact, gaussian, randomk, sidco}) {
+    const auto selector = make_selector({.rule = rule, .per_parameter = true});
     SparseBuffer out;
     SelectTask task = task_of(grad, residual, {91});
     task.layout = kLayout;

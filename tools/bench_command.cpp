@@ -103,26 +103,26 @@ class TorchTopk final : public Selector {
 constexpr double kAddBytes = 12.0;  // per entry: two reads and a write
 
 struct BenchCase {
-  std::string algo, shape;
+  std::string rule, shape;
   std::size_t n = 0;
   double density = 0.0;
   int threads = 1;
   Device device = Device::cpu;
 };
 
-bool is_baseline(std::string_view algo) {
-  const auto names = names_of<SelectAlgo>();
-  return std::ranges::find(names, algo) == names.end();
+bool is_baseline(std::string_view rule) {
+  const auto names = names_of<SelectRule>();
+  return std::ranges::find(names, rule) == names.end();
 }
-bool is_exact(std::string_view algo) { return algo == "exact" || is_baseline(algo); }
+bool is_exact(std::string_view rule) { return rule == "exact" || is_baseline(rule); }
 
 // threshold: for the rule `threshold`; other rules ignore it.
-std::unique_ptr<Selector> selector_of(const std::string& algo, Device device, float threshold) {
-  if (algo == kNthElement) return std::make_unique<NthElement>();
-  if (algo == kTorchTopk) return std::make_unique<TorchTopk>();
-  if (is_baseline(algo)) return bench::make_cub_selector();
+std::unique_ptr<Selector> selector_of(const std::string& rule, Device device, float threshold) {
+  if (rule == kNthElement) return std::make_unique<NthElement>();
+  if (rule == kTorchTopk) return std::make_unique<TorchTopk>();
+  if (is_baseline(rule)) return bench::make_cub_selector();
   SelectOptions options;
-  options.algo = from_name<SelectAlgo>(algo, "--select");
+  options.rule = from_name<SelectRule>(rule, "--select");
   options.threshold = threshold;
   return device == Device::cuda ? make_cuda_selector(options) : make_selector(options);
 }
@@ -180,9 +180,9 @@ class CpuSteps final : public bench::Timed {
     const auto parts = static_cast<std::size_t>(c.threads);
     for (std::size_t t = 0; t < parts; ++t) {
       const std::size_t first = c.n * t / parts, n = c.n * (t + 1) / parts - first;
-      const float threshold = c.algo == "threshold" ? known_threshold(gradients, first, n) : 0.0F;
+      const float threshold = c.rule == "threshold" ? known_threshold(gradients, first, n) : 0.0F;
       steps_.push_back(
-          std::make_unique<bench::LocalStep>(selector_of(c.algo, Device::cpu, threshold), gradients,
+          std::make_unique<bench::LocalStep>(selector_of(c.rule, Device::cpu, threshold), gradients,
                                              first, n, bench::kept(c.density, n)));
     }
     reports_.resize(parts);
@@ -218,7 +218,7 @@ class CpuSteps final : public bench::Timed {
     for (std::size_t t = 0; t < steps_.size(); ++t) expected[t] = steps_[t]->accumulated();
     select();
     for (std::size_t t = 0; t < steps_.size(); ++t) {
-      bench::verify(case_.algo, is_exact(case_.algo), case_.shape, expected[t], steps_[t]->k(),
+      bench::verify(case_.rule, is_exact(case_.rule), case_.shape, expected[t], steps_[t]->k(),
                     steps_[t]->selection(), reports_[t].threshold);
     }
   }
@@ -266,7 +266,7 @@ class CpuSteps final : public bench::Timed {
 // ---- the command
 
 struct BenchOptions {
-  std::vector<std::string> algos, shapes;
+  std::vector<std::string> rules, shapes;
   std::vector<std::size_t> lengths;
   std::vector<double> densities;
   std::vector<int> threads;
@@ -280,7 +280,7 @@ struct BenchOptions {
 
 std::vector<std::string> algorithms(bool on_device) {
   if (on_device) return {"exact", "gaussian"};
-  const auto names = names_of<SelectAlgo>();
+  const auto names = names_of<SelectRule>();
   return {names.begin(), names.end()};
 }
 std::vector<std::string> baselines(bool on_device) {
@@ -319,17 +319,17 @@ std::vector<T> or_else(const std::vector<T>& given, std::vector<T> otherwise) {
 // The cases are ordered so that those with the same input are adjacent.
 std::vector<BenchCase> cases_of(const BenchOptions& o) {
   std::vector<BenchCase> list;
-  const auto add = [&](const std::vector<std::string>& algos, const std::vector<std::size_t>& ns,
+  const auto add = [&](const std::vector<std::string>& rules, const std::vector<std::size_t>& ns,
                        const std::vector<std::string>& of_shapes,
                        const std::vector<double>& densities, const std::vector<int>& threads) {
     for (const std::size_t n : ns) {
       for (const std::string& shape : of_shapes) {
         for (const double d : densities) {
           for (const int t : threads) {
-            for (const std::string& algo : algos) {
+            for (const std::string& rule : rules) {
               // Baselines accumulate NaN.
-              if (is_baseline(algo) && shape == "nonfinite") continue;
-              list.push_back({algo, shape, n, d, t, o.on_device() ? Device::cuda : Device::cpu});
+              if (is_baseline(rule) && shape == "nonfinite") continue;
+              list.push_back({rule, shape, n, d, t, o.on_device() ? Device::cuda : Device::cpu});
             }
           }
         }
@@ -342,7 +342,7 @@ std::vector<BenchCase> cases_of(const BenchOptions& o) {
   const std::size_t middle = o.quick ? lengths.back() : bench::kMiddleLength;
   const std::vector<int> threads = or_else(o.threads, {1});
 
-  std::vector<std::string> others = or_else(o.algos, algorithms(o.on_device()));
+  std::vector<std::string> others = or_else(o.rules, algorithms(o.on_device()));
   const bool with_exact = std::erase(others, "exact") > 0;
   const bool axes_given = !(o.lengths.empty() && o.shapes.empty() && o.densities.empty());
   if (with_exact && axes_given) {
@@ -358,7 +358,7 @@ std::vector<BenchCase> cases_of(const BenchOptions& o) {
       add({"exact"}, {middle}, {"normal"}, all_densities, {2});
     }
   }
-  if (o.algos.empty()) {
+  if (o.rules.empty()) {
     std::ranges::move(baselines(o.on_device()), std::back_inserter(others));
   }
   add(others, or_else(o.lengths, {middle}), or_else(o.shapes, {"normal", "recorded"}),
@@ -372,7 +372,7 @@ nlohmann::json to_json(const Result& r) {
   const bench::Times& t = r.times;
   const bool on_device = r.of.device == Device::cuda;
   const auto n = static_cast<double>(r.of.n), kept = static_cast<double>(t.selected);
-  nlohmann::json j{{"select", r.of.algo},
+  nlohmann::json j{{"select", r.of.rule},
                    {"n", r.of.n},
                    {"density", r.of.density},
                    {"k", t.k},
@@ -392,9 +392,9 @@ nlohmann::json to_json(const Result& r) {
                    {"cold_ns", t.cold_ns},
                    {"memory_bytes_per_second", t.memory_rate},
                    {"add_pass_of_memory_rate", 1e9 * kAddBytes * n / t.add_ns / t.memory_rate}};
-  if (is_baseline(r.of.algo)) {
-    if (r.of.algo == kTorchTopk) j["target"] = "torch";
-    if (r.of.algo == kNthElement) j["target"] = "g++";
+  if (is_baseline(r.of.rule)) {
+    if (r.of.rule == kTorchTopk) j["target"] = "torch";
+    if (r.of.rule == kNthElement) j["target"] = "g++";
     return j;
   }
   j["passes"] = t.passes;
@@ -415,21 +415,21 @@ void print_row(std::FILE* out, const Result& r) {
       out,
       "{:<18} {:<12} {:>10} {:>8g} {:>9} {:>2} {:>10.4f} {:>10.4f} {:>7.3f} {:>7.3f} {:>7.3f} "
       "{:>10.3f} {}\n",
-      r.of.algo, r.of.shape, r.of.n, r.of.density, t.selected, r.of.threads, 1e-6 * t.ns,
+      r.of.rule, r.of.shape, r.of.n, r.of.density, t.selected, r.of.threads, 1e-6 * t.ns,
       1e-6 * t.add_ns, t.ratio(), t.worst_ns / t.add_ns, t.local_ratio(), 1e-6 * t.cold_ns,
-      is_baseline(r.of.algo) ? std::string("-") : std::to_string(t.passes));
+      is_baseline(r.of.rule) ? std::string("-") : std::to_string(t.passes));
   std::fflush(out);
 }
 
 bench::Times measure(const BenchCase& c, const bench::Gradients& gradients, double seconds) {
   // A baseline carries only the residual from step to step.
   const std::uint64_t before =
-      is_baseline(c.algo) ? bench::Gradients::kInTurn : bench::kStepsBefore;
+      is_baseline(c.rule) ? bench::Gradients::kInTurn : bench::kStepsBefore;
   if (c.device == Device::cpu) {
     CpuSteps steps(c, gradients);
     return bench::measure(steps, before, seconds);
   }
-  const auto steps = bench::make_cuda_step(selector_of(c.algo, c.device, 0.0F), is_exact(c.algo),
+  const auto steps = bench::make_cuda_step(selector_of(c.rule, c.device, 0.0F), is_exact(c.rule),
                                            gradients, bench::kept(c.density, c.n));
   return bench::measure(*steps, before, seconds);
 }
@@ -439,10 +439,10 @@ bench::Times measure(const BenchCase& c, const bench::Gradients& gradients, doub
 std::string device_of(const BenchOptions& o) {
   if (!o.on_device()) return "cpu";
   const std::vector<std::string> known = algorithms(true);
-  for (const std::string& algo : o.algos) {
-    if (std::ranges::find(known, algo) == known.end()) {
+  for (const std::string& rule : o.rules) {
+    if (std::ranges::find(known, rule) == known.end()) {
       throw InvalidArgument("--select: with --device cuda, expected one of " + joined(known) +
-                            ", got " + algo);
+                            ", got " + rule);
     }
   }
   if (!o.target.empty()) throw InvalidArgument("--target is for the CPU; leave out --device cuda");
@@ -524,7 +524,7 @@ void declare(CLI::App& app, BenchOptions& o) {
   }
 
   line.group("What is timed (each a list A,B,...; without any of them: the full run)");
-  list("--select", o.algos, "NAME",
+  list("--select", o.rules, "NAME",
        fmt::format("rules: {} [all, and two baselines: {}, {}]", joined(names), kNthElement,
                    kTorchTopk))
       ->check(CLI::IsMember(names));

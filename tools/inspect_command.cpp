@@ -48,15 +48,15 @@ struct Verdict {
 // Measures vectors u. docs/metrics.md describes the JSON that it returns.
 class Inspector {
  public:
-  // select: the options of the rules. Its `algo` is ignored: every rule is measured.
+  // select: the options of the rules. Its `rule` is ignored: every rule is measured.
   Inspector(const InspectOptions& options, const SelectOptions& select)
       : bins_(static_cast<std::size_t>(options.bins)) {
-    for (const SelectAlgo algo : enumerators<SelectAlgo>()) {
+    for (const SelectRule rule : enumerators<SelectRule>()) {
       SelectOptions one = select;
-      one.algo = algo;
+      one.rule = rule;
       one.per_parameter = false;
       // A fixed threshold of 0 would select everything.
-      if (one.algo == SelectAlgo::threshold && !(one.threshold > 0.0F)) continue;
+      if (one.rule == SelectRule::threshold && !(one.threshold > 0.0F)) continue;
       selectors_.push_back(make_selector(one));
     }
   }

@@ -100,7 +100,7 @@ int bench_network_command(int argc, char** argv) {
       "more.\n\n"
       "Example:\n"
       "  mpirun -np 2 --host a,b skim bench network --json fit.json\n"
-      "  skim plan --params 25.6e6 --ranks 32 --compute 0.2s --fit fit.json");
+      "  skim plan --parameters 25.6e6 --ranks 32 --compute 0.2s --fit fit.json");
   return parse_and_run(app, argc, argv, [&] {
     if (is_launched()) {
       return run_as_rank("skim bench network", [&](Communicator& comm) { run_rank(o, comm); });

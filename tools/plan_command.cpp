@@ -32,7 +32,7 @@ constexpr double kParity = 50.0;
 constexpr double kRounding = 1e-9;
 
 struct PlanOptions {
-  double params = 25.6e6;
+  double parameters = 25.6e6;
   int ranks = 32;
   int hosts = 0;
   std::int64_t steps = 0;  // 0: not given
@@ -83,8 +83,8 @@ std::vector<Prediction> predictions(const PlanOptions& o, const Fit& m, double c
   std::vector<Prediction> all;
   const auto add = [&](ExchangeKind kind, double density) {
     const Load load{.ranks = o.ranks,
-                    .n = o.params,
-                    .k = std::max(1.0, density * o.params),
+                    .n = o.parameters,
+                    .k = std::max(1.0, density * o.parameters),
                     .frame = frame_size(o.codec),
                     .hosts = o.hosts,
                     .inside_link = inside};
@@ -202,8 +202,8 @@ int run(const PlanOptions& o, const CLI::App& app) {
       throw InvalidArgument(fmt::format("--density: expected numbers in (0, 1], got {:g}", d));
     }
   }
-  if (!(o.params >= 1.0)) {
-    throw InvalidArgument(fmt::format("--params: expected at least 1, got {:g}", o.params));
+  if (!(o.parameters >= 1.0)) {
+    throw InvalidArgument(fmt::format("--parameters: expected at least 1, got {:g}", o.parameters));
   }
   if (o.hosts > o.ranks) {
     throw InvalidArgument(fmt::format(
@@ -223,7 +223,8 @@ int run(const PlanOptions& o, const CLI::App& app) {
              "{:g} parameters, {} ranks, {:.4g} ns/byte, {:.4g} ms a message; compute {:.4g} ms; "
              "{}\nan entry: selection {:.3g} ns, merge {:.3g} ns, dense sum {:.3g} ns; "
              "index code {}\n",
-             o.params, o.ranks, 1e9 * m.link.beta_s_per_byte, 1e3 * m.link.alpha_s, 1e3 * compute_s,
+             o.parameters, o.ranks, 1e9 * m.link.beta_s_per_byte, 1e3 * m.link.alpha_s,
+             1e3 * compute_s,
              o.overlap > 0.0 ? fmt::format("the link may hide behind {:g} of it", o.overlap)
                              : "nothing overlaps",
              1e9 * m.local.select_s, 1e9 * m.local.merge_s, 1e9 * m.local.add_s,
@@ -240,7 +241,7 @@ int run(const PlanOptions& o, const CLI::App& app) {
 void declare(CLI::App& app, PlanOptions& o) {
   CommandLine line(app);
   line.group("What is trained");
-  line.option("--params", o.params, "N", "parameters of the model")->check(positive());
+  line.option("--parameters", o.parameters, "N", "parameters of the model")->check(positive());
   line.option("--ranks", o.ranks, "P", "ranks")->check(CLI::Range(1, 1 << 20));
   line.plain("--compute", o.compute, "TIME", "time of a step without exchange, as 200ms or 0.2s")
       ->required();
@@ -289,7 +290,7 @@ int plan_command(int argc, char** argv) {
       "The model assumes that all ranks are alike, that one switch connects them, and that\n"
       "their selections have no index in common. Formulas: docs/algorithms.md, \"Cost\".\n\n"
       "Example:\n"
-      "  skim plan --params 25.6e6 --ranks 32 --link 1gbit --latency 0.4ms --compute 0.2s");
+      "  skim plan --parameters 25.6e6 --ranks 32 --link 1gbit --latency 0.4ms --compute 0.2s");
   return parse_and_run(app, argc, argv, [&] { return run(o, app); });
 }
 

@@ -91,7 +91,7 @@ nlohmann::json to_json(const std::string& run, const train::StepRecord& r) {
           {"n", r.n},
           {"k", r.k},
           {"sent_entries", r.sent_entries},
-          {"received_entries", r.received_entries},
+          {"sum_entries", r.sum_entries},
           {"sent_bytes", r.sent_bytes},
           {"received_bytes", r.received_bytes},
           {"dense_bytes", r.dense_bytes},

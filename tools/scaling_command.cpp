@@ -44,7 +44,7 @@ constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();  // null i
 constexpr std::size_t kMostTimed = std::size_t{1} << 26;
 
 struct ScalingOptions {
-  std::size_t params = 0;
+  std::size_t parameters = 0;
   std::string compute;
   double density = 0.001;
   std::vector<std::string> exchanges{"dense", "allgather", "gtopk", "oktopk", "auto"};
@@ -227,21 +227,22 @@ void run_round(const ScalingOptions& o, Trial& t, std::uint64_t round, const Spa
 
 Trial measure(const ScalingOptions& o, const Setting& s, Communicator& comm) {
   Trial t{.ranks = comm.size(),
-          .k = bench::kept(o.density, o.params),
-          .select_n = std::min(o.params, kMostTimed),
+          .k = bench::kept(o.density, o.parameters),
+          .select_n = std::min(o.parameters, kMostTimed),
           .waited_s = std::min(s.compute_s * o.time_scale, s.longest_wait_s)};
   if (comm.rank() == 0) fmt::print(stderr, "selection of {} entries\n", t.k);
-  const SparseBuffer selected = select(o, s, o.params, t.k, comm);
+  const SparseBuffer selected = select(o, s, o.parameters, t.k, comm);
   const SparseView mine = selected.view();
   const GroupStats stats;
   std::vector<std::byte> frame;
   t.frame_bytes = Codec(o.codec).encode(mine, &stats, frame);
   comm.barrier();  // the other ranks now wait, so rank 0 has the machine to itself
-  t.select_s = time_selection(t.select_n, o.params, comm);
+  t.select_s = time_selection(t.select_n, o.parameters, comm);
 
   t.contenders = contenders(o, s, comm.size());
   const auto can_be_dense = [](const Contender& c) { return c.summation->may_be_dense(); };
-  const bench::AlignedFloats dense(std::ranges::any_of(t.contenders, can_be_dense) ? o.params : 0);
+  const bench::AlignedFloats dense(
+      std::ranges::any_of(t.contenders, can_be_dense) ? o.parameters : 0);
   std::ranges::fill(dense.span(), 0.0F);
   for (int round = 0; round <= o.rounds; ++round) {
     run_round(o, t, static_cast<std::uint64_t>(round), mine, dense.span(), comm);
@@ -293,7 +294,7 @@ Row row_for(const Contender& c, const ScalingOptions& o, const Setting& s, const
   if (r.chosen != ExchangeKind::dense) r.select_s = t.select_s;
   if (s.fit) {
     const Load load{.ranks = t.ranks,
-                    .n = static_cast<double>(o.params),
+                    .n = static_cast<double>(o.parameters),
                     .k = static_cast<double>(t.k),
                     .frame = frame_size(o.codec)};
     const Cost cost = predict({.kind = r.chosen, .codec = o.codec}, load, s.fit->link,
@@ -342,7 +343,7 @@ nlohmann::json to_json(const Row& r, const ScalingOptions& o, const Setting& s, 
   const auto text = [](std::string_view word) {
     return word.empty() ? nlohmann::json() : nlohmann::json(word);
   };
-  nlohmann::json j{{"params", o.params},
+  nlohmann::json j{{"parameters", o.parameters},
                    {"k", t.k},
                    {"density", o.density},
                    {"ranks", t.ranks},
@@ -392,7 +393,7 @@ std::string number(const char* format, double x) {
 void print(std::FILE* out, const std::vector<Row>& rows, const Trial& t, const ScalingOptions& o,
            const Setting& s) {
   fmt::print(out, "\n{} parameters, k {} (a frame: {} bytes), {} ranks; compute {}, selection {}",
-             o.params, t.k, t.frame_bytes, t.ranks, duration_text(s.compute_s),
+             o.parameters, t.k, t.frame_bytes, t.ranks, duration_text(s.compute_s),
              duration_text(t.select_s));
   if (o.time_scale != 1.0) {
     fmt::print(out, "; measured on a link {0:g} times slower, and divided by {0:g}", o.time_scale);
@@ -439,7 +440,7 @@ void run(const ScalingOptions& o, const Setting& s, Communicator& comm) {
 void declare(CLI::App& app, ScalingOptions& o) {
   CommandLine line(app);
   line.group("What is trained");
-  line.plain("--params", o.params, "N", "parameters of the model")
+  line.plain("--parameters", o.parameters, "N", "parameters of the model")
       ->required()
       ->check(CLI::Range(std::size_t{1}, std::size_t{1} << 31));
   line.plain("--compute", o.compute, "TIME", "time of a step without exchange, as 200ms")
@@ -496,7 +497,7 @@ int bench_scaling_command(int argc, char** argv) {
       "Example:\n"
       "  scripts/cluster/cluster up 4 1gbit\n"
       "  scripts/cluster/cluster run build/release/skim bench network --json fit.json\n"
-      "  scripts/cluster/cluster run build/release/skim bench scaling --params 25557032 \\\n"
+      "  scripts/cluster/cluster run build/release/skim bench scaling --parameters 25557032 \\\n"
       "    --compute 200ms --fit fit.json");
   return parse_and_run(app, argc, argv, [&] {
     const Setting s = read(o);

@@ -73,7 +73,7 @@ void declare(CommandLine& line, LinkOptions& o) {
 // ---- exchanges alone --------------------------------------------------------------------------
 
 struct SimulateOptions {
-  std::size_t params = 1'000'000;
+  std::size_t parameters = 1'000'000;
   std::vector<int> ranks{8};
   std::vector<std::string> exchanges;
   double density = 0.001, common = 0.5;
@@ -105,7 +105,7 @@ double processor_s() {
 // vector of its own. The weights are such that all gradients have the same expected norm.
 Selections select(const SimulateOptions& o, int ranks, std::size_t k) {
   constexpr std::size_t kShift = 61;
-  const std::size_t n = o.params;
+  const std::size_t n = o.parameters;
   const bench::Gradients values("normal", n + (static_cast<std::size_t>(ranks) + 1) * kShift);
   bench::AlignedFloats own(n), residual(n);
   std::vector<float> shared(n);
@@ -151,7 +151,7 @@ Course steps(const SimulateOptions& o, const std::string& name, const SparseView
   const LocalSpeeds speeds = time.processor_time ? ChooserOptions().local_speeds : LocalSpeeds();
   Summation summation(name, {}, {.link = time.link, .local_speeds = speeds});
   std::vector<float> gradient;
-  if (summation.may_be_dense()) gradient.resize(o.params);
+  if (summation.may_be_dense()) gradient.resize(o.parameters);
   const Keep keep{.k = k};
   for (std::uint64_t step = 0; step < kWarm + o.steps; ++step) {
     const StepId id{step, 0};
@@ -212,17 +212,17 @@ int run(const SimulateOptions& o) {
         fmt::format("--density: expected a number in (0, 1], got {:g}", o.density));
   }
   const VirtualTime time = o.link.time();
-  const std::size_t k = bench::kept(o.density, o.params);
+  const std::size_t k = bench::kept(o.density, o.parameters);
   const std::vector<std::string> names = o.exchanges.empty() ? default_exchanges() : o.exchanges;
   for (const int ranks : o.ranks) {
     for (const std::string& name : names) {
       const std::vector<ExchangeKind> exchanges =
           name == kAuto ? candidates({}) : std::vector{from_name<ExchangeKind>(name, "--exchange")};
       const bool may_be_dense = std::ranges::count(exchanges, ExchangeKind::dense) > 0;
-      const double gradients = may_be_dense ? 4.0 * ranks * static_cast<double>(o.params) : 0.0;
-      train::expect_memory(gradients + train::exchange_memory(exchanges, ranks, o.params, k),
+      const double gradients = may_be_dense ? 4.0 * ranks * static_cast<double>(o.parameters) : 0.0;
+      train::expect_memory(gradients + train::exchange_memory(exchanges, ranks, o.parameters, k),
                            fmt::format("{} on {} ranks", name, ranks),
-                           "take fewer ranks, --params or --density");
+                           "take fewer ranks, --parameters or --density");
     }
   }
   JsonFile json(o.link.json);
@@ -243,7 +243,7 @@ int run(const SimulateOptions& o) {
       std::fflush(people);
       rows.push_back({{"ranks", ranks},
                       {"exchange", name},
-                      {"params", o.params},
+                      {"parameters", o.parameters},
                       {"k", k},
                       {"density", o.density},
                       {"exchange_s", got.exchange_s},
@@ -269,7 +269,7 @@ void declare(CLI::App& app, SimulateOptions& o, bool& training) {
   CommandLine line(app);
   declare_form(line, training);
   line.group("What is exchanged");
-  line.option("--params", o.params, "N", "entries of a gradient")
+  line.option("--parameters", o.parameters, "N", "entries of a gradient")
       ->check(CLI::Range(std::size_t{1}, std::size_t{1} << 31));
   line.option("--ranks", o.ranks, "P,P,...", "ranks, each a thread")
       ->delimiter(',')
@@ -454,7 +454,7 @@ int simulate_exchanges(int argc, char** argv) {
   app.footer(
       "Nothing is trained. Gradients are normal, and every step exchanges the same selections.\n\n"
       "Example:\n"
-      "  skim simulate --params 1000000 --ranks 16,128 --link 1gbit --latency 0.4ms");
+      "  skim simulate --parameters 1000000 --ranks 16,128 --link 1gbit --latency 0.4ms");
   return parse_and_run(app, argc, argv, [&] {
     if (training) throw InvalidArgument("--train must stand alone on the command line");
     return run(o);

@@ -285,8 +285,8 @@ std::vector<Row> plan(const Arguments& a) {
       const std::size_t second = std::min(entry.find(':', colon + 1), entry.size());
       const std::string text = entry.substr(colon + 1, second - colon - 1);
       if (second < entry.size()) {
-        row.options.select.algo =
-            from_name<SelectAlgo>(entry.substr(second + 1), "--compare " + entry);
+        row.options.select.rule =
+            from_name<SelectRule>(entry.substr(second + 1), "--compare " + entry);
       }
       row.options.density = train::density_rule(text, "--compare " + entry);
     }

@@ -130,8 +130,8 @@ void add_reports(std::span<const StepReport> reports, StepRecord& r) {
   double kept = 0.0, total = 0.0, residual2 = 0.0;
   for (const StepReport& b : reports) {
     r.k += b.k;
-    r.sent_entries += b.sent_nnz;
-    r.received_entries += b.sum_nnz;
+    r.sent_entries += b.sent_entries;
+    r.sum_entries += b.sum_entries;
     r.sent_bytes += b.sent_bytes;
     r.received_bytes += b.received_bytes;
     r.threshold = std::max(r.threshold, double{b.threshold});

@@ -239,7 +239,7 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   r.select.seed = o.select_seeds == SelectSeeds::same
                       ? o.seed
                       : mix(mix(o.seed) + static_cast<std::uint64_t>(rank));
-  if (o.select.algo == SelectAlgo::threshold && !(o.select.threshold > 0.0F)) {
+  if (o.select.rule == SelectRule::threshold && !(o.select.threshold > 0.0F)) {
     throw InvalidArgument("--select threshold needs --select-threshold > 0");
   }
   r.exchange = o.exchange;

@@ -267,7 +267,7 @@ class Simulator {
       std::uint64_t sent = 0;
       for (const StepReport& b : rank.reports) {
         sent += b.sent_bytes;
-        s.union_entries += b.union_nnz;
+        s.union_entries += b.union_entries;
         rank.received_bytes += b.received_bytes;
       }
       rank.sent_bytes += sent;

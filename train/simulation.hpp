@@ -34,7 +34,7 @@ struct SimulatedStep {
   StepRecord record;
   double mean_loss = 0.0;  // over the ranks
   std::uint64_t max_sent_bytes = 0;
-  std::size_t union_entries = 0;  // StepReport::union_nnz, over all ranks and buckets
+  std::size_t union_entries = 0;  // StepReport::union_entries, over all ranks and buckets
   double total_s = 0.0;           // simulated, since the start
   double wall_ms = 0.0;           // on this machine
   // The ratio that the convergence proof of gTop-k assumes to be at most 1 (Shi et al., A

@@ -182,7 +182,7 @@ class Run {
     r.n = buckets_.flat().parameters;
     r.dense_bytes = static_cast<std::uint64_t>(std::llround(ring_bytes(r.n, comm_.size())));
     add_reports(reports_, r);
-    for (const StepReport& b : reports_) union_entries_ += b.union_nnz;
+    for (const StepReport& b : reports_) union_entries_ += b.union_entries;
     sent_bytes_ += r.sent_bytes;
     received_bytes_ += r.received_bytes;
     r.compute_ms = milliseconds(t2 - t1);

@@ -23,7 +23,7 @@ struct StepRecord {
   double epoch = 0.0;                      // after the step
   double loss = 0.0;                       // of rank 0's batch
   double learning_rate = 0.0, density = 0.0;
-  std::size_t n = 0, k = 0, sent_entries = 0, received_entries = 0;
+  std::size_t n = 0, k = 0, sent_entries = 0, sum_entries = 0;
   std::uint64_t sent_bytes = 0, received_bytes = 0, dense_bytes = 0;
   double capture = 0.0, residual_norm = 0.0, threshold = 0.0;
   double budget_spent = -1.0;  // DensitySchedule::spent, after the step
@@ -51,7 +51,7 @@ struct Summary {
   Evaluation last;
   double sent_bytes_per_step = 0.0, received_bytes_per_step = 0.0;
   double max_sent_bytes_per_step = 0.0, max_received_bytes_per_step = 0.0;
-  // Distinct indices that the ranks sent (HeldMass::union_nnz); 0: unknown.
+  // Distinct indices that the ranks sent (HeldMass::union_entries); 0: unknown.
   double union_entries_per_step = 0.0;
   double dense_bytes_per_step = 0.0;  // of a ring all-reduce of the whole gradient
   StepRecord median;                  // median of each time on its own, on rank 0

@@ -126,7 +126,7 @@ class HeldMass {
   virtual int contributors(int ranks) const noexcept { return ranks; }
   // The number of distinct indices that this rank summed on behalf of the group in the last run();
   // 0 if it summed none.
-  virtual std::size_t union_nnz() const noexcept { return 0; }
+  virtual std::size_t union_entries() const noexcept { return 0; }
 };
 
 // Not thread-safe. All ranks call run() with the same ids in the same order. All calls use one

@@ -84,7 +84,7 @@ concept OptionsOf = std::same_as<std::remove_const_t<Options>, Of>;
 
 template <OptionsOf<SelectOptions> Options, class F>
 void each_field(Options& o, F&& f) {
-  f("select", o.algo, FieldInfo{"how entries are chosen"});
+  f("select", o.rule, FieldInfo{"how entries are chosen"});
   f("select_threshold", o.threshold,
     FieldInfo{"threshold: choose all entries at least this large, at any density", kPositive});
   f("select_block", o.block, FieldInfo{"blocktopk: entries of a block", kPositive});

@@ -12,8 +12,8 @@ namespace skim {
 struct StepReport {
   StepId id;
   std::size_t n = 0, k = 0;  // k: asked for; n where the bucket went dense
-  std::size_t sent_nnz = 0, sum_nnz = 0;
-  std::size_t union_nnz = 0;                         // HeldMass::union_nnz
+  std::size_t sent_entries = 0, sum_entries = 0;
+  std::size_t union_entries = 0;                     // HeldMass::union_entries
   std::uint64_t sent_bytes = 0, received_bytes = 0;  // passed to the transport
   std::uint64_t rounds = 0;
   std::int64_t select_ns = 0, exchange_ns = 0, apply_ns = 0;

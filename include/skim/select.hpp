@@ -31,7 +31,7 @@ namespace skim {
 //   threshold           all that reach it, for any k > 0         yes
 //   randomk             k minus the zeros that were drawn        no
 //   blocktopk           k; less if a chunk has few non-zeros     in each chunk; ties: lower index
-enum class SelectAlgo : std::uint8_t {
+enum class SelectRule : std::uint8_t {
   exact,
   gaussian,            // Gaussian_k in a robust form
   gaussian_two_sided,  // as in the authors' released code
@@ -47,10 +47,10 @@ enum class SelectAlgo : std::uint8_t {
 };
 // The names that make_selector's options and the command line know, in enumerator order.
 template <>
-std::span<const std::string_view> names_of<SelectAlgo>() noexcept;
+std::span<const std::string_view> names_of<SelectRule>() noexcept;
 
 struct SelectOptions {
-  SelectAlgo algo = SelectAlgo::exact;
+  SelectRule rule = SelectRule::exact;
   // dgc, mstopk, randomk: the seed of their random draws. A draw depends only on the seed, the step
   // and the slot, so ranks with the same seed draw alike (randomk: the same indices).
   std::uint64_t seed = 0;
@@ -101,7 +101,7 @@ class Selector {
   // entries of the residual that the rule selects. `out` is overwritten, canonical and without
   // zeros. The residual keeps all its entries; ErrorFeedback::commit subtracts the sent ones.
   //
-  // Count, ties: SelectAlgo. k = 0 selects nothing.
+  // Count, ties: SelectRule. k = 0 selects nothing.
   // NaN:    A non-finite entry of grad adds 0 to the residual and is counted, so a residual never
   //         holds one. A sum that overflows is clamped to the largest finite float. Without a
   //         residual, non-finite entries are counted and selected like any other: NaN is larger

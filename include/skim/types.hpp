@@ -65,7 +65,7 @@ struct DenseView {
 
 // Says which entries of one bucket to keep in one step; equal on all ranks.
 struct Keep {
-  std::size_t k = 0;       // entries per rank; SelectAlgo says how closely a selector meets it
+  std::size_t k = 0;       // entries per rank; SelectRule says how closely a selector meets it
   float threshold = 0.0F;  // if > 0: only entries at least this large
   std::size_t k_down = 0;  // entries of the result, if the exchange compresses it too; 0: k
 };

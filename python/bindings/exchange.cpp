@@ -163,10 +163,10 @@ void bind_exchange(nb::module_& m) {
           },
           "The number of ranks that have gradients: the divisor of the mean.")
       .def_prop_ro(
-          "union_nnz",
+          "union_entries",
           [](BoundExchange& self) {
             HeldMass* const holder = self.exchange->held_mass();
-            return holder != nullptr ? holder->union_nnz() : 0;
+            return holder != nullptr ? holder->union_entries() : 0;
           },
           "The number of distinct indices that this rank summed on behalf of the group in the last "
           "run(); 0 if it summed none.")

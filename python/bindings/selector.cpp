@@ -192,7 +192,7 @@ void bind_selector(nb::module_& m) {
   const std::string signature = "def __init__(self, " + help.signature("*, ") + ") -> None";
   nb::class_<BoundSelector>(
       m, "Selector",
-      "Selects the k of n entries to send. skim.select_algos lists the rules. It remembers the "
+      "Selects the k of n entries to send. skim.select_rules lists the rules. It remembers the "
       "last threshold of every slot. Use it from one thread at a time.",
       nb::is_final())
       .def(
@@ -238,7 +238,7 @@ void bind_selector(nb::module_& m) {
           "state: from save() of a Selector with the same options. Raises StateError (nothing "
           "changed).");
 
-  m.attr("select_algos") = names_tuple(names_of<SelectAlgo>());
+  m.attr("select_rules") = names_tuple(names_of<SelectRule>());
   m.def("top_k", &top_k, "x"_a, "k"_a,
         "Returns the indices, ascending, and the values of the k largest magnitudes of x [n]. x "
         "is float32, float16 or bfloat16. Ties go to the lower index. NaN counts as largest. "

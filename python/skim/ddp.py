@@ -67,7 +67,7 @@ def attach(
         called once for this model. The local half gets the gradients as tensors on their device. It
         selects and keeps residuals itself, so leave out the options for that.
     options: any option of skim.Reducer, which help(skim.Reducer) lists. Among them:
-        select: the rule that selects the entries: one of skim.select_algos.
+        select: the rule that selects the entries: one of skim.select_rules.
         value_code: of values on the wire: one of skim.value_codes. The default here is "q4": 4-bit values
             with scales for blocks. The rounding error stays in the residual.
         momentum_correction: in [0, 1); 0: none. Use it instead of the optimizer's momentum.

@@ -125,7 +125,7 @@ class Servers(unittest.TestCase):
             exchange = skim.Exchange(comm, "param-server", server="dedicated")
             indices = np.arange(k) + rank if rank > 0 else np.arange(0)
             exchange.run(indices, np.ones(indices.size, np.float32), n, k=k)
-            return exchange.contributors, exchange.union_nnz
+            return exchange.contributors, exchange.union_entries
 
         self.assertEqual(on_ranks(skim.in_process_group(3), run), [(2, k + 1), (2, 0), (2, 0)])
 

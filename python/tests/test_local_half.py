@@ -39,7 +39,7 @@ def train(comm, rank, local, *, dtype=np.float32, normal=False, scale=1.0, steps
                 g[5] = np.inf
                 g[7] = np.nan
             r = reducer.reduce(slot, g, scale)
-            counts = (r.k, r.sent_nnz, r.sum_nnz, r.threshold, r.non_finite, r.dense, r.finite, r.sent_bytes)
+            counts = (r.k, r.sent_entries, r.sum_entries, r.threshold, r.non_finite, r.dense, r.finite, r.sent_bytes)
             seen += [g.view(np.uint8), counts]
             if not normal:
                 seen += [(r.capture, r.residual_norm if not r.dense else 0.0, r.group_gradient_norm2)]
@@ -204,7 +204,7 @@ class Own(test_own_parts.Case):
         report = reducer.reduce(0, g)
         np.testing.assert_array_equal(g.numbers, [0, -4, 0, 3])
         np.testing.assert_array_equal(reducer.residual(0), [1, 0, 2, 0])
-        self.assertEqual((report.sent_nnz, report.threshold), (2, 3.0))
+        self.assertEqual((report.sent_entries, report.threshold), (2, 3.0))
 
     def test_what_a_task_says(self):
         seen = []

@@ -28,7 +28,7 @@ def reduce(comm, rank, n=20_000, steps=4, dtype=np.float32, **options):
         g = (rng.integers(-50, 50, n) * rng.integers(0, 2, n)).astype(dtype)
         report = reducer.reduce(0, g)
         reducer.end_step(epoch=step + 1.0)
-        got.append((g, report.k, report.sent_nnz, report.threshold, report.capture, report.residual_norm))
+        got.append((g, report.k, report.sent_entries, report.threshold, report.capture, report.residual_norm))
     return got, reducer.save()
 
 
@@ -70,7 +70,7 @@ class OwnSelector(Case):
         reducer.set_layout([(0, [("w", 6)])])
         g = np.array([0, 1, 0, -2, 0, 3], np.float32)
         report = reducer.reduce(0, g)
-        self.assertEqual((report.sent_nnz, report.threshold, report.capture), (3, 1.0, 1.0))
+        self.assertEqual((report.sent_entries, report.threshold, report.capture), (3, 1.0, 1.0))
 
     def test_what_it_is_shown(self):
         seen = []

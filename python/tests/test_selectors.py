@@ -73,7 +73,7 @@ class Rules(unittest.TestCase):
         rng = np.random.default_rng(3)
         n, k = 50_000, 500
         g = rng.laplace(size=n).astype(np.float32)
-        for algo in skim.select_algos:
+        for algo in skim.select_rules:
             with self.subTest(algo=algo):
                 residual = np.zeros(n, np.float32)
                 got = skim.Selector(algo, **({"select_threshold": 4.0} if algo == "threshold" else {})).select(g, k, residual=residual)

@@ -45,7 +45,7 @@ class ParamServer final : public Exchange, public HeldMass {
                      Communicator& comm) override {
     returned_.reset(mine.dim);
     if (comm.size() == 1) {
-      union_nnz_ = mine.nnz();
+      union_entries_ = mine.nnz();
       return {.sum = mine, .returned = returned_.view()};
     }
     return or_abort(comm, [&] {
@@ -62,7 +62,7 @@ class ParamServer final : public Exchange, public HeldMass {
       } else {
         broadcast(id, stats, comm);
       }
-      union_nnz_ = owns_ ? sum_.nnz() : 0;
+      union_entries_ = owns_ ? sum_.nnz() : 0;
       return ExchangeResult{.sum = result_.view(), .returned = returned_.view()};
     });
   }
@@ -92,7 +92,7 @@ class ParamServer final : public Exchange, public HeldMass {
   }
 
   HeldMass* held_mass() noexcept override { return this; }
-  std::size_t union_nnz() const noexcept override { return union_nnz_; }
+  std::size_t union_entries() const noexcept override { return union_entries_; }
   Piece held(Slot slot) noexcept override {
     const auto found = slots_.find(slot);
     if (found == slots_.end()) return {};
@@ -400,7 +400,7 @@ class ParamServer final : public Exchange, public HeldMass {
   std::size_t ranks_ = 0, me_ = 0, first_ = 0;
   std::size_t k_ = 0;  // k_down
   bool owns_ = false;  // this rank is the server or one of its owners
-  std::size_t union_nnz_ = 0;
+  std::size_t union_entries_ = 0;
   State* state_ = nullptr;
   std::size_t most_share_bytes_ = 0;
   std::vector<std::vector<std::byte>> outgoing_, incoming_;  // [P]

@@ -23,9 +23,9 @@ void describe_sparse(StepReport& report, const SparsePath& path, LocalHalf& loca
                      const HeldMass* holder) {
   const auto& [keep, chosen, mine, sum, change] = path;
   report.k = keep.k;
-  report.sent_nnz = mine.nnz();
-  report.sum_nnz = sum.nnz();
-  report.union_nnz = holder != nullptr ? holder->union_nnz() : 0;
+  report.sent_entries = mine.nnz();
+  report.sum_entries = sum.nnz();
+  report.union_entries = holder != nullptr ? holder->union_entries() : 0;
   report.threshold = chosen.threshold;
   // The two norms are rounded differently, so their ratio may exceed 1.
   report.capture =
@@ -36,7 +36,7 @@ void describe_sparse(StepReport& report, const SparsePath& path, LocalHalf& loca
 
 void describe_dense(StepReport& report) {
   report.dense = true;
-  report.k = report.sent_nnz = report.sum_nnz = report.n;
+  report.k = report.sent_entries = report.sum_entries = report.n;
   report.capture = 1.0;
 }
 

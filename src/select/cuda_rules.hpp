@@ -42,9 +42,9 @@ class Engine {
 // The part of a step that both rules share.
 class CudaSelector : public Selector {
  public:
-  CudaSelector(SelectAlgo algo, std::unique_ptr<Engine> engine)
-      : algo_(algo), engine_(std::move(engine)) {}
-  std::string_view name() const noexcept final { return name_of(algo_); }
+  CudaSelector(SelectRule rule, std::unique_ptr<Engine> engine)
+      : rule_(rule), engine_(std::move(engine)) {}
+  std::string_view name() const noexcept final { return name_of(rule_); }
   SelectReport select(const SelectTask& task, SparseBuffer& out) final;
 
  protected:
@@ -68,7 +68,7 @@ class CudaSelector : public Selector {
  private:
   static void check(const SelectTask& task);
 
-  SelectAlgo algo_;
+  SelectRule rule_;
   std::unique_ptr<Engine> engine_;
   kernels::Pass pass_;
   int passes_ = 0;
@@ -164,7 +164,7 @@ struct Carried {
 class CudaExact final : public CudaSelector {
  public:
   explicit CudaExact(std::unique_ptr<Engine> engine)
-      : CudaSelector(SelectAlgo::exact, std::move(engine)) {}
+      : CudaSelector(SelectRule::exact, std::move(engine)) {}
   void save(std::ostream& out) const override { carried_.save(out, kMagic); }
   void load(std::istream& in) override { carried_.load(in, kMagic); }
 
@@ -215,7 +215,7 @@ class CudaExact final : public CudaSelector {
 class CudaGaussian final : public CudaSelector {
  public:
   explicit CudaGaussian(std::unique_ptr<Engine> engine)
-      : CudaSelector(SelectAlgo::gaussian, std::move(engine)) {}
+      : CudaSelector(SelectRule::gaussian, std::move(engine)) {}
   void save(std::ostream& out) const override { fits_.save(out, kMagic); }
   void load(std::istream& in) override { fits_.load(in, kMagic); }
 
@@ -269,8 +269,8 @@ class CudaGaussian final : public CudaSelector {
 inline std::unique_ptr<Selector> make_rule(const SelectOptions& options,
                                            std::unique_ptr<Engine> engine) {
   SKIM_EXPECTS(!options.per_parameter, "select: per_parameter is for the CPU only");
-  if (options.algo == SelectAlgo::exact) return std::make_unique<CudaExact>(std::move(engine));
-  SKIM_EXPECTS(options.algo == SelectAlgo::gaussian,
+  if (options.rule == SelectRule::exact) return std::make_unique<CudaExact>(std::move(engine));
+  SKIM_EXPECTS(options.rule == SelectRule::gaussian,
                "select: on a CUDA device there are `exact` and `gaussian` only");
   return std::make_unique<CudaGaussian>(std::move(engine));
 }

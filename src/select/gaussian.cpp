@@ -22,7 +22,7 @@ using selectors::Rule;
 // are still too few, a third pass starts from zero, which always succeeds.
 class Gaussian final : public Rule {
  public:
-  Gaussian() : Rule(SelectAlgo::gaussian) {}
+  Gaussian() : Rule(SelectRule::gaussian) {}
   void save(std::ostream& out) const override { fits_.save(out, kMagic); }
   void load(std::istream& in) override { fits_.load(in, kMagic); }
 
@@ -68,7 +68,7 @@ class Gaussian final : public Rule {
 class PublishedGaussian final : public Rule {
  public:
   explicit PublishedGaussian(bool two_sided)
-      : Rule(two_sided ? SelectAlgo::gaussian_two_sided : SelectAlgo::gaussian_one_sided),
+      : Rule(two_sided ? SelectRule::gaussian_two_sided : SelectRule::gaussian_one_sided),
         two_sided_(two_sided) {}
 
  private:

@@ -106,7 +106,7 @@ float magnitude_of(std::uint32_t order) {
 }  // namespace selectors
 
 template <>
-std::span<const std::string_view> names_of<SelectAlgo>() noexcept {
+std::span<const std::string_view> names_of<SelectRule>() noexcept {
   static constexpr std::array<std::string_view, 12> kNames = {"exact",
                                                               "gaussian",
                                                               "gaussian-two-sided",
@@ -125,35 +125,35 @@ std::span<const std::string_view> names_of<SelectAlgo>() noexcept {
 namespace {
 
 std::unique_ptr<Selector> make_rule(const SelectOptions& options) {
-  switch (options.algo) {
-    case SelectAlgo::exact:
+  switch (options.rule) {
+    case SelectRule::exact:
       return selectors::make_exact();
-    case SelectAlgo::gaussian:
+    case SelectRule::gaussian:
       return selectors::make_gaussian();
-    case SelectAlgo::gaussian_two_sided:
+    case SelectRule::gaussian_two_sided:
       return selectors::make_published_gaussian(true);
-    case SelectAlgo::gaussian_one_sided:
+    case SelectRule::gaussian_one_sided:
       return selectors::make_published_gaussian(false);
-    case SelectAlgo::dgc:
+    case SelectRule::dgc:
       return selectors::make_dgc(options.seed);
-    case SelectAlgo::redsync:
+    case SelectRule::redsync:
       return selectors::make_redsync(false);
-    case SelectAlgo::redsync_trim:
+    case SelectRule::redsync_trim:
       return selectors::make_redsync(true);
-    case SelectAlgo::sidco:
+    case SelectRule::sidco:
       return selectors::make_sidco(options.stages);
-    case SelectAlgo::mstopk:
+    case SelectRule::mstopk:
       return selectors::make_mstopk(options.seed);
-    case SelectAlgo::threshold:
+    case SelectRule::threshold:
       return selectors::make_threshold(options.threshold);
-    case SelectAlgo::randomk:
+    case SelectRule::randomk:
       return selectors::make_randomk(options.seed);
-    case SelectAlgo::blocktopk:
+    case SelectRule::blocktopk:
       return selectors::make_blocktopk(options.block);
   }
   throw_invalid(
-      "options.algo", __FILE__, __LINE__,
-      "select: unknown algorithm (" + std::to_string(static_cast<unsigned>(options.algo)) + ")");
+      "options.rule", __FILE__, __LINE__,
+      "select: unknown algorithm (" + std::to_string(static_cast<unsigned>(options.rule)) + ")");
 }
 
 }  // namespace

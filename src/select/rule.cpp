@@ -10,7 +10,7 @@ namespace skim::selectors {
 using kernels::kBlock;
 using kernels::kSlack;
 
-std::string_view Rule::name() const noexcept { return name_of(algo_); }
+std::string_view Rule::name() const noexcept { return name_of(rule_); }
 
 Rule::Room Rule::room_for(std::size_t n, std::size_t k) {
   const std::size_t room = std::min(2 * k + 16384, n);

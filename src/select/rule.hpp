@@ -21,7 +21,7 @@ namespace skim::selectors {
 // and makes the report.
 class Rule : public Selector {
  public:
-  explicit Rule(SelectAlgo algo) noexcept : algo_(algo) {}
+  explicit Rule(SelectRule rule) noexcept : rule_(rule) {}
   std::string_view name() const noexcept final;
   SelectReport select(const SelectTask& task, SparseBuffer& out) final;
 
@@ -71,7 +71,7 @@ class Rule : public Selector {
  private:
   void collect_all(const kernels::Pass& pass, std::uint32_t above, kernels::Sums& sums);
 
-  SelectAlgo algo_;
+  SelectRule rule_;
   std::size_t k_ = 0;
   // These arrays never shrink. They are not initialised, because pages that are never written cost
   // no memory.

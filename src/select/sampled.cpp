@@ -22,7 +22,7 @@ using selectors::Rule;
 // of them is low enough, every entry becomes a candidate.
 class Dgc final : public Rule {
  public:
-  explicit Dgc(std::uint64_t seed) : Rule(SelectAlgo::dgc), seed_(seed) {}
+  explicit Dgc(std::uint64_t seed) : Rule(SelectRule::dgc), seed_(seed) {}
 
  private:
   static constexpr std::size_t kLeastStride = 33;  // see sampled()
@@ -81,7 +81,7 @@ class Dgc final : public Rule {
 // words give the indices in order.
 class RandomK final : public Rule {
  public:
-  explicit RandomK(std::uint64_t seed) : Rule(SelectAlgo::randomk), seed_(seed) {}
+  explicit RandomK(std::uint64_t seed) : Rule(SelectRule::randomk), seed_(seed) {}
 
  private:
   Room room(std::size_t, std::size_t k) const override { return {k, 0}; }

@@ -19,7 +19,7 @@ using selectors::Rule;
 class RedSync final : public Rule {
  public:
   explicit RedSync(bool trim)
-      : Rule(trim ? SelectAlgo::redsync_trim : SelectAlgo::redsync), trim_(trim) {}
+      : Rule(trim ? SelectRule::redsync_trim : SelectRule::redsync), trim_(trim) {}
 
  private:
   void pick(const SelectTask& task) override {
@@ -75,7 +75,7 @@ class RedSync final : public Rule {
 // because fewer than k entries may be above the mean.
 class MsTopK final : public Rule {
  public:
-  explicit MsTopK(std::uint64_t seed) : Rule(SelectAlgo::mstopk), seed_(seed) {}
+  explicit MsTopK(std::uint64_t seed) : Rule(SelectRule::mstopk), seed_(seed) {}
 
  private:
   static constexpr int kRounds = 30;

@@ -15,7 +15,7 @@ namespace {
 // entries that exceed the threshold before it. More stages follow the tail more closely.
 class Sidco final : public selectors::Rule {
  public:
-  explicit Sidco(int stages) : Rule(SelectAlgo::sidco), stages_(stages) {}
+  explicit Sidco(int stages) : Rule(SelectRule::sidco), stages_(stages) {}
   void save(std::ostream& out) const override { slots_.save(out, kMagic); }
   void load(std::istream& in) override { slots_.load(in, kMagic); }
 

@@ -14,7 +14,7 @@ using selectors::Rule;
 // 2015. Selects all entries of at least the threshold, however many there are.
 class Threshold final : public Rule {
  public:
-  explicit Threshold(float threshold) : Rule(SelectAlgo::threshold), threshold_(threshold) {}
+  explicit Threshold(float threshold) : Rule(SelectRule::threshold), threshold_(threshold) {}
 
  private:
   void require(const SelectTask& task) const override {
@@ -35,7 +35,7 @@ class Threshold final : public Rule {
 // comes from the cut of the chunk before.
 class BlockTopK final : public Rule {
  public:
-  explicit BlockTopK(std::size_t block) : Rule(SelectAlgo::blocktopk), block_(block) {}
+  explicit BlockTopK(std::size_t block) : Rule(SelectRule::blocktopk), block_(block) {}
 
  private:
   Room room(std::size_t n, std::size_t k) const override {

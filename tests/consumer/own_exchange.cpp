@@ -92,7 +92,7 @@ int main() {
         threads.emplace_back([&, r] {
           const skim::StepReport report = reducers[r]->reduce(0, std::span(grads[r]));
           reducers[r]->end_step(/*epoch=*/0.0);
-          if (r == 0) delivered += report.sum_nnz;
+          if (r == 0) delivered += report.sum_entries;
         });
       }
     }

@@ -24,7 +24,7 @@ class Plan(Case):
         return json.loads(done.stdout)
 
     def test_every_exchange_at_every_density_beside_dense(self):
-        rows = self.rows("--params", "25.6e6", "--ranks", 32, *PAPER, "--density", "0.01,0.001")
+        rows = self.rows("--parameters", "25.6e6", "--ranks", 32, *PAPER, "--density", "0.01,0.001")
         for row in rows:
             self.assertEqual(FIELDS - row.keys(), set())
         dense = [r for r in rows if r["exchange"] == "dense"]
@@ -40,7 +40,7 @@ class Plan(Case):
             self.assertGreaterEqual(r["step_s"], 0.2 + r["exchange_s"])
 
     def test_the_dense_step_is_the_formula(self):
-        dense = self.rows("--params", "1e6", "--ranks", 4, "--link", "1gbit", "--latency", "1ms",
+        dense = self.rows("--parameters", "1e6", "--ranks", 4, "--link", "1gbit", "--latency", "1ms",
                           "--compute", "10ms", "--add-ns", 0)[0]
         # 6 rounds of 1 ms; 1.5 times 4 MB, and 48 bytes of each other rank, at 8 ns a byte.
         self.assertAlmostEqual(dense["exchange_s"], 6e-3 + (6e6 + 144) * 8e-9)
@@ -48,7 +48,7 @@ class Plan(Case):
         self.assertAlmostEqual(dense["step_s"], 10e-3 + dense["exchange_s"])
 
     def test_raw_frames_are_larger_and_overlap_hides_the_link(self):
-        case = ["--params", "1e7", "--ranks", 8, *PAPER, "--density", "0.001"]
+        case = ["--parameters", "1e7", "--ranks", 8, *PAPER, "--density", "0.001"]
         coded, raw = self.rows(*case), self.rows(*case, "--index-code", "raw32")
         hidden = self.rows(*case, "--overlap", 1)
         for c, r, h in list(zip(coded, raw, hidden))[1:]:
@@ -61,7 +61,7 @@ class Plan(Case):
                                               ["--density", "1,0.5"], ["--overlap", 1])]
         for case in cases:
             with self.subTest(case):
-                rows = self.rows("--params", "25.6e6", "--ranks", 32, *case)
+                rows = self.rows("--parameters", "25.6e6", "--ranks", 32, *case)
                 shortest = min(r["step_s"] for r in rows)
                 density = max(r["density"] for r in rows if r["step_s"] <= 1.05 * shortest)
                 there = [r for r in rows if r["density"] == density]
@@ -69,7 +69,7 @@ class Plan(Case):
                 self.assertEqual(advised, min(there, key=lambda r: r["step_s"]))
 
     def test_a_tiny_density_is_not_advised_for_a_gain_of_a_few_percent(self):
-        case = ["--params", "25.6e6", "--ranks", 32, *PAPER, "--compute", "4s"]
+        case = ["--parameters", "25.6e6", "--ranks", 32, *PAPER, "--compute", "4s"]
         rows = self.rows(*case, "--density", "1e-6,0.01")
         shortest = min(rows, key=lambda r: r["step_s"])
         (advised,) = [r for r in rows if r["advised"]]
@@ -87,7 +87,7 @@ class Plan(Case):
         self.assertEqual(advised["density"], 1e-6)
 
     def test_of_equal_rows_the_first_is_advised(self):
-        rows = self.rows("--params", "25.6e6", "--ranks", 32, *PAPER, "--density", "0.01,0.01")
+        rows = self.rows("--parameters", "25.6e6", "--ranks", 32, *PAPER, "--density", "0.01,0.01")
         half = rows[1:len(rows) // 2 + 1]
         (first,) = [i for i, r in enumerate(rows) if r["advised"]]
         self.assertEqual(rows[first], min(half, key=lambda r: r["step_s"]))
@@ -95,8 +95,8 @@ class Plan(Case):
         self.assertEqual({**rows[first + len(half)], "advised": True}, rows[first])
 
     def test_it_says_when_not_to_compress(self):
-        fast = ["--params", "1e6", "--ranks", 2, "--link", "400gbit", "--latency", "2us", "--compute", "1ms"]
-        near = ["--params", "25.6e6", "--ranks", 32, *PAPER, "--compute", "60s"]
+        fast = ["--parameters", "1e6", "--ranks", 2, "--link", "400gbit", "--latency", "2us", "--compute", "1ms"]
+        near = ["--parameters", "25.6e6", "--ranks", 32, *PAPER, "--compute", "60s"]
         for case, words in [(fast, "do not compress: the dense sum has the shortest step\n"),
                             (near, "do not compress: the step of the dense sum is within 5 % of the shortest\n")]:
             with self.subTest(words):
@@ -108,7 +108,7 @@ class Plan(Case):
         # The step of `near` is not the shortest.
         self.assertGreater(max(r["speed_up"] for r in self.rows(*near)), 1.0)
 
-    RUN = ["--params", "25.6e6", "--ranks", 32, *PAPER]
+    RUN = ["--parameters", "25.6e6", "--ranks", 32, *PAPER]
     QUALITY = [*RUN, "--density", "0.01"]
 
     def test_quality_of_a_run_of_that_length(self):
@@ -164,7 +164,7 @@ class Plan(Case):
         fit = {"alpha_s": 1e-3, "beta_s_per_byte": 8e-9, "select_s": 1e-9, "merge_s": 0.0, "add_s": 0.0}
         path = self.dir / "fit.json"
         path.write_text(json.dumps(fit))
-        case = ["--params", "1e6", "--ranks", 4, "--compute", "10ms", "--density", "0.01"]
+        case = ["--parameters", "1e6", "--ranks", 4, "--compute", "10ms", "--density", "0.01"]
         rows = self.rows(*case, "--fit", path)
         self.assertAlmostEqual(rows[0]["exchange_s"], 6e-3 + (6e6 + 144) * 8e-9)
         self.assertAlmostEqual(rows[1]["select_s"], 1e-3)
@@ -174,7 +174,7 @@ class Plan(Case):
         self.assertEqual(rows[1]["select_s"], 0.0)
 
     def test_hosts_of_several_ranks_show_hierarchical(self):
-        case = ["--params", "1e6", "--ranks", 8, *PAPER, "--density", "0.01", "--merge-ns", 0]
+        case = ["--parameters", "1e6", "--ranks", 8, *PAPER, "--density", "0.01", "--merge-ns", 0]
         alone = {r["exchange"]: r for r in self.rows(*case)}
         hosts = {r["exchange"]: r for r in self.rows(*case, "--hosts", 2, "--inside-link", "100gbit")}
         self.assertEqual(hosts.keys() - alone.keys(), {"hierarchical"})
@@ -185,7 +185,7 @@ class Plan(Case):
         self.assertGreater(slow["exchange_s"], hosts["hierarchical"]["exchange_s"] + 0.01)
 
     def test_refusals(self):
-        good = ["--params", "1e6", "--ranks", 4, *PAPER]
+        good = ["--parameters", "1e6", "--ranks", 4, *PAPER]
         (self.dir / "bad.json").write_text("{}")
         for arguments, words in [
             (["--ranks", 4, "--link", "1gbit"], ["--compute", "required"]),
@@ -195,7 +195,7 @@ class Plan(Case):
             ([*good, "--latency", "0.4"], ["--latency", "such as 200us", "'0.4'"]),
             ([*good, "--compute", "soon"], ["--compute", "'soon'"]),
             ([*good, "--density", "0.1,2"], ["--density", "(0, 1]", "2"]),
-            ([*good, "--params", "0.5"], ["--params", "at least 1"]),
+            ([*good, "--parameters", "0.5"], ["--parameters", "at least 1"]),
             ([*good, "--ranks", 0], ["--ranks"]),
             ([*good, "--ranks", 4, "--hosts", 8, "--inside-link", "10gbit"], ["--hosts 8", "--ranks 4"]),
             ([*good, "--hosts", 2], ["--hosts", "--inside-link"]),
@@ -228,7 +228,7 @@ class Network(Case):
             self.assertAlmostEqual(s["fit_s"], fit["alpha_s"] + s["bytes"] * fit["beta_s_per_byte"])
         for speed in ("select_s", "merge_s", "add_s"):
             self.assertGreater(fit[speed], 0)
-        self.assert_ok(plan("--params", "1e6", "--ranks", 2, "--compute", "1ms", "--fit", path))
+        self.assert_ok(plan("--parameters", "1e6", "--ranks", 2, "--compute", "1ms", "--fit", path))
 
     @unittest.skipIf(HAS_MPI, "this build has MPI")
     def test_without_mpi(self):
@@ -248,7 +248,7 @@ class Simulate(Case):
         return json.loads(done.stdout)
 
     def test_link_time_is_the_model_and_always_the_same(self):
-        case = ["--params", 20000, "--ranks", "4,6", "--link-only"]
+        case = ["--parameters", 20000, "--ranks", "4,6", "--link-only"]
         rows = self.rows(*case)
         self.assertEqual(rows, self.rows(*case))
         dense = [r for r in rows if r["exchange"] == "dense"]
@@ -268,29 +268,29 @@ class Simulate(Case):
             self.assertGreaterEqual(r["exchange_s"], r["bytes"] * 8e-9)
 
     def test_work_of_the_processor_counts_unless_told_otherwise(self):
-        case = ["--params", 100000, "--ranks", 8, "--exchange", "gtopk"]
+        case = ["--parameters", 100000, "--ranks", 8, "--exchange", "gtopk"]
         (link,), (both,) = self.rows(*case, "--link-only"), self.rows(*case)
         self.assertEqual(link["bytes"], both["bytes"])
         self.assertGreater(both["exchange_s"], link["exchange_s"])
         self.assertGreater(both["select_s"], 0)
 
     def test_the_first_step_of_many_ranks(self):
-        (row,) = self.rows("--params", 20000, "--ranks", 100, "--exchange", "gtopk", "--link-only", "--steps", 1)
+        (row,) = self.rows("--parameters", 20000, "--ranks", 100, "--exchange", "gtopk", "--link-only", "--steps", 1)
         self.assertEqual(row["rounds"], 8)
 
     def test_auto_takes_the_cheapest(self):
         for density in (0.001, 0.9):
-            case = ["--params", 20000, "--ranks", 8, "--link-only", "--density", density, "--latency", "1us"]
+            case = ["--parameters", 20000, "--ranks", 8, "--link-only", "--density", density, "--latency", "1us"]
             rows = {r["exchange"]: r for r in self.rows(*case, "--exchange", "auto,dense,gtopk")}
             auto = rows["auto"]
             self.assertRegex(auto["decision"], r"^(dense|gtopk|allgather|oktopk|sparcml)\S* [\d.]+ \ws, ")
             self.assertLessEqual(auto["exchange_s"], 1.05 * min(r["exchange_s"] for r in rows.values()), auto)
             self.assertEqual(auto["decision"].startswith("dense "), density == 0.9, auto)
             self.assertNotIn("decision", rows["gtopk"])
-        self.assertNotIn("auto", {r["exchange"] for r in self.rows("--params", 20000, "--link-only")})
+        self.assertNotIn("auto", {r["exchange"] for r in self.rows("--parameters", 20000, "--link-only")})
 
     def test_one_rank_sends_nothing(self):
-        for row in self.rows("--params", 20000, "--ranks", 1, "--link-only"):
+        for row in self.rows("--parameters", 20000, "--ranks", 1, "--link-only"):
             self.assertEqual((row["bytes"], row["rounds"], row["exchange_s"]), (0, 0, 0))
 
     def test_refusals(self):
@@ -301,7 +301,7 @@ class Simulate(Case):
             (["--exchange", "hierarchical"], ["--exchange"]),
             (["--density", 0], ["--density", "(0, 1]"]),
             (["--ranks", 0], ["--ranks"]),
-            (["--params", 2000000000, "--ranks", 4096, "--exchange", "dense"], ["dense on 4096 ranks needs about"]),
+            (["--parameters", 2000000000, "--ranks", 4096, "--exchange", "dense"], ["dense on 4096 ranks needs about"]),
         ]:
             with self.subTest(arguments):
                 self.assert_refused(skim("simulate", *self.LINK, *arguments), *words)

@@ -17,8 +17,8 @@ from tool_test import HAS_MPI, LIMIT, TOOL, Case, skim
 P, N, K = 4, 20000, 200
 SHIFT = 4099  # of one rank's gradient against the next
 FIT = {"alpha_s": 1e-3, "beta_s_per_byte": 8e-9, "select_s": 1e-9, "merge_s": 1e-8, "add_s": 0.0}
-OWN = ["--params", N, "--compute", "1ms", "--density", 0.01, "--rounds", 3]
-FIELDS = {"params", "k", "density", "ranks", "exchange", "counts_as", "chosen", "reason", "compute_s",
+OWN = ["--parameters", N, "--compute", "1ms", "--density", 0.01, "--rounds", 3]
+FIELDS = {"parameters", "k", "density", "ranks", "exchange", "counts_as", "chosen", "reason", "compute_s",
           "select_s", "select_n", "exchange_s", "exchange_least_s", "exchange_most_s", "rounds_s", "predicted_s",
           "predicted_link_s", "predicted_merge_s", "measured_over_predicted", "efficiency", "speed_up_over_dense",
           "busy", "bytes", "result_entries", "frame_bytes", "index_code", "time_scale",
@@ -60,7 +60,7 @@ class Measured(Case):
                           "auto": "auto"})
         for name, r in rows.items():
             self.assertEqual(FIELDS - r.keys(), set())
-            self.assertEqual((r["params"], r["k"], r["ranks"], r["compute_s"]), (N, K, P, 1e-3))
+            self.assertEqual((r["parameters"], r["k"], r["ranks"], r["compute_s"]), (N, K, P, 1e-3))
             self.assertEqual(len(r["rounds_s"]), 3)
             self.assertEqual(r["exchange_s"], statistics.median(r["rounds_s"]))
             self.assertEqual((r["exchange_least_s"], r["exchange_most_s"]), (min(r["rounds_s"]), max(r["rounds_s"])))
@@ -87,7 +87,7 @@ class Measured(Case):
             self.assertIsNone(r["predicted_s"])
 
     def test_the_prediction_is_the_models(self):
-        plan = skim("plan", "--params", N, "--ranks", P, "--compute", "1ms", "--density", 0.01, "--fit", self.fit,
+        plan = skim("plan", "--parameters", N, "--ranks", P, "--compute", "1ms", "--density", 0.01, "--fit", self.fit,
                     "--index-code", "raw32", "--json", "-")
         self.assert_ok(plan)
         planned = {r["exchange"]: r for r in json.loads(plan.stdout)}
@@ -176,7 +176,7 @@ class Refusals(Case):
     def test_refusals(self):
         (self.dir / "bad.json").write_text("{}")
         for arguments, words in [
-            (["--params", 0], ["--params"]),
+            (["--parameters", 0], ["--parameters"]),
             (["--compute", "soon"], ["--compute", "'soon'"]),
             (["--density", 0], ["--density", "(0, 1]"]),
             (["--exchange", "hierarchical"], ["--exchange"]),
@@ -189,10 +189,10 @@ class Refusals(Case):
             (["--fit", self.dir / "bad.json"], ["--fit", "bench network"]),
         ]:
             with self.subTest(arguments):
-                given = {"--params": N, "--compute": "1ms"} | dict([arguments])
+                given = {"--parameters": N, "--compute": "1ms"} | dict([arguments])
                 self.assert_refused(scaling(*itertools.chain(*given.items())), *words)
-        self.assert_refused(scaling("--params", N), "--compute", "required")
-        self.assert_refused(scaling("--compute", "1s"), "--params", "required")
+        self.assert_refused(scaling("--parameters", N), "--compute", "required")
+        self.assert_refused(scaling("--compute", "1s"), "--parameters", "required")
 
 
 @unittest.skipUnless(CAN_DRAW, "no matplotlib (scripts/setup installs it)")
@@ -202,7 +202,7 @@ class Plots(Case):
         self.file = self.dir / "scaling.json"
 
         def row(ranks, scale, exchange, counts_as, seconds, **more):
-            return {"model": "vgg16", "params": 14728266, "ranks": ranks, "time_scale": scale, "exchange": exchange,
+            return {"model": "vgg16", "parameters": 14728266, "ranks": ranks, "time_scale": scale, "exchange": exchange,
                     "counts_as": counts_as, "index_code": "auto", "compute_s": 0.1, "select_s": 0.02,
                     "exchange_s": seconds, "exchange_least_s": seconds / 2, "exchange_most_s": seconds * 2,
                     "predicted_s": seconds / 1.25, "measured_over_predicted": 1.25, "efficiency": 0.1 / (0.12 + seconds),

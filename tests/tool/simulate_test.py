@@ -181,7 +181,7 @@ class Training(Case):
             (["--model", "lstm", "--data", "text", "--data-dir", text, "--split", "shards"], ["--split shards", "text"]),
             (["--nesterov"], ["--nesterov needs"]),
             (["--json", self.dir / "x", "--metrics", self.dir / "x"], ["--json and --metrics"]),
-            (["--params", 5], ["--params"]),
+            (["--parameters", 5], ["--parameters"]),
             (["--model", "lstm", "--data", "text", "--data-dir", text, "--hidden", 2048, "--ranks", 4096,
               "--batch", 1, "--sequence-length", 8], ["lstm on 4096 ranks needs about", "GB"]),
         ]:

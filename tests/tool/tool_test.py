@@ -372,7 +372,7 @@ class Runs(Case):
                                  "randomk", "--select-seeds", seeds, "--metrics", metrics))
             steps = [line for line in lines(metrics) if "k" in line]
             self.assertEqual([s["k"] for s in steps], [k] * 3)
-            received[seeds] = [s["received_entries"] for s in steps]
+            received[seeds] = [s["sum_entries"] for s in steps]
         for same, own in zip(received["same"], received["own"]):
             self.assertLessEqual(same, k)
             self.assertGreater(own, 1.5 * same)
@@ -435,7 +435,7 @@ class Runs(Case):
                              "--exchange", "param-server", "--density", 0.05, "--down-density", 1,
                              "--metrics", self.dir / "m.jsonl", "--summary", self.dir / "s.json"))
         run = json.loads((self.dir / "s.json").read_text())[0]
-        received = [line["received_entries"] for line in lines(self.dir / "m.jsonl") if "k" in line]
+        received = [line["sum_entries"] for line in lines(self.dir / "m.jsonl") if "k" in line]
         self.assertAlmostEqual(run["union_entries_per_step"], sum(received) / 6, places=6)
         self.assertEqual((run["server"], run["down_density"]), ("rank0", 1))
         falling = ["--lr-schedule", "steps", "--lr-drops", 0.1, "--lr-gamma", 0.1]

@@ -221,7 +221,7 @@ TEST(simulation, counts_the_union_of_what_servers_add_up) {
     const SimulationSummary s =
         simulate(o, data(), {.ranks = 3}, kNoStop, {.on_step = [&](const SimulatedStep& step) {
                    // Everything comes back, so the sum has the union.
-                   EXPECT_EQ(step.union_entries, step.record.received_entries) << name_of(server);
+                   EXPECT_EQ(step.union_entries, step.record.sum_entries) << name_of(server);
                    EXPECT_GE(step.union_entries, step.record.sent_entries);
                    all += static_cast<double>(step.union_entries);
                  }});
