@@ -461,7 +461,7 @@ std::vector<ExchangeKind> candidates(const ChooserOptions& options) {
   if (!options.among.empty()) return options.among;
   std::vector<ExchangeKind> all;
   for (const ExchangeRow& row : exchange_rows()) {
-    if (row.is_candidate) all.push_back(row.kind);
+    if (row.delivers_all) all.push_back(row.kind);
   }
   return all;
 }

@@ -78,7 +78,7 @@ TEST(chooser, begins_with_what_the_model_finds_cheapest) {
   const Load load{.ranks = 3, .n = kN, .k = kK, .frame = frame_size({})};
   Kinds among;
   for (const ExchangeRow& row : exchange_rows()) {
-    if (row.is_candidate && !row.needs_hosts) among.push_back(row.kind);
+    if (row.delivers_all) among.push_back(row.kind);
   }
   const Choice best = cheapest(among, {}, load, kSlow, options.local_speeds);
   // At 4 times the prediction the chooser would measure the link of this machine.
@@ -116,9 +116,10 @@ TEST(chooser, goes_by_what_the_step_waits_for) {
 }
 
 TEST(chooser, finds_the_best_whatever_the_model_says) {
-  for (const K best : {K::dense, K::allgather, K::gtopk, K::gtopk_tree, K::oktopk, K::sparcml}) {
+  const Kinds among{K::dense, K::allgather, K::gtopk, K::gtopk_tree, K::oktopk, K::sparcml};
+  for (const K best : among) {
     SCOPED_TRACE(name_of(best));
-    const ChooserOptions options{.link = kSlow, .trial_share = 1.0};
+    const ChooserOptions options{.among = among, .link = kSlow, .trial_share = 1.0};
     const auto taken =
         drive(2, 300, options, [&](K kind, int, int) { return kind == best ? 0.001 : 0.0013; });
     EXPECT_EQ(taken[0].at_the_end, name_of(best));
@@ -204,7 +205,7 @@ TEST(chooser, is_near_the_best_single_exchange) {
       constexpr int kBuckets = 400;
       std::map<std::int64_t, std::string_view> single;
       for (const ExchangeRow& row : exchange_rows()) {
-        if (!row.is_candidate || row.needs_hosts || row.kind == K::dense) continue;
+        if (!row.delivers_all || row.kind == K::dense) continue;
         single[run_buckets(ranks, link, kBuckets, {.exchange = {.kind = row.kind}})] = row.name;
       }
       std::map<std::string, int> names;

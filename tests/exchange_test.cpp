@@ -551,6 +551,29 @@ TEST(exchange, k_down_counts_where_the_row_says_so) {
   EXPECT_FALSE(cuts_result({.kind = K::hierarchical, .hierarchy = {.between = K::hierarchical}}));
 }
 
+// A row says truly whether every entry that was sent is delivered: then nothing comes back.
+TEST(exchange, delivers_all_where_the_row_says_so) {
+  std::atomic<bool> is_run = false;
+  for (const ExchangeRow& row : exchange_rows()) {
+    if (row.kind == ExchangeKind::dense) continue;
+    std::atomic<bool> has_returned = false;
+    run_group(4, [&](Communicator& whole) {
+      is_run = true;
+      OnHosts comm(whole, [](std::size_t r) { return r / 2; });
+      const auto exchange = make_exchange({.kind = row.kind});
+      const auto r = static_cast<std::size_t>(whole.rank());
+      const SparseBuffer mine = test::top_k(test::normal(200, r), 12);
+      GroupStats stats;
+      const ExchangeResult result = exchange->run({0, 0}, mine.view(), {.k = 12}, stats, comm);
+      const bool holds = exchange->held_mass() != nullptr;
+      if (holds || test::without_zeros(result.returned).nnz() > 0) has_returned = true;
+    });
+    if (!is_run) GTEST_SKIP() << "under mpirun it needs 4 ranks";
+    EXPECT_EQ(row.delivers_all, !has_returned) << row.name;
+  }
+  EXPECT_TRUE(row_of(ExchangeKind::dense).delivers_all);
+}
+
 TEST(exchange, names_and_options) {
   EXPECT_EQ(make_exchange({.kind = ExchangeKind::allgather})->name(), "allgather");
   EXPECT_EQ(make_exchange({.kind = ExchangeKind::gtopk})->name(), "gtopk");

@@ -117,7 +117,7 @@ struct Trial {
 };
 
 std::vector<Contender> contenders(const ScalingOptions& o, const Setting& s, int ranks) {
-  ChooserOptions chooser;
+  ChooserOptions chooser{.among = among(o.exchanges)};
   if (s.fit) {
     chooser.link = s.fit->link;
     chooser.local_speeds = speeds(o, *s.fit, ranks);
@@ -449,7 +449,8 @@ void declare(CLI::App& app, ScalingOptions& o) {
 
   line.group("How it is exchanged");
   line.option("--exchange", o.exchanges, "NAME,...",
-              fmt::format("exchanges: {}", fmt::join(summation_names(), ", ")))
+               fmt::format("exchanges: {}; auto chooses among the others",
+                          fmt::join(summation_names(), ", ")))
       ->delimiter(',')
       ->check(CLI::IsMember(summation_names()));
   line.flag("--no-vendor-sum", o.no_vendor_sum,

@@ -149,7 +149,8 @@ Course steps(const SimulateOptions& o, const std::string& name, const SparseView
              std::size_t k, const VirtualTime& time, double select_s, Communicator& comm) {
   Course course;
   const LocalSpeeds speeds = time.processor_time ? ChooserOptions().local_speeds : LocalSpeeds();
-  Summation summation(name, {}, {.link = time.link, .local_speeds = speeds});
+  Summation summation(
+      name, {}, {.among = among(o.exchanges), .link = time.link, .local_speeds = speeds});
   std::vector<float> gradient;
   if (summation.may_be_dense()) gradient.resize(o.parameters);
   const Keep keep{.k = k};
@@ -275,7 +276,7 @@ void declare(CLI::App& app, SimulateOptions& o, bool& training) {
       ->delimiter(',')
       ->check(CLI::Range(1, 4096));
   line.plain("--exchange", o.exchanges, "NAME,...",
-             fmt::format("exchanges: {} [all but auto]", fmt::join(summation_names(), ", ")))
+             fmt::format("exchanges: {}; auto chooses among the others [all but auto]", fmt::join(summation_names(), ", ")))
       ->delimiter(',')
       ->check(CLI::IsMember(summation_names()));
   line.option("--density", o.density, "D", "k/n");

@@ -27,6 +27,18 @@ inline std::vector<std::string> summation_names() {
   return names;
 }
 
+// The exchanges that `auto` chooses among where `names` are compared: the others. Empty, which
+// means the chooser's default, if `auto` stands alone.
+inline std::vector<ExchangeKind> among(const std::vector<std::string>& names) {
+  std::vector<ExchangeKind> others;
+  for (const std::string& name : names) {
+    if (name == kAuto) continue;
+    const auto kind = from_name<ExchangeKind>(name, "--exchange");
+    if (!row_of(kind).holds_mass) others.push_back(kind);
+  }
+  return others;
+}
+
 class Summation {
  public:
   // Throws: InvalidArgument if there is no such name.

@@ -90,11 +90,16 @@ void expect_local_steps(const TrainOptions& o) {
   }
 }
 
-// Leaves the chooser only the exchanges that select from the sum.
+// Leaves the chooser only the exchanges that select from the sum, of --among or of all.
 // Throws: InvalidArgument if there are none.
 void expect_cut(const TrainOptions& o, ReducerOptions& r) {
   if (r.chooser) {
-    std::vector<ExchangeKind> among = candidates(*r.chooser);
+    std::vector<ExchangeKind> among = r.chooser->among;
+    if (among.empty()) {
+      for (const ExchangeRow& row : exchange_rows()) {
+        if (!row.holds_mass) among.push_back(row.kind);
+      }
+    }
     std::erase_if(among, [&](ExchangeKind exchange) {
       ExchangeOptions options = o.exchange;
       options.kind = exchange;

@@ -16,9 +16,9 @@ namespace skim {
 
 // All ranks need equal options, except `link` and `local_speeds`: all ranks use those of rank 0.
 struct ChooserOptions {
-  // The exchanges to choose among; none may hold mass. Empty: all with ExchangeRow::is_candidate.
-  // Some exchanges hold back more entries than others, so a choice by time alone also changes how
-  // fast training converges.
+  // The exchanges to choose among; none may hold mass. Empty: all with ExchangeRow::delivers_all.
+  // The others leave entries in the residuals that were already sent. If both kinds are given, a
+  // choice by time alone also changes how fast training converges.
   std::vector<ExchangeKind> among = {};
   // Empty: rank 0 measures its link to the last rank before the first bucket, which takes a
   // fraction of a second.

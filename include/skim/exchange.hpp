@@ -189,10 +189,10 @@ struct ExchangeRow {
   double (*memory)(const Load&);
   // Whether it selects from the sum with these options, so that Keep::k_down counts. Null: never.
   bool (*cuts_result)(const ExchangeOptions&) = nullptr;
+  bool delivers_all = false;  // the result has every entry that any rank sent, with any options
   bool holds_mass = false;    // has a HeldMass
   bool nests = false;         // may be a part of `hierarchical`
   bool needs_hosts = false;   // differs from its parts only if hosts have several ranks
-  bool is_candidate = false;  // the chooser tries it by default (chooser.hpp)
 };
 // The rows, in the order of the enumerators.
 std::span<const ExchangeRow> exchange_rows() noexcept;

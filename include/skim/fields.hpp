@@ -143,7 +143,7 @@ template <OptionsOf<ChooserOptions> Options, class F>
 void each_field(Options& o, F&& f) {
   f("among", o.among,
     FieldInfo{.what = "auto: exchanges to choose among [" +
-                      name_list(names_where(&ExchangeRow::is_candidate)) + "]",
+                      name_list(names_where(&ExchangeRow::delivers_all)) + "]",
               .names = [] {
                 return names_where([](const ExchangeRow& row) { return !row.holds_mass; });
               }});

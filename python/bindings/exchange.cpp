@@ -112,7 +112,9 @@ void bind_exchange(nb::module_& m) {
       .def_ro("nests", &ExchangeRow::nests, "Whether it may be a part of 'hierarchical'.")
       .def_ro("needs_hosts", &ExchangeRow::needs_hosts,
               "Whether it differs from its parts only if hosts have several ranks.")
-      .def_ro("is_candidate", &ExchangeRow::is_candidate, "Whether a chooser tries it by default.")
+      .def_ro("delivers_all", &ExchangeRow::delivers_all,
+              "Whether the result has every entry that any rank sent. A chooser takes these "
+              "exchanges by default.")
       .def("__repr__",
            [](const ExchangeRow& r) { return "<skim.ExchangeRow '" + std::string(r.name) + "'>"; });
   nb::dict rows;

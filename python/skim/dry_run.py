@@ -117,8 +117,8 @@ class DryRun:
     def _predict(self, density: float) -> Prediction:
         assert self.link is not None
         select_s, kept, total = 0.0, 0.0, 0.0
-        # The chooser's candidates, except those that depend on how the ranks are spread over hosts.
-        rows = [r for r in _core.exchanges.values() if r.is_candidate and r.selects and not r.needs_hosts]
+        # The chooser's candidates.
+        rows = [r for r in _core.exchanges.values() if r.delivers_all and r.selects]
         totals = dict.fromkeys([r.name for r in rows], 0.0)
         for g in self._gradients:
             k = _core.entries(density, g.numel())

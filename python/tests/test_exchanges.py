@@ -137,7 +137,7 @@ class Rows(unittest.TestCase):
         self.assertEqual([name for name, row in rows.items() if not row.selects], ["dense"])
         self.assertEqual([name for name, row in rows.items() if row.holds_mass], ["param-server"])
         self.assertEqual([name for name, row in rows.items() if row.needs_hosts], ["hierarchical"])
-        self.assertTrue(rows["gtopk-tree"].nests and rows["gtopk-tree"].is_candidate)
+        self.assertTrue(rows["gtopk-tree"].nests and not rows["gtopk-tree"].delivers_all)
         self.assertTrue(rows["global-topk"].cuts_result and not rows["gtopk"].cuts_result)
         with self.assertRaises(TypeError):
             rows["mine"] = rows["gtopk"]
@@ -161,7 +161,7 @@ class Choosers(unittest.TestCase):
         chosen, reason, candidates = self.ask(link=skim.Link(1e-9, 1e-13))
         self.assertEqual(chosen, "dense")
         self.assertRegex(reason, "^dense ")
-        self.assertEqual(list(candidates), [r.name for r in skim.exchanges.values() if r.is_candidate])
+        self.assertEqual(list(candidates), [r.name for r in skim.exchanges.values() if r.delivers_all])
         chosen, reason, _ = self.ask(link=skim.Link(1e-4, 1e-6))
         self.assertTrue(skim.exchanges[chosen].selects)
         self.assertTrue(reason.startswith(chosen + " "))

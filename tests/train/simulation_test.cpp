@@ -518,10 +518,11 @@ TEST(simulation, refusals) {
 TEST(options, down_density_restricts_the_chooser) {
   TrainOptions o = options("auto");
   o.down_density = 0.01;
-  EXPECT_EQ(candidates(*reducer_options(o).chooser), std::vector{ExchangeKind::oktopk});
+  EXPECT_EQ(candidates(*reducer_options(o).chooser),
+            (std::vector{ExchangeKind::global_topk, ExchangeKind::oktopk}));
   o.exchange.hierarchy.between = ExchangeKind::oktopk;
   EXPECT_EQ(candidates(*reducer_options(o).chooser),
-            (std::vector{ExchangeKind::oktopk, ExchangeKind::hierarchical}));
+            (std::vector{ExchangeKind::global_topk, ExchangeKind::oktopk, ExchangeKind::hierarchical}));
   o.chooser.among = {ExchangeKind::gtopk, ExchangeKind::dense};
   EXPECT_THROW(reducer_options(o), InvalidArgument);
   o = options("hierarchical");
