@@ -1,7 +1,6 @@
 // The measured distance to dense training, and its text.
 #include "skim/quality.hpp"
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <iomanip>
@@ -12,8 +11,7 @@
 namespace skim {
 namespace {
 
-// Tolerance for the rounding of products such as 0.07 x 1000.
-constexpr double kRounding = 1e-9;
+constexpr double kRounding = 1e-9;  // tolerance, relative
 
 // docs/results/quality.md has the command; a test compares these figures with its table.
 constexpr std::array<MeasuredQuality, 5> kMeasured{{
@@ -27,6 +25,13 @@ constexpr std::array<MeasuredQuality, 5> kMeasured{{
 }  // namespace
 
 std::span<const MeasuredQuality> measured_quality() noexcept { return kMeasured; }
+
+bool reaches(double sends, double goal) noexcept { return sends >= goal * (1.0 - kRounding); }
+
+std::uint64_t steps_of_sends(double sends, double density) {
+  SKIM_EXPECTS(density > 0.0 && density <= 1.0, "steps_of_sends: density must be in (0, 1]");
+  return static_cast<std::uint64_t>(std::ceil(sends / density * (1.0 - kRounding)));
+}
 
 std::optional<double> density_of_sends(double sends, std::uint64_t steps) {
   SKIM_EXPECTS(steps > 0, "density_of_sends: steps must be > 0");
@@ -42,18 +47,19 @@ std::string quality_note(double density, std::uint64_t steps) {
   std::ostringstream note;
   note << "S = density x steps = " << std::setprecision(3) << sends
        << ": how often a rank sends the average entry in the run.\n";
-  if (sends >= kLevelSends * (1.0 - kRounding)) {
+  if (reaches(sends, kLevelSends)) {
     note << "With momentum correction, a small GPT and a ResNet-8 ended level with dense at S = "
          << kLevelSends << '.';
     return note.str();
   }
   // The largest measured S that the run reaches.
-  const auto above = std::ranges::upper_bound(kMeasured, sends * (1.0 + kRounding), {},
-                                              &MeasuredQuality::entry_sends);
-  const MeasuredQuality& at = above == kMeasured.begin() ? kMeasured.front() : *(above - 1);
-  note << "At S = " << at.entry_sends << " a small GPT ended " << at.correction
-       << " nats behind dense with momentum correction, " << at.after_sum << " without it,\n"
-       << at.step_ahead << " with LocalSteps of one step, and " << kAloneBehind
+  const MeasuredQuality* at = &kMeasured.front();
+  for (const MeasuredQuality& m : kMeasured) {
+    if (reaches(sends, m.entry_sends)) at = &m;
+  }
+  note << "At S = " << at->entry_sends << " a small GPT ended " << at->correction
+       << " nats behind dense with momentum correction, " << at->after_sum << " without it,\n"
+       << at->step_ahead << " with LocalSteps of one step, and " << kAloneBehind
        << " on one rank that trains alone.\n";
   if (const std::optional<double> level = density_of_sends(kLevelSends, steps)) {
     note << "At S = " << kLevelSends << ", which needs density " << *level

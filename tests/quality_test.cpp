@@ -37,6 +37,16 @@ TEST(quality, the_density_of_sends_is_the_smallest_of_two_digits) {
   EXPECT_THROW(static_cast<void>(density_of_sends(28.0, 0)), InvalidArgument);
 }
 
+TEST(quality, the_steps_of_sends_are_the_fewest) {
+  EXPECT_EQ(steps_of_sends(28.0, 0.028), 1000U);  // 28 / 0.028 is a little more in floating point
+  EXPECT_EQ(steps_of_sends(28.0, 0.03), 934U);    // 933.3
+  EXPECT_EQ(steps_of_sends(28.0, 1.0), 28U);
+  EXPECT_TRUE(reaches(0.07 * 400.0, 28.0));
+  EXPECT_TRUE(reaches(0.03 * 934.0, 28.0));
+  EXPECT_FALSE(reaches(0.03 * 933.0, 28.0));
+  EXPECT_THROW(static_cast<void>(steps_of_sends(28.0, 0.0)), InvalidArgument);
+}
+
 TEST(quality, the_note_goes_by_the_largest_measured_s_that_the_run_reaches) {
   const std::string rare = quality_note(0.0035, 1000);
   EXPECT_TRUE(contains(rare, "S = density x steps = 3.5")) << rare;

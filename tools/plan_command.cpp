@@ -28,8 +28,6 @@ constexpr double kAsFast = 1.05;
 // Published runs with S = density x steps >= kParity reached dense accuracy. quality.hpp has Skim's
 // own measurements.
 constexpr double kParity = 50.0;
-// Tolerance for the rounding of products such as 0.07 x 1000.
-constexpr double kRounding = 1e-9;
 
 struct PlanOptions {
   double parameters = 25.6e6;
@@ -169,21 +167,21 @@ void print_quality(std::FILE* out, const PlanOptions& o, const Fit& m, double co
                    double density) {
   if (o.steps == 0) {
     fmt::print(out,
-               "quality: density {:g} needs {:.0f} steps for S = density x steps = {:g}.\n"
+               "quality: density {:g} needs {} steps for S = density x steps = {:g}.\n"
                "S is how often a rank sends the average entry in the run. With momentum correction "
                "two small\nmodels ended level with dense at S = {:g}. Published runs did from "
                "S = {:g} on. --steps N judges\nyour run.\n",
-               density, std::ceil(kLevelSends / density * (1.0 - kRounding)), kLevelSends,
-               kLevelSends, kParity);
+               density, steps_of_sends(kLevelSends, density), kLevelSends, kLevelSends,
+               kParity);
     return;
   }
   const auto steps = static_cast<std::uint64_t>(o.steps);
   fmt::print(out, "quality: {}\n", quality_note(density, steps));
   const double sends = density * static_cast<double>(o.steps);
-  if (sends >= kParity * (1.0 - kRounding)) {
+  if (reaches(sends, kParity)) {
     fmt::print(out, "Published runs with S >= {:g} reached dense accuracy, too.\n", kParity);
   }
-  if (sends >= kLevelSends * (1.0 - kRounding)) return;
+  if (reaches(sends, kLevelSends)) return;
   const std::optional<double> level = density_of_sends(kLevelSends, steps);
   if (!level) return;
   const std::vector<Prediction> all = predictions(o, m, compute_s, {*level});

@@ -25,6 +25,11 @@ inline constexpr double kAloneBehind = 0.12;
 // From this S on, runs with momentum correction ended level with dense.
 inline constexpr double kLevelSends = 28.0;
 
+// Whether S reaches `goal`, up to the rounding of products such as 0.07 * 1000.
+bool reaches(double sends, double goal) noexcept;
+
+// The fewest steps with S >= sends. 0 < density <= 1.
+std::uint64_t steps_of_sends(double sends, double density);
 // The smallest density with S >= sends, rounded up to two digits. Nullopt if it is not below 1.
 // steps > 0.
 std::optional<double> density_of_sends(double sends, std::uint64_t steps);
