@@ -333,7 +333,8 @@ RULES = {"rule": "{rule}", "error feedback": ("{feedback}", " "), "density": ("{
          "bytes sent per step and rank": "{sent_bytes_per_step:,}"}
 
 # Task, ranks, metric, digits.
-QUALITY_TABLES = (("gpt", 2, "loss", ".3f"), ("gpt", 4, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"))
+QUALITY_TABLES = (("gpt", 2, "loss", ".3f"), ("gpt", 4, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"),
+                  ("fashion", 4, "accuracy", ".2f"))
 
 TABLES = [
     Table("README.md", "claims", claims, {
