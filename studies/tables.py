@@ -334,7 +334,7 @@ RULES = {"rule": "{rule}", "error feedback": ("{feedback}", " "), "density": ("{
 
 # Task, ranks, metric, digits.
 QUALITY_TABLES = (("gpt", 2, "loss", ".3f"), ("gpt", 4, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"),
-                  ("fashion", 4, "accuracy", ".2f"))
+                  ("lstm", 4, "loss", ".3f"), ("fashion", 4, "accuracy", ".2f"))
 
 TABLES = [
     Table("README.md", "claims", claims, {
