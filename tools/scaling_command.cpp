@@ -449,7 +449,7 @@ void declare(CLI::App& app, ScalingOptions& o) {
 
   line.group("How it is exchanged");
   line.option("--exchange", o.exchanges, "NAME,...",
-               fmt::format("exchanges: {}; auto chooses among the others",
+              fmt::format("exchanges: {}; auto chooses among the others",
                           fmt::join(summation_names(), ", ")))
       ->delimiter(',')
       ->check(CLI::IsMember(summation_names()));

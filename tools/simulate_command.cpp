@@ -276,7 +276,8 @@ void declare(CLI::App& app, SimulateOptions& o, bool& training) {
       ->delimiter(',')
       ->check(CLI::Range(1, 4096));
   line.plain("--exchange", o.exchanges, "NAME,...",
-             fmt::format("exchanges: {}; auto chooses among the others [all but auto]", fmt::join(summation_names(), ", ")))
+             fmt::format("exchanges: {}; auto chooses among the others [all but auto]",
+                         fmt::join(summation_names(), ", ")))
       ->delimiter(',')
       ->check(CLI::IsMember(summation_names()));
   line.option("--density", o.density, "D", "k/n");

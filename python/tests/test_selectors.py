@@ -73,14 +73,14 @@ class Rules(unittest.TestCase):
         rng = np.random.default_rng(3)
         n, k = 50_000, 500
         g = rng.laplace(size=n).astype(np.float32)
-        for algo in skim.select_rules:
-            with self.subTest(algo=algo):
+        for rule in skim.select_rules:
+            with self.subTest(rule=rule):
                 residual = np.zeros(n, np.float32)
-                got = skim.Selector(algo, **({"select_threshold": 4.0} if algo == "threshold" else {})).select(g, k, residual=residual)
+                got = skim.Selector(rule, **({"select_threshold": 4.0} if rule == "threshold" else {})).select(g, k, residual=residual)
                 self.assertGreater(len(got.indices), 0)
                 self.assertTrue(np.all(np.diff(got.indices.astype(np.int64)) > 0))
                 np.testing.assert_array_equal(got.values, residual[got.indices])
-                if algo == "threshold":
+                if rule == "threshold":
                     np.testing.assert_array_equal(got.indices, np.flatnonzero(np.abs(g) >= 4.0))
 
     def test_per_parameter(self):
