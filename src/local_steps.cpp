@@ -1,6 +1,7 @@
 #include "skim/local_steps.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <string>
 #include <string_view>
@@ -16,6 +17,12 @@ constexpr std::uint32_t kVersion = 1;
 
 }  // namespace
 
+double outer_lr_for(int ranks, double density) {
+  SKIM_EXPECTS(ranks >= 1, "outer_lr_for: ranks must be >= 1");
+  SKIM_EXPECTS(density >= 0.0 && density <= 1.0, "outer_lr_for: density must be in [0, 1]");
+  return std::sqrt(ranks / (1.0 + (ranks - 1) * density));
+}
+
 struct LocalSteps::Impl {
   struct Part {
     Slot slot;
@@ -28,7 +35,7 @@ struct LocalSteps::Impl {
         outer_momentum(static_cast<float>(o.outer_momentum)),
         reducer(r) {
     SKIM_EXPECTS(o.ahead >= 0.0 && o.ahead <= 1.0, "local steps: ahead must be in [0, 1]");
-    SKIM_EXPECTS(o.outer_lr > 0.0, "local steps: outer_lr must be > 0");
+    SKIM_EXPECTS(o.outer_lr >= 0.0, "local steps: outer_lr must be >= 0");
     SKIM_EXPECTS(o.outer_momentum >= 0.0 && o.outer_momentum < 1.0,
                  "local steps: outer_momentum must be in [0, 1)");
     for (const Slot slot : reducer.local().slots()) {
@@ -62,14 +69,22 @@ struct LocalSteps::Impl {
     }
   }
 
-  void outer_step(Part& p, std::span<const float> mean) const {
+  // r for a bucket in a round.
+  float outer_lr_of(const StepReport& report) const {
+    if (outer_lr > 0.0F) return outer_lr;
+    if (momentum()) return 1.0F;
+    const double density = static_cast<double>(report.k) / static_cast<double>(report.n);
+    return static_cast<float>(outer_lr_for(reducer.ranks(), density));
+  }
+
+  void outer_step(Part& p, std::span<const float> mean, float r) const {
     for (std::size_t i = 0; i < mean.size(); ++i) {
       float step = mean[i];
       if (momentum()) {
         p.v[i] = outer_momentum * p.v[i] + mean[i];
         step += outer_momentum * p.v[i];
       }
-      p.x[i] -= outer_lr * step;
+      p.x[i] -= r * step;
     }
   }
 
@@ -137,7 +152,9 @@ bool LocalSteps::exchange(std::span<const std::span<float>> replicas, double epo
     throw;
   }
   if (applied) {
-    for (std::size_t b = 0; b < replicas.size(); ++b) self.outer_step(self.parts[b], replicas[b]);
+    for (std::size_t b = 0; b < replicas.size(); ++b) {
+      self.outer_step(self.parts[b], replicas[b], self.outer_lr_of(reports[b]));
+    }
   }
   start_all();
   return applied;

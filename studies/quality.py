@@ -28,33 +28,38 @@ TASKS = {
 }
 # The density at which an exchange of 4-bit values sends about that share of dense's bytes, by the number of ranks.
 # A rank of the all-gather sends its frame to every other rank.
-DENSITY = {"1 %": {2: 0.028, 4: 0.0133}, "0.1 %": {2: 0.0023, 4: 0.00105}}
-DENSITY_15 = {"1 %": {2: 0.6, 4: 0.32}, "0.1 %": {2: 0.045, 4: 0.022}}  # an exchange every 15 steps
+DENSITY = {"1 %": {2: 0.028, 4: 0.0133, 8: 0.0064}, "0.1 %": {2: 0.0023, 4: 0.00105, 8: 0.00048}}
+DENSITY_15 = {"1 %": {2: 0.6, 4: 0.32, 8: 0.16}, "0.1 %": {2: 0.045, 4: 0.022, 8: 0.01}}  # an exchange every 15 steps
 METHODS = {
     "dense": ["dense"],
     "dense, 16 bit": ["fp16"],
     "PowerSGD, rank 1": ["powersgd"],
     "one rank alone": ["alone"],
-    "DiLoCo, 50 steps": ["local", {2: 1.0, 4: 1.0}, "--every", "50", "--ahead", "0", "--outer-lr", "0.7",
+    "DiLoCo, 50 steps": ["local", {2: 1.0, 4: 1.0, 8: 1.0}, "--every", "50", "--ahead", "0", "--outer-lr", "0.7",
                          "--outer-momentum", "0.9", "--exchange", "dense"],
+}
+LOCAL = {
+    "step ahead": [],
+    "step ahead, a step late": ["--delay", "1"],
+    "15 local steps": ["--every", "15", "--ahead", "0"],
+    "15 local steps, ahead": ["--every", "15"],
 }
 for _share in DENSITY:
     METHODS |= {
         f"momentum after the sum, {_share}": ["after-sum", DENSITY[_share]],
         f"momentum correction, {_share}": ["correction", DENSITY[_share]],
-        f"step ahead, {_share}": ["local", DENSITY[_share]],
-        f"step ahead, a step late, {_share}": ["local", DENSITY[_share], "--delay", "1"],
-        f"step ahead, outer rate 2, {_share}": ["local", DENSITY[_share], "--outer-lr", "2"],
-        f"15 local steps, {_share}": ["local", DENSITY_15[_share], "--every", "15", "--ahead", "0"],
-        f"15 local steps, ahead, {_share}": ["local", DENSITY_15[_share], "--every", "15"],
         f"DeMo, {_share}": ["demo", DENSITY[_share]],
     }
+    for _name, _options in LOCAL.items():
+        _density = (DENSITY_15 if "15" in _name else DENSITY)[_share]
+        METHODS |= {f"{_name}, {_share}": ["local", _density, *_options],
+                    f"{_name}, outer rate 1, {_share}": ["local", _density, *_options, "--outer-lr", "1"]}
 # A sweep of the density, for docs/results/quality.md: S against the distance to dense.
 SWEEP = (0.001, 0.003, 0.01, 0.028, 0.1)
+SWEPT = {"momentum correction": "correction", "step ahead": "local", "momentum after the sum": "after-sum"}
 for _density in SWEEP:
-    for _name, _kind in (("momentum after the sum", "after-sum"), ("momentum correction", "correction"),
-                         ("step ahead", "local")):  # fmt: skip
-        METHODS[f"{_name}, density {_density:g}"] = [_kind, {2: _density, 4: _density}]
+    for _name, _kind in SWEPT.items():
+        METHODS[f"{_name}, density {_density:g}"] = [_kind, dict.fromkeys((2, 4, 8), _density)]
 
 
 def arguments_of(task, method, rate, seed, options):
@@ -92,7 +97,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("file", type=pathlib.Path)
-    parser.add_argument("--ranks", type=int, choices=[2, 4], default=2)
+    parser.add_argument("--ranks", type=int, choices=[2, 4, 8], default=2)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--rates", type=numbers(float), default=None)
     parser.add_argument("--one-rate", action="store_true", help="do not look for a better rate than the best of --rates")

@@ -255,7 +255,7 @@ def main():
     parser.add_argument("--value-code", choices=skim.value_codes, default="f32")
     parser.add_argument("--every", type=int, default=1, help="local: steps of a round")
     parser.add_argument("--ahead", type=float, default=1.0, help="local")
-    parser.add_argument("--outer-lr", type=float, default=1.0, help="local: factor of the mean")
+    parser.add_argument("--outer-lr", type=float, default=0.0, help="local: factor of the mean; 0: by the density")
     parser.add_argument("--outer-momentum", type=float, default=0.0, help="local")
     parser.add_argument("--delay", type=int, default=0, help="local: steps until a mean is applied")
     parser.add_argument("--demo-momentum", type=float, default=0.95, help="demo")

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import re
 import statistics
@@ -133,13 +134,13 @@ def sweep(folder):
 
 
 def quality_of(task, ranks):
-    """A row for each method of quality.py: the test data at the best rate, over the seeds."""
+    """A row for each method of quality.py at its best rate, over the seeds: the metric on the test and validation data."""
     def load(folder):
         by_method = {}
         for row in lines(folder, "quality.jsonl"):
             if (row["task"], row["ranks"]) == (task, ranks) and ", density" not in row["label"]:
                 by_method.setdefault(row["label"], []).append(row)
-        metric = "test_accuracy" if "test_accuracy" in next(iter(by_method.values()))[0] else "test_loss"
+        metric = slow_link.metric_of(next(iter(by_method.values())))
         found = []
         for method, rows in by_method.items():
             first = [row for row in rows if row["seed"] == 0]
@@ -152,31 +153,52 @@ def quality_of(task, ranks):
                 one["sent"] *= at_best[0]["density"]
             elif at_best[0]["method"] == "alone":
                 one["sent"] = 0
-            found.append(one | over([row[metric] for row in at_best], "value"))
-        return [row | {"behind": row["value"] - found[0]["value"]} for row in found]
+            for part in ("test", "validation"):
+                one |= over([row[f"{part}_{metric}"] for row in at_best], part)
+            found.append(one)
+        return [row | {f"{part}_behind": row[part] - found[0][part] for part in ("test", "validation")} for row in found]
     return load
 
 
-SWEPT = ("momentum correction", "step ahead", "momentum after the sum")
-
-
 def entry_sends(folder):
-    """A row for each density of the GPT's sweep on 2 ranks: how far each method is behind dense, of seed 0."""
+    """A row for each density of the GPT's sweep on 2 ranks: how far each method's validation loss is behind dense."""
     rows = [row for row in lines(folder, "quality.jsonl") if (row["task"], row["ranks"], row["steps"]) == ("gpt", 2, 1000)]
 
     def best(label):
         mine = [row for row in rows if row["label"] == label]
-        return [row["test_loss"] for row in mine if row["lr"] == quality.best_rate([r for r in mine if r["seed"] == 0])]
+        return [row["validation_loss"] for row in mine if row["lr"] == quality.best_rate([r for r in mine if r["seed"] == 0])]
 
     dense, found = statistics.mean(best("dense")), []
     for density in quality.SWEEP:
         one = {"density": density, "sends": 1000 * density}
-        for name in SWEPT:
+        for name in quality.SWEPT:
             label = f"{name}, 1 %" if density == quality.DENSITY["1 %"][2] else f"{name}, density {density:g}"
             if any(row["label"] == label for row in rows):
                 one[name] = statistics.mean(best(label)) - dense
         if len(one) > 2:
             found.append(one)
+    return found
+
+
+def outer_rates(folder):
+    """A row for each number of ranks and method of LocalSteps: the LSTM with outer_lr by the density, and with 1.
+
+    All at rate 0.01 with seed 0; how far the validation loss is behind dense.
+    """
+    loss = {(row["ranks"], row["label"]): row["validation_loss"] for row in lines(folder, "quality.jsonl")
+            if (row["task"], row["steps"], row["lr"], row["seed"]) == ("lstm", 1000, 0.01, 0)}
+    found = []
+    for ranks in (2, 4, 8):
+        for name, density in (("step ahead", quality.DENSITY), ("15 local steps, ahead", quality.DENSITY_15)):
+            for share in density:
+                behind = {label: loss[ranks, label] - loss[ranks, "dense"]
+                          for label in (f"{name}, {share}", f"{name}, outer rate 1, {share}", "one rank alone")
+                          if (ranks, label) in loss}
+                if len(behind) == 3:
+                    of_density, of_one, alone = behind.values()
+                    d = density[share][ranks]
+                    found.append({"ranks": ranks, "method": f"{name}, {share}", "density": d, "alone": alone,
+                                  "factor": math.sqrt(ranks / (1 + (ranks - 1) * d)), "one": of_one, "by_density": of_density})
     return found
 
 
@@ -191,12 +213,14 @@ def screens(task):
     return load
 
 
-def slow_links(task):
+def slow_links(task, machine):
     """A row for each method of slow_link.py: seconds until the target, and the value at the end, on each link."""
     def load(folder):
         rows = [row for row in lines(folder, "slow-link.jsonl") if row["task"] == task]
         target, found = slow_link.target_of(rows), {}
         for row in rows:
+            if row.get("machine", "EPYC") != machine:
+                continue
             one = found.setdefault(row["label"], {"method": row["label"]})
             reached = slow_link.seconds_to(row, target)
             one |= {f"seconds_{row['link']}": "never" if reached is None else f"{reached:.0f} s",
@@ -335,6 +359,19 @@ RULES = {"rule": "{rule}", "error feedback": ("{feedback}", " "), "density": ("{
 # Task, ranks, metric, digits.
 QUALITY_TABLES = (("gpt", 2, "loss", ".3f"), ("gpt", 4, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"),
                   ("lstm", 4, "loss", ".3f"), ("fashion", 4, "accuracy", ".2f"))
+
+
+def quality_columns(metric, form):
+    # The test part of the text differs more from its training part than the validation part does: both are shown.
+    parts = {"validation": "validation loss", "test": "test loss"} if metric == "loss" else {"test": metric}
+    columns = {"method": "{method}", "bytes": "{percent:.3g} %", "S": "{sent:.4g}", "rate": "{rate:g}",
+               "rates tried": "{rates}", "seeds": "{seeds}"}
+    for part, heading in parts.items():
+        spread = "{%s:%s} ± {%s_deviation:%s}" % (part, form, part, form)
+        columns |= {heading: (spread, "{%s:%s}" % (part, form)),
+                    "minus dense" + " " * (part == "test" and len(parts) > 1): "{%s_behind:+%s}" % (part, form)}
+    return columns
+
 
 TABLES = [
     Table("README.md", "claims", claims, {
@@ -487,21 +524,23 @@ TABLES = [
             "hook": "{hook}"} | {f"{link}, P = {p}": "{step_over_none_%s %s:.2f}" % (link, p)
                                  for p in (2, 4) for link in ("loopback", "1 Gbit/s")})
       for name in ("ddp-0.001", "ddp-0.01")),
-    *(Table("quality.md", f"quality-{task}-{ranks}", quality_of(task, ranks), {
-        "method": "{method}", "bytes": "{percent:.3g} %", "S": "{sent:.4g}", "rate": "{rate:g}",
-        "rates tried": "{rates}", "seeds": "{seeds}",
-        metric: ("{value:%s} ± {value_deviation:%s}" % (form, form), "{value:%s}" % form),
-        "minus dense": "{behind:+%s}" % form})
+    *(Table("quality.md", f"quality-{task}-{ranks}", quality_of(task, ranks), quality_columns(metric, form))
       for task, ranks, metric, form in QUALITY_TABLES),
     Table("quality.md", "entry-sends", entry_sends, {
-        "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in SWEPT}}),
+        "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in quality.SWEPT}}),
+    Table("quality.md", "outer-rates", outer_rates, {
+        "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
+        "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}", "one rank alone": "{alone:+.3f}"}),
     *(Table("quality.md", f"screen-{task}", screens(task), {
         "variant": "{variant}", "rate falls": "{rate_falls}", "entries sent": "{percent:.2f} %",
         metric: "{value:%s}" % form, "minus base": "{gain:+%s}" % form})
       for task, metric, form in (("resnet8", "accuracy", ".2f"),)),
-    Table("quality.md", "slow-link-gpt", slow_links("gpt"), {
+    Table("quality.md", "slow-link-gpt", slow_links("gpt", "EPYC"), {
         "method": "{method}", "100 Mbit/s: to the target": "{seconds_100mbit}", "whole run": "{whole_100mbit:.0f} s",
         "1 Gbit/s: to the target": "{seconds_1gbit}", "whole run ": "{whole_1gbit:.0f} s",
+        "loss at the end": "{end:.3f}"}),
+    Table("quality.md", "slow-link-gpt-xeon", slow_links("gpt", "Xeon"), {
+        "method": "{method}", "100 Mbit/s: to the target": "{seconds_100mbit}", "whole run": "{whole_100mbit:.0f} s",
         "loss at the end": "{end:.3f}"}),
 
     Table("frames.md", "index-sizes", kept("frames.jsonl", "index-sizes"), {

@@ -100,7 +100,7 @@ TEST(local_steps, conserve_what_ranks_moved) {
     for (const double ahead : {0.0, 0.5, 1.0}) {
       for (const int P : {1, 2, 4}) {  // powers of two: means of whole numbers are exact
         test::run_group(P, [&](Communicator& comm) {
-          Rank rank(comm, {.ahead = ahead}, 0.05, options_of(kind));
+          Rank rank(comm, {.ahead = ahead, .outer_lr = 1.0}, 0.05, options_of(kind));
           for (int round = 0; round < 6; ++round) {
             for (int step = 0; step <= round % 3; ++step) rank.step();
             ASSERT_TRUE(rank.exchange());
@@ -144,9 +144,37 @@ TEST(local_steps, of_everything_follow_nesterov_momentum) {
   }
 }
 
+TEST(local_steps, by_default_count_the_mean_by_the_ranks_that_sent) {
+  EXPECT_EQ(outer_lr_for(1, 0.3), 1.0);
+  EXPECT_EQ(outer_lr_for(9, 1.0), 1.0);
+  EXPECT_EQ(outer_lr_for(9, 0.0), 3.0);
+  EXPECT_DOUBLE_EQ(outer_lr_for(4, 1.0 / 3.0), std::sqrt(2.0));
+  EXPECT_THROW(outer_lr_for(0, 0.5), InvalidArgument);
+  EXPECT_THROW(outer_lr_for(2, 1.5), InvalidArgument);
+  for (const double density : {0.05, 0.5, 1.0}) {
+    test::run_group(4, [&](Communicator& comm) {
+      Rank by_default(comm, {}, density), mean(comm, {.outer_lr = 1.0}, density);
+      Rank with_momentum(comm, {.outer_momentum = 0.5}, density);
+      for (Rank* rank : {&by_default, &mean, &with_momentum}) {
+        rank->step();
+        ASSERT_TRUE(rank->exchange());
+      }
+      for (std::size_t s = 0; s < kSizes.size(); ++s) {
+        const bool is_dense = kSizes[s] < 100;  // options_of: dense_below
+        const double r = outer_lr_for(4, is_dense ? 1.0 : density);
+        const Floats x = by_default.x(s), of_mean = mean.x(s), of_momentum = with_momentum.x(s);
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          ASSERT_FLOAT_EQ(x[i], static_cast<float>(r) * of_mean[i]);
+          ASSERT_FLOAT_EQ(of_momentum[i], 1.5F * of_mean[i]) << "r = 1: m + b v with v = m";
+        }
+      }
+    });
+  }
+}
+
 TEST(local_steps, of_unequal_number_lose_nothing) {
   test::run_group(2, [](Communicator& comm) {
-    Rank rank(comm, {});
+    Rank rank(comm, {.outer_lr = 1.0});
     for (int round = 0; round < 4; ++round) {
       for (int step = 0; step < 1 + 2 * comm.rank(); ++step) rank.step();
       ASSERT_TRUE(rank.exchange());
@@ -164,7 +192,7 @@ TEST(local_steps, that_are_not_finite_on_one_rank_leave_x_on_all) {
     test::run_group(2, [&](Communicator& comm) {
       ReducerOptions o = options_of(ExchangeKind::allgather);
       o.non_finite = non_finite;
-      Rank rank(comm, {}, 0.05, o);
+      Rank rank(comm, {.outer_lr = 1.0}, 0.05, o);
       rank.step();
       ASSERT_TRUE(rank.exchange());
       const std::vector<Floats> x{rank.x(0), rank.x(1), rank.x(2)};
@@ -238,7 +266,7 @@ TEST(local_steps, refuse_what_cannot_be) {
   Communicator& comm = *group[0];
   for (const LocalStepsOptions& o :
        {LocalStepsOptions{.ahead = -0.1}, LocalStepsOptions{.ahead = 1.1},
-        LocalStepsOptions{.outer_lr = 0.0}, LocalStepsOptions{.outer_momentum = 1.0}}) {
+        LocalStepsOptions{.outer_lr = -0.5}, LocalStepsOptions{.outer_momentum = 1.0}}) {
     EXPECT_THROW(Rank(comm, o), InvalidArgument);
   }
   Reducer empty(options_of(ExchangeKind::allgather), with_density(0.1), comm);

@@ -50,7 +50,7 @@ class Tables(unittest.TestCase):
     def test_the_library_says_of_quality_what_the_table_says(self):
         source = (ROOT / "src/quality.cpp").read_text().replace("kLevelSends, .", "28.0, .")
         told = {float(s): tuple(map(float, rest)) for s, *rest in re.findall(
-            r"\.entry_sends = ([\d.]+), \.correction = ([\d.]+), \.step_ahead = ([\d.]+), \.after_sum = ([\d.]+)", source)}
+            r"\.entry_sends = ([\d.]+), \.correction = ([-\d.]+), \.step_ahead = ([-\d.]+), \.after_sum = ([-\d.]+)", source)}
         page = (ROOT / PAGES / "quality.md").read_text()
         table = re.search(r"<!-- table: entry-sends -->\n(.*?)<!-- end -->", page, re.DOTALL)[1]
         rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:]]

@@ -146,7 +146,24 @@ void print_table(std::FILE* out, const std::vector<Prediction>& all, const Predi
   }
 }
 
-void print_advice(std::FILE* out, const Prediction& advice, const Prediction& shortest) {
+// If the advised exchange delivers only a part of what is sent, names the fastest one that delivers
+// all of it at the same density.
+void print_delivery(std::FILE* out, const std::vector<Prediction>& all, const Prediction& advice) {
+  const auto delivers_all = [](const Prediction& p) { return row_of(p.kind).delivers_all; };
+  if (delivers_all(advice)) return;
+  const Prediction* other = nullptr;
+  for (const Prediction& p : all) {
+    if (p.density != advice.density || !delivers_all(p)) continue;
+    if (other == nullptr || p.step_s < other->step_s) other = &p;
+  }
+  fmt::print(out,
+             "{} delivers about k entries of all that the ranks send. {} delivers all of them, "
+             "which trains\nbetter at equal density: a step of {:.5g} ms.\n",
+             advice.name(), other->name(), 1e3 * other->step_s);
+}
+
+void print_advice(std::FILE* out, const std::vector<Prediction>& all, const Prediction& advice) {
+  const Prediction& shortest = fastest(all);
   if (advice.kind == ExchangeKind::dense) {
     fmt::print(out, "do not compress: {}\n",
                &advice == &shortest ? "the dense sum has the shortest step"
@@ -160,6 +177,7 @@ void print_advice(std::FILE* out, const Prediction& advice, const Prediction& sh
     fmt::print(out, "The shortest step, {} at density {:g}, is {:.2g} % shorter.\n",
                shortest.name(), shortest.density, 100.0 * (1.0 - shortest.step_s / advice.step_s));
   }
+  print_delivery(out, all, advice);
 }
 
 // Prints what is known about the quality of runs with the advised density.
@@ -228,7 +246,7 @@ int run(const PlanOptions& o, const CLI::App& app) {
              1e9 * m.local.select_s, 1e9 * m.local.merge_s, 1e9 * m.local.add_s,
              name_or_auto(o.codec.index));
   print_table(people, all, advice);
-  print_advice(people, advice, fastest(all));
+  print_advice(people, all, advice);
   if (advice.kind != ExchangeKind::dense) print_quality(people, o, m, compute_s, advice.density);
   nlohmann::json array = nlohmann::json::array();
   for (const Prediction& p : all) array.push_back(to_json(p, &p == &advice, o.steps));

@@ -182,7 +182,10 @@ template <OptionsOf<LocalStepsOptions> Options, class F>
 void each_field(Options& o, F&& f) {
   f("ahead", o.ahead,
     FieldInfo{"fraction of its residual that a rank applies to its parameters at once", kFraction});
-  f("outer_lr", o.outer_lr, FieldInfo{"factor of the mean update", kPositive});
+  f("outer_lr", o.outer_lr,
+    FieldInfo{"factor of the mean update; 0: sqrt(P / (1 + (P - 1) density)), or 1 with outer "
+              "momentum",
+              kNotNegative});
   f("outer_momentum", o.outer_momentum,
     FieldInfo{"Nesterov momentum of the mean updates", kBelowOne});
 }

@@ -16,11 +16,21 @@ namespace skim {
 
 struct LocalStepsOptions {
   double ahead = 1.0;           // in [0, 1]: a
-  double outer_lr = 1.0;        // > 0: r
+  double outer_lr = 0.0;        // >= 0: r; 0: outer_lr_for(), but 1 with outer_momentum
   double outer_momentum = 0.0;  // in [0, 1): b
 
   bool operator==(const LocalStepsOptions&) const = default;
 };
+
+// The factor r of the mean that suits a density: sqrt(P / (1 + (P - 1) density)).
+//
+// The mean over all P ranks is too small for an entry that few ranks have sent, and the mean over
+// the ranks that sent it is too large, because their updates are noisy. On average
+// 1 + (P - 1) density ranks send an entry that one rank sends, if they choose independently of each
+// other. r times the mean is the geometric mean of both. r is 1 at density 1 and sqrt(P) near 0.
+// docs/results/quality.md compares it with other factors.
+// Throws: InvalidArgument unless ranks >= 1 and density is in [0, 1].
+double outer_lr_for(int ranks, double density);
 
 // All ranks have the same shared parameters x. Each rank has a replica p of them, which its own
 // optimizer moves, and a residual e, in the reducer. A round:
@@ -29,6 +39,7 @@ struct LocalStepsOptions {
 //   u = (x - a e) - p                 exchange(): the reducer gets u as gradient
 //   m = mean over the ranks of the part of e + u that was sent;  e = the rest
 //   x = x - r m                       with b > 0:  v = b v + m;  x = x - r (m + b v)  (Nesterov)
+// Where r follows the density, it is that of the bucket in this round: k / n of its StepReport.
 // x is bitwise equal on all ranks after every round. Between rounds evaluate and save x, not p.
 //
 // Law: at r = 1, b = 0 no move is created or lost. Over P ranks, P x = sum of e - sum of all u so

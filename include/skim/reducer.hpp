@@ -122,6 +122,7 @@ class Reducer {
   void raise_signal(std::uint32_t bits) noexcept;
   std::uint32_t signals() const noexcept;
 
+  int ranks() const noexcept;  // P
   // The number of steps ended so far, including skipped ones.
   std::uint64_t step() const noexcept;
   // The schedule's density for the next bucket.

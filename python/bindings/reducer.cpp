@@ -347,6 +347,9 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
       ("Returns all options of local steps by their names. Raises InvalidArgument.\n" +
        local_steps.text())
           .c_str());
+  m.def("outer_lr_for", outer_lr_for, "ranks"_a, "density"_a,
+        "The factor of the mean that LocalSteps takes by default on P ranks: sqrt(P / (1 + (P - 1) "
+        "density)).\nranks: P, at least 1. density: in [0, 1]. Raises InvalidArgument.");
 }
 
 }  // namespace skim::python

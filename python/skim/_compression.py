@@ -30,6 +30,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
 LAST_WAIT_S = 10.0  # close() waits at most this long for a thread that still waits for another rank
 _open: weakref.WeakSet[Compression] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # also those of compressions that are gone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +222,7 @@ class Compression:
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)
             _open.add(self)
+            _threads.add(self._thread)
         self._jobs.put(job)
 
     def begin_bucket(self, index: int, members: tuple[int, ...], *, opens_step: bool) -> None:
@@ -400,6 +402,8 @@ def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Ends the communication threads before Python unloads its modules."""
+    """Ends the communication threads before Python unloads its modules. Then a thread could not go on."""
     for compression in list(_open):
         compression.close()
+    for thread in list(_threads):
+        thread.join(LAST_WAIT_S)

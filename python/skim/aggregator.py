@@ -122,6 +122,12 @@ class Aggregator(Compression):
         """As residuals(), for the tensors of a fragment, in their order."""
         return list(self.residuals(self._buckets_of[fragment]).values())
 
+    def densities(self, fragment: int = 0) -> list[float]:
+        """k / n of the bucket of each tensor of a fragment, in its last reduce(); 1: it went dense. Equal on all ranks."""
+        assert self.buckets is not None
+        of_bucket = {index: self.statistics.buckets[index] for index in self._buckets_of[fragment]}
+        return [b.k / b.n for index, b in of_bucket.items() for _ in self.buckets[index]]
+
     def report(self) -> Report:
         """This rank's bytes, times and decisions so far. print() shows them as a table."""
         return self.statistics

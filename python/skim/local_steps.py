@@ -27,7 +27,7 @@ class _Arrived:
     """The result of an exchange: one tensor for each parameter of the fragment."""
 
     applied: bool  # False: the update of some rank was NaN or infinite
-    means: Sequence[torch.Tensor]
+    means: Sequence[torch.Tensor]  # times outer_lr_for(), if outer_lr follows the density
     residuals: Sequence[torch.Tensor | None]  # this rank's, afterwards; None: not needed
     error: _core.NonFiniteError | None = None
 
@@ -58,7 +58,8 @@ class LocalSteps:
 
         x = x - outer_lr * (mean over the ranks of the entries sent)
 
-    With outer_momentum, x follows Nesterov momentum over these means, as torch.optim.SGD with nesterov=True.
+    The default outer_lr is skim.outer_lr_for(P, density): an entry that few of the P ranks have sent counts little
+    in the mean, and this factor makes up for a part of it. With outer_momentum, x follows Nesterov momentum over these means, as torch.optim.SGD with nesterov=True.
 
         every=1, ahead=0    error feedback of updates
         every=1, ahead=1    step-ahead (arXiv 2008.05823, 2601.20738), as in CocktailSGD
@@ -85,7 +86,8 @@ class LocalSteps:
     every: the number of steps of a round, at least 1.
     density: the fraction of entries that each rank sends in a round, or a schedule (skim.attach).
     ahead: in [0, 1]: the part of its residual that a rank applies to its own parameters at once [1].
-    outer_lr: > 0 [1].  outer_momentum: in [0, 1) [0].
+    outer_lr: >= 0; 0: skim.outer_lr_for() with the density of each bucket, but 1 with outer_momentum [0].
+    outer_momentum: in [0, 1) [0].
     delay: in [0, every]: steps from the start of an exchange to the application of its mean.
     fragments: in [1, every]: the number of parts, which have nearly equal sizes and are cut between parameters.
         Each part is exchanged once a round.
@@ -134,6 +136,7 @@ class LocalSteps:
         self.model, self.optimizer = model, optimizer
         self.every, self.delay = every, delay
         self.ahead, self.outer_lr, self.outer_momentum = own["ahead"], own["outer_lr"], own["outer_momentum"]
+        self._follows_density = self.outer_lr == 0.0 and self.outer_momentum == 0.0
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._parameters = list(named), list(named.values())
         self._aggregator = Aggregator(
@@ -224,6 +227,9 @@ class LocalSteps:
             applied, error = self._aggregator.reduce(updates, fragment=f), None
         except _core.NonFiniteError as e:
             applied, error = False, e
+        if self._follows_density:
+            for update, density in zip(updates, self._aggregator.densities(f)):
+                update.mul_(_core.outer_lr_for(self._aggregator.comm.size, density))
         return _Arrived(applied, updates, self._residuals(f), error)
 
     @torch.no_grad()
@@ -251,7 +257,7 @@ class LocalSteps:
         if self._momentum:
             self._momentum[i].mul_(self.outer_momentum).add_(mean)
             mean = mean + self.outer_momentum * self._momentum[i]
-        self._shared[i].sub_(mean, alpha=self.outer_lr)
+        self._shared[i].sub_(mean, alpha=self.outer_lr or 1.0)
 
     def _residuals(self, f: int) -> Sequence[torch.Tensor | None]:
         return self._aggregator.residuals_of(f) if self.ahead > 0.0 else [None] * len(self._fragments[f])

@@ -805,7 +805,7 @@ def case_aggregator():
 
 def local_steps(inner=None, make_optimizer=lambda p: torch.optim.SGD(p, lr=1.0), **options):
     inner = inner if inner is not None else Linear()
-    options = {**EXACT, "density": 0.02, "timeout": 60.0, "bucket_mb": BUCKET_MB, **options}
+    options = {**EXACT, "density": 0.02, "outer_lr": 1.0, "timeout": 60.0, "bucket_mb": BUCKET_MB, **options}
     return inner, skim.LocalSteps(inner, make_optimizer(inner.parameters()), **options)
 
 
@@ -935,6 +935,22 @@ def case_the_outer_step_is_nesterov():
             x.grad = total(torch.cat(gradients(step)) + torch.cat(gradients(step - 1))) / SIZE
             outer.step()
             torch.testing.assert_close(shared(local), x.detach().double(), rtol=1e-5, atol=0.1)
+
+
+def case_the_outer_rate_follows_the_density():
+    for every, options in ((1, {}), (2, {"delay": 1}), (2, {"fragments": 2})):
+        moved = []
+        for rate in (0.0, 1.0):
+            model, local = local_steps(every=every, outer_lr=rate, dense_below=60, **options)
+            began = shared(local)
+            for step in range(every + local.delay):  # each fragment is exchanged once
+                one_local_step(model, local, step)
+            moved.append((shared(local) - began).split(LENGTHS))
+        densities = [d for f in range(options.get("fragments", 1)) for d in local._aggregator.densities(f)]
+        assert densities == [int(0.02 * n) / n if n > 60 else 1.0 for n in LENGTHS]
+        for density, by_default, mean in zip(densities, *moved):
+            assert mean.any()
+            torch.testing.assert_close(by_default, skim.outer_lr_for(SIZE, density) * mean, rtol=1e-5, atol=1e-3)
 
 
 def case_ranks_may_take_unequal_numbers_of_local_steps():
@@ -1111,7 +1127,7 @@ def case_local_steps_refuse():
     wrong, inner = skim.InvalidArgument, Linear()
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
     expect(wrong, "give the model without it", skim.LocalSteps, DDP(inner), optimizer)
-    for name, value in (("every", 0), ("every", 1.5), ("ahead", 1.5), ("outer_lr", 0.0), ("outer_momentum", 1.0),
+    for name, value in (("every", 0), ("every", 1.5), ("ahead", 1.5), ("outer_lr", -1.0), ("outer_momentum", 1.0),
                         ("delay", 2), ("delay", -1), ("fragments", 0), ("fragments", 2)):  # fmt: skip
         expect(wrong, f"{name}: must be", skim.LocalSteps, inner, optimizer, **{name: value})
     expect(wrong, "no momentum_correction here", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)

@@ -40,6 +40,30 @@ class Cases(unittest.TestCase):
         self.run_on(4)
 
 
+# The job of a compression that is gone begins when Python ends, and takes a while.
+LEAVE = """
+import atexit, gc, threading, torch, torch.distributed as dist, skim
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+aggregator, ends = skim.Aggregator([torch.zeros(10)]), threading.Event()
+atexit.register(ends.set)  # the last one registered runs first
+
+def job():
+    ends.wait()
+    print(sum(x * x for x in range(1_000_000)), "done", flush=True)
+
+aggregator.submit(job)
+del aggregator
+gc.collect()
+"""
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class End(unittest.TestCase):
+    def test_python_ends_after_the_jobs_of_a_compression_that_is_gone(self):
+        done = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=300)
+        self.assertEqual((done.returncode, done.stdout), (0, "333332833333500000 done\n"), done.stderr)
+
+
 TRAIN = """
 import sys, threading, torch, torch.distributed as dist, skim
 from torch import nn

@@ -339,6 +339,7 @@ void Reducer::rollback_step(double epoch) {
 
 void Reducer::raise_signal(std::uint32_t bits) noexcept { impl_->raised.fetch_or(bits); }
 std::uint32_t Reducer::signals() const noexcept { return impl_->ended_signals; }
+int Reducer::ranks() const noexcept { return impl_->comm.size(); }
 std::uint64_t Reducer::step() const noexcept { return impl_->progress.step; }
 Density Reducer::density() const { return impl_->density; }
 const DensitySchedule& Reducer::schedule() const noexcept { return *impl_->schedule; }

@@ -86,6 +86,20 @@ class Plan(Case):
         (advised,) = [r for r in rows if r["advised"]]
         self.assertEqual(advised["density"], 1e-6)
 
+    def test_an_exchange_that_delivers_all_is_named_beside_one_that_does_not(self):
+        case = ["--parameters", "25.6e6", "--ranks", 32, *PAPER, "--compute", "200ms", "--density", "0.001"]
+        rows = self.rows(*case)
+        (advised,) = [r for r in rows if r["advised"]]
+        self.assertEqual(advised["exchange"], "gtopk")
+        best = min((r for r in rows if r["exchange"] in ("allgather", "sparcml")), key=lambda r: r["step_s"])
+        done = plan(*case)
+        self.assertRegex(done.stdout, rf"\ngtopk delivers about k entries .* {best['exchange']} delivers all of them, ")
+        (ms,) = re.findall(r"better at equal density: a step of (\S+) ms\.", done.stdout)
+        self.assertAlmostEqual(float(ms), 1e3 * best["step_s"], delta=1e-3 * float(ms))
+        on_two = plan(*case, "--ranks", 2).stdout  # the last --ranks counts
+        self.assertIn("advised: allgather", on_two)
+        self.assertNotIn("delivers", on_two)
+
     def test_of_equal_rows_the_first_is_advised(self):
         rows = self.rows("--parameters", "25.6e6", "--ranks", 32, *PAPER, "--density", "0.01,0.01")
         half = rows[1:len(rows) // 2 + 1]
