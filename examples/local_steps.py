@@ -25,7 +25,7 @@ def main():
     parser.add_argument("--value-code", choices=skim.value_codes, default="q2", help="value code of the changes")
     parser.add_argument("--residual-decay", type=float, default=0.95, help="factor of the residual in every round")
     parser.add_argument("--ahead", type=float, default=0.0, help="part of the residual that a rank applies at once")
-    parser.add_argument("--outer-lr", type=float, default=0.0)
+    parser.add_argument("--outer-lr", type=float, default=1.0)
     parser.add_argument("--outer-momentum", type=float, default=0.0)
     options = parser.parse_args()
     if options.rounds < 1 or options.local_steps < 1:

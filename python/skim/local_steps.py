@@ -61,9 +61,11 @@ class LocalSteps:
     The default outer_lr is skim.outer_lr_for(P, density): an entry that few of the P ranks have sent counts little
     in the mean, and this factor makes up for a part of it. With outer_momentum, x follows Nesterov momentum over these means, as torch.optim.SGD with nesterov=True.
 
-        every=1, ahead=0    error feedback of updates
-        every=1, ahead=1    step-ahead (arXiv 2008.05823, 2601.20738), as in CocktailSGD
-        every=15 to 50, density 0.01 to 0.03, value_code="q2", residual_decay=0.95, ahead=0
+        every=1, ahead=0, outer_lr=1
+                            error feedback of updates
+        every=1, ahead=1, outer_lr=1
+                            step-ahead (arXiv 2008.05823, 2601.20738), as in CocktailSGD
+        every=15 to 50, density 0.01 to 0.03, value_code="q2", residual_decay=0.95, ahead=0, outer_lr=1
                             SparseLoCo (arXiv 2508.15706)
         every=50 to 500, density=1.0, exchange="dense", outer_lr=0.7, outer_momentum=0.9
                             DiLoCo (arXiv 2311.08105)
