@@ -134,7 +134,7 @@ def sweep(folder):
 
 
 def quality_of(task, ranks):
-    """A row for each method of quality.py at its best rate, over the seeds: the metric on the test and validation data."""
+    """A row for each method of quality.py, dense first: the metric at its best rate, over the seeds."""
     def load(folder):
         by_method = {}
         for row in lines(folder, "quality.jsonl"):
@@ -142,7 +142,8 @@ def quality_of(task, ranks):
                 by_method.setdefault(row["label"], []).append(row)
         metric = slow_link.metric_of(next(iter(by_method.values())))
         found = []
-        for method, rows in by_method.items():
+        for method in (m for m in quality.METHODS if m in by_method):
+            rows = by_method[method]
             first = [row for row in rows if row["seed"] == 0]
             best = quality.best_rate(first)
             at_best = [row for row in rows if row["lr"] == best]
