@@ -28,14 +28,17 @@ TASKS = {
 }
 # The density at which an exchange of 4-bit values sends about that share of dense's bytes, by the number of ranks.
 # A rank of the all-gather sends its frame to every other rank.
-DENSITY = {"1 %": {2: 0.028, 4: 0.0133, 8: 0.0064}, "0.1 %": {2: 0.0023, 4: 0.00105, 8: 0.00048}}
-DENSITY_15 = {"1 %": {2: 0.6, 4: 0.32, 8: 0.16}, "0.1 %": {2: 0.045, 4: 0.022, 8: 0.01}}  # an exchange every 15 steps
+RANKS = (2, 4, 8, 16)
+DENSITY = {"1 %": dict(zip(RANKS, (0.028, 0.0133, 0.0064, 0.003))),
+           "0.1 %": dict(zip(RANKS, (0.0023, 0.00105, 0.00048, 0.00023)))}
+DENSITY_15 = {"1 %": dict(zip(RANKS, (0.6, 0.32, 0.16, 0.08))),  # an exchange every 15 steps
+              "0.1 %": dict(zip(RANKS, (0.045, 0.022, 0.01, 0.0045)))}
 METHODS = {
     "dense": ["dense"],
     "dense, 16 bit": ["fp16"],
     "PowerSGD, rank 1": ["powersgd"],
     "one rank alone": ["alone"],
-    "DiLoCo, 50 steps": ["local", {2: 1.0, 4: 1.0, 8: 1.0}, "--every", "50", "--ahead", "0", "--outer-lr", "0.7",
+    "DiLoCo, 50 steps": ["local", dict.fromkeys(RANKS, 1.0), "--every", "50", "--ahead", "0", "--outer-lr", "0.7",
                          "--outer-momentum", "0.9", "--exchange", "dense"],
 }
 LOCAL = {
@@ -59,7 +62,7 @@ SWEEP = (0.001, 0.003, 0.01, 0.028, 0.1)
 SWEPT = {"momentum correction": "correction", "step ahead": "local", "momentum after the sum": "after-sum"}
 for _density in SWEEP:
     for _name, _kind in SWEPT.items():
-        METHODS[f"{_name}, density {_density:g}"] = [_kind, dict.fromkeys((2, 4, 8), _density)]
+        METHODS[f"{_name}, density {_density:g}"] = [_kind, dict.fromkeys(RANKS, _density)]
 
 
 def arguments_of(task, method, rate, seed, options):
@@ -97,7 +100,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("file", type=pathlib.Path)
-    parser.add_argument("--ranks", type=int, choices=[2, 4, 8], default=2)
+    parser.add_argument("--ranks", type=int, choices=RANKS, default=2)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--rates", type=numbers(float), default=None)
     parser.add_argument("--one-rate", action="store_true", help="do not look for a better rate than the best of --rates")

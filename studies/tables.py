@@ -189,7 +189,7 @@ def outer_rates(folder):
     loss = {(row["ranks"], row["label"]): row["validation_loss"] for row in lines(folder, "quality.jsonl")
             if (row["task"], row["steps"], row["lr"], row["seed"]) == ("lstm", 1000, 0.01, 0)}
     found = []
-    for ranks in (2, 4, 8):
+    for ranks in quality.RANKS:
         for name, density in (("step ahead", quality.DENSITY), ("15 local steps, ahead", quality.DENSITY_15)):
             for share in density:
                 behind = {label: loss[ranks, label] - loss[ranks, "dense"]
