@@ -195,11 +195,15 @@ def outer_rates(folder):
                 behind = {label: loss[ranks, label] - loss[ranks, "dense"]
                           for label in (f"{name}, {share}", f"{name}, outer rate 1, {share}", "one rank alone")
                           if (ranks, label) in loss}
-                if len(behind) == 3:
-                    of_density, of_one, alone = behind.values()
-                    d = density[share][ranks]
-                    found.append({"ranks": ranks, "method": f"{name}, {share}", "density": d, "alone": alone,
-                                  "factor": math.sqrt(ranks / (1 + (ranks - 1) * d)), "one": of_one, "by_density": of_density})
+                if len(behind) < 3:
+                    continue
+                of_density, of_one, alone = behind.values()
+                d = density[share][ranks]
+                found.append({"ranks": ranks, "method": f"{name}, {share}", "density": d, "alone": alone,
+                              "factor": math.sqrt(ranks / (1 + (ranks - 1) * d)), "one": of_one, "by_density": of_density})
+                correction = loss.get((ranks, f"momentum correction, {share}"))
+                if correction is not None:
+                    found[-1]["correction"] = correction - loss[ranks, "dense"]
     return found
 
 
@@ -531,7 +535,8 @@ TABLES = [
         "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in quality.SWEPT}}),
     Table("quality.md", "outer-rates", outer_rates, {
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
-        "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}", "one rank alone": "{alone:+.3f}"}),
+        "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
+        "momentum correction": "{correction:+.3f}", "one rank alone": "{alone:+.3f}"}),
     *(Table("quality.md", f"screen-{task}", screens(task), {
         "variant": "{variant}", "rate falls": "{rate_falls}", "entries sent": "{percent:.2f} %",
         metric: "{value:%s}" % form, "minus base": "{gain:+%s}" % form})
