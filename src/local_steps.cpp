@@ -31,7 +31,8 @@ struct LocalSteps::Impl {
 
   Impl(const LocalStepsOptions& o, Reducer& r)
       : ahead(static_cast<float>(o.ahead)),
-        outer_lr(static_cast<float>(o.outer_lr)),
+        follows_density(o.outer_lr == 0.0 && o.outer_momentum == 0.0),
+        outer_lr(o.outer_lr == 0.0 ? 1.0F : static_cast<float>(o.outer_lr)),
         outer_momentum(static_cast<float>(o.outer_momentum)),
         reducer(r) {
     SKIM_EXPECTS(o.ahead >= 0.0 && o.ahead <= 1.0, "local steps: ahead must be in [0, 1]");
@@ -71,8 +72,7 @@ struct LocalSteps::Impl {
 
   // r for a bucket in a round.
   float outer_lr_of(const StepReport& report) const {
-    if (outer_lr > 0.0F) return outer_lr;
-    if (momentum()) return 1.0F;
+    if (!follows_density) return outer_lr;
     const double density = static_cast<double>(report.k) / static_cast<double>(report.n);
     return static_cast<float>(outer_lr_for(reducer.ranks(), density));
   }
@@ -102,7 +102,9 @@ struct LocalSteps::Impl {
     if (first) std::rethrow_exception(first);
   }
 
-  float ahead, outer_lr, outer_momentum;
+  float ahead;
+  bool follows_density;  // r is outer_lr_for(), not outer_lr
+  float outer_lr, outer_momentum;
   Reducer& reducer;
   std::vector<Part> parts;  // in the order of the layout
   std::vector<BucketTicket> tickets;

@@ -392,8 +392,8 @@ def on_slow_links(arguments):
     first seed, on the machine on which dense ran. Dashed: what counts as reached."""
     rows = [json.loads(line) for argument in arguments.files for line in read(argument)[0].splitlines()]
     rows = [row for row in rows if row["task"] == arguments.task]
-    machines = {row.get("machine") for row in rows if row["label"] == "dense"}
-    rows = [row for row in rows if row.get("machine") in machines]
+    machines = {row["machine"] for row in rows if row["label"] == "dense"}
+    rows = [row for row in rows if row["machine"] in machines]
     if not rows:
         fail(f"there are no rows of the task '{arguments.task}'")
     links, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("link", "label"))

@@ -5,9 +5,9 @@
 
 Every host is a rank. The methods are those of quality.py, at the learning rates that were best in its rows
 (--tuned FILE --tuned-ranks P). All methods of Skim except DiLoCo use --exchange. FILE keeps a line of JSON
-for each run, with the metric on the validation data over the seconds of training. These runs are not repeated. Needs
-SKIM_DATA, Skim installed in the Python that runs this, and what scripts/cluster/cluster needs. Run nothing else on
-the machine meanwhile.
+for each run, with the metric on the validation data over the seconds of training. The same machine does not repeat
+these runs. Needs SKIM_DATA, Skim installed in the Python that runs this, and what scripts/cluster/cluster needs. Run
+nothing else on the machine meanwhile.
 """
 
 import argparse
@@ -63,6 +63,14 @@ def run(arguments, ranks):
     if failed:
         sys.exit(f"slow_link: {' '.join(arguments)}: rank {failed[0]} ended with {started[failed[0]].returncode}")
     return json.loads(out[0].strip().splitlines()[-1])
+
+
+def machine():
+    """The model of this machine's processor. Seconds of different machines are not comparable."""
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown"
 
 
 def command_of(options, link, seed, method):
@@ -124,7 +132,7 @@ def main():
                 if is_skim and options.exchange != "auto":
                     label += f", {options.exchange}"
                 wanted = {"task": options.task, "label": label, "link": link, "seed": seed, "ranks": options.ranks,
-                          "steps": steps}
+                          "steps": steps, "machine": machine()}
                 if any(wanted.items() <= row.items() for row in rows):
                     continue
                 rate = tuned_rate(tuned, options.task, method, options.tuned_ranks)
@@ -134,7 +142,8 @@ def main():
                 arguments += ["--curve", str(max(1, steps // 20))]
                 with hosts(options.ranks, link):
                     row = run(arguments, options.ranks)
-                row = {"command": command_of(options, link, seed, method), "link": link, "label": label} | row
+                row = {"command": command_of(options, link, seed, method), "link": link, "label": label,
+                       "machine": machine()} | row
                 with options.file.open("a") as out:
                     out.write(json.dumps(row) + "\n")
                 print(f"{link}: {label}, seed {seed}: {row['seconds']} s, {row['curve'][-1]}", file=sys.stderr,

@@ -144,7 +144,7 @@ TEST(local_steps, of_everything_follow_nesterov_momentum) {
   }
 }
 
-TEST(local_steps, by_default_count_the_mean_by_the_ranks_that_sent) {
+TEST(local_steps, by_default_scale_the_mean_by_the_density) {
   EXPECT_EQ(outer_lr_for(1, 0.3), 1.0);
   EXPECT_EQ(outer_lr_for(9, 1.0), 1.0);
   EXPECT_EQ(outer_lr_for(9, 0.0), 3.0);
