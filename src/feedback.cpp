@@ -439,7 +439,8 @@ void ErrorFeedback::save(std::ostream& out) const {
   w.end();
 }
 
-void ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, int size) {
+void ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, int size,
+                         float share) {
   SKIM_EXPECTS(!of_old_ranks.empty(), "load: needs the state of at least one rank");
   SKIM_EXPECTS(!impl_->open(), "load: a step is open; call end_step or rollback_step first");
   std::map<std::string, std::pair<std::size_t, std::size_t>, std::less<>> place;  // at, length
@@ -448,7 +449,11 @@ void ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, 
       place.emplace(p.name, std::pair(s.at + p.offset, p.length));
   }
   const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
-  const float share = same_group ? 1.0F : 1.0F / static_cast<float>(of_old_ranks.size());
+  if (same_group) {
+    share = 1.0F;
+  } else if (share < 0.0F) {
+    share = 1.0F / static_cast<float>(of_old_ranks.size());
+  }
   // The size is 0 if the state is not kept.
   Arena arena(impl_->arena.size()), velocity(impl_->velocity.size());
   std::vector<float> values;

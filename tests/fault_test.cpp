@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <exception>
@@ -144,42 +146,71 @@ std::string text_of(ExchangeKind kind, bool async) {
   return std::string(name_of(kind)) + (async ? ", async" : ", sync");
 }
 
-class Throws final : public Selector {
+enum class Mistake : std::uint8_t { error, invalid_argument, unsorted, beyond, other_length };
+constexpr std::array kMistakes{Mistake::error, Mistake::invalid_argument, Mistake::unsorted,
+                               Mistake::beyond, Mistake::other_length};
+
+class Mistaken final : public Selector {
  public:
-  explicit Throws(std::uint64_t at_step) : exact_(make_selector({})), at_step_(at_step) {}
-  std::string_view name() const noexcept override { return "throws"; }
+  Mistaken(Mistake mistake, std::uint64_t at_step)
+      : exact_(make_selector({})), mistake_(mistake), at_step_(at_step) {}
+  std::string_view name() const noexcept override { return "mistaken"; }
   SelectReport select(const SelectTask& task, SparseBuffer& out) override {
-    if (task.id.step == at_step_) throw std::runtime_error("a selector's own error");
-    return exact_->select(task, out);
+    const SelectReport report = exact_->select(task, out);
+    if (task.id.step != at_step_) return report;
+    switch (mistake_) {
+      case Mistake::error: throw std::runtime_error("a selector's own error");
+      case Mistake::invalid_argument: throw InvalidArgument("a selector's own error");
+      case Mistake::unsorted: std::ranges::reverse(out.indices()); break;
+      case Mistake::beyond: out.indices().back() = static_cast<Index>(task.grad.n); break;
+      case Mistake::other_length:
+        out.reset(task.grad.n + 1);
+        out.append(0, 1.0F);
+        break;
+    }
+    return report;
   }
 
  private:
   std::unique_ptr<Selector> exact_;
+  Mistake mistake_;
   std::uint64_t at_step_;
 };
 
-TEST(fault, a_rank_that_throws_takes_the_others_along_at_once) {
+// Runs a group in which one rank has such a selector, and expects that all ranks end at once.
+void expect_told(ExchangeKind kind, bool async, int culprit, std::uint64_t at_step,
+                 Mistake mistake) {
+  SCOPED_TRACE(text_of(kind, async) + ", rank " + std::to_string(culprit) + ", mistake " +
+               std::to_string(static_cast<int>(mistake)));
+  const auto all = endings(3, kLong, [&](Communicator& comm) {
+    ReducerParts parts;
+    if (comm.rank() == culprit) parts.selector = std::make_unique<Mistaken>(mistake, at_step);
+    Training(comm, kind, async, std::move(parts)).steps(3);
+  });
+  for (int r = 0; r < 3; ++r) {
+    const Ending& e = all[static_cast<std::size_t>(r)];
+    if (r == culprit) {
+      EXPECT_TRUE(e.other_error);
+      const bool throws = mistake == Mistake::error || mistake == Mistake::invalid_argument;
+      const char* const why =
+          throws ? "a selector's own error" : "the selector: indices must ascend";
+      EXPECT_NE(e.what.find(why), std::string::npos) << e.what;
+      continue;
+    }
+    expect_named(e, r);
+    EXPECT_EQ(e.peer, culprit) << e.what;
+    EXPECT_EQ(e.phase, "reduce: selection");
+  }
+}
+
+TEST(fault, a_rank_with_a_mistaken_selector_takes_the_others_along_at_once) {
   for (const ExchangeKind kind : kKinds) {
     if (kind == ExchangeKind::dense) continue;  // it has no selector
     for (const bool async : {false, true}) {
       for (const int culprit : {0, 2}) {
         for (const std::uint64_t at_step : {0U, 1U}) {
-          SCOPED_TRACE(text_of(kind, async) + ", rank " + std::to_string(culprit));
-          const auto all = endings(3, kLong, [&](Communicator& comm) {
-            ReducerParts parts;
-            if (comm.rank() == culprit) parts.selector = std::make_unique<Throws>(at_step);
-            Training(comm, kind, async, std::move(parts)).steps(3);
-          });
-          for (int r = 0; r < 3; ++r) {
-            const Ending& e = all[static_cast<std::size_t>(r)];
-            if (r == culprit) {
-              EXPECT_TRUE(e.other_error);
-              EXPECT_EQ(e.what, "a selector's own error");
-              continue;
-            }
-            expect_named(e, r);
-            EXPECT_EQ(e.peer, culprit) << e.what;
-            EXPECT_EQ(e.phase, "reduce: selection");
+          for (const Mistake mistake : kMistakes) {
+            expect_told(kind, async, culprit, at_step, mistake);
           }
         }
       }

@@ -995,6 +995,18 @@ TEST_P(every_rule, inside_parameters_it_is_the_rule_on_each_alone) {
   EXPECT_TRUE(test::same(out.view(), want.view()));
 }
 
+// A bucket may hold parameters without entries, and nothing else.
+TEST(per_parameter, an_empty_bucket_gives_nothing) {
+  const auto selector = make_selector({.per_parameter = true});
+  const std::vector<Segment> layout = {{"a", 0, 0}, {"b", 0, 0}, {"c", 0, 0}};
+  SparseBuffer out;
+  Floats none;
+  SelectTask task{.id = {0, 0}, .grad = std::span(none), .keep = {}};
+  task.layout = layout;
+  selector->select(task, out);
+  EXPECT_EQ(out.view().nnz(), 0U);
+}
+
 TEST(per_parameter, a_warm_step_allocates_nothing) {
   Floats residual(kLayoutLength, 0.0F), grad = test::normal(kLayoutLength, 1);
   for (const SelectRule rule : {exact, gaussian, randomk, sidco}) {

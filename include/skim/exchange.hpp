@@ -122,7 +122,8 @@ class HeldMass {
   // has its dim on entry. It gets the mass, canonical.
   virtual void flush(Slot slot, SparseBuffer& returned) = 0;
 
-  // The number of ranks that have gradients: the divisor of the mean.
+  // The number of ranks that have gradients: the divisor of the mean. The others are the first
+  // ranks, which only serve.
   virtual int contributors(int ranks) const noexcept { return ranks; }
   // The number of distinct indices that this rank summed on behalf of the group in the last run();
   // 0 if it summed none.

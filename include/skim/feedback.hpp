@@ -113,13 +113,13 @@ class ErrorFeedback {
   // Training state by parameter name (little-endian, versioned, checksummed). Call load after
   // set_layout, with the streams that all ranks of the old run saved, in rank order. The buckets
   // may differ from the old run's. With the same number of ranks, each rank takes back its own
-  // residual. With another number, every rank gets (1/P) times the sum over the old P ranks: that
-  // is the mass that the model still has to receive. Velocities follow the same rule, and start at
-  // 0 if the saved run had none.
+  // residual. With another number, this rank gets `share` times the sum over the P old ranks. A
+  // share of 1/P on all ranks is the mass that the model still has to receive. Negative: 1/P.
+  // Velocities follow the same rule, and start at 0 if the saved run had none.
   // Throws: StateError (nothing changed) if a stream is damaged or foreign, or names or lengths do
   // not fit the layout.
   void save(std::ostream& out) const;
-  void load(std::span<std::istream* const> of_old_ranks, int rank, int size);
+  void load(std::span<std::istream* const> of_old_ranks, int rank, int size, float share = -1.0F);
 
  private:
   struct Impl;

@@ -91,11 +91,12 @@ class Reducer {
   // afterwards. Sums and residuals are float32 for every type of gradient. A 16-bit gradient gets
   // the mean rounded as scatter() says. That rounding error is lost, alike on all ranks.
   // No allocation once warm.
-  // Throws: InvalidArgument (nothing changed), also if this step has already reduced the slot.
-  // (With momentum there is one exception: if the selector refuses, the velocity has already
-  // changed.)
+  // Throws: InvalidArgument (nothing changed): a wrong argument; this step has already reduced the
+  // slot.
   // After any other exception, CommError above all, the group has been told (abort), and the ranks
-  // may disagree. Restart every rank from its last save().
+  // may disagree. Restart every rank from its last save(). So it is with any error of a selector or
+  // an exchange of one's own. If their entries are not canonical, or not of this bucket, that is an
+  // InvalidArgument.
   StepReport reduce(Slot slot, GradView grad);
 
   // start() is reduce() on one ordered communication thread, so that it overlaps with backward.
@@ -137,9 +138,10 @@ class Reducer {
   // Saves and loads this rank's residuals and step, and the state of selector, exchange and
   // schedule. Between steps only. load takes the streams that every rank of the old run saved, in
   // rank order. With another number of ranks, each rank's residual becomes (1/P) times the sum over
-  // the old P ranks, and the mass that exchanges held joins it. Selector, exchange and schedule
-  // then start anew.
+  // the old P ranks, and the mass that exchanges held joins it. A dedicated server does not count
+  // in P, and takes nothing. Selector, exchange and schedule then start anew.
   // Throws: StateError; InvalidArgument: the schedule's budget is too small for the steps left.
+  // Nothing has changed then.
   void save(std::ostream& out) const;
   void load(std::span<std::istream* const> of_old_ranks);
 

@@ -193,10 +193,11 @@ class DeviceHalf final : public LocalHalf {
     copy.save(out);
     selector_->save(out);
   }
-  void load(std::span<std::istream* const> of_old_ranks, int rank, int size) override {
+  void load(std::span<std::istream* const> of_old_ranks, int rank, int size,
+            float share) override {
     expect_closed("load");
     ErrorFeedback copy = on_host();
-    copy.load(of_old_ranks, rank, size);
+    copy.load(of_old_ranks, rank, size, share);
     for (const Slot slot : slots()) {
       const DenseView from = copy.residual(slot);
       if (!from.empty()) device_->write(data(at(slot)), from.data, from.n);

@@ -49,7 +49,7 @@ void save_held(const LocalHalf& local, HeldMass* holder, std::ostream& out) {
 }
 
 LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHalf& local, int rank,
-                     int size) {
+                     int size, float share) {
   struct Place {
     Slot slot;
     std::size_t offset, length;
@@ -66,7 +66,7 @@ LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHal
   };
   std::map<Slot, Loaded> loaded;
   const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
-  const float share = same_group ? 1.0F : 1.0F / static_cast<float>(of_old_ranks.size());
+  if (same_group) share = 1.0F;
   std::vector<float> values;
   for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
     SectionReader in(*of_old_ranks[old], "held mass of rank " + std::to_string(old), kMagic,

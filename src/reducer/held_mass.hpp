@@ -23,10 +23,10 @@ struct LoadedMass {
   std::map<Slot, Piece> of;
 };
 // Reads the state that all ranks of the saving run wrote, in rank order. If the group has the same
-// size, each rank gets the mass that it held. Otherwise each rank gets 1/P of all of it, as with
+// size, each rank gets the mass that it held. Otherwise this rank gets `share` of all of it, as with
 // residuals. Call between steps only. Throws: StateError (nothing changed).
 LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHalf& local, int rank,
-                     int size);
+                     int size, float share);
 // Gives the mass to holder. If holder is null, the mass joins the residual.
 void hold_or_keep(const LoadedMass& loaded, LocalHalf& local, HeldMass* holder);
 

@@ -86,7 +86,7 @@ struct Reducer::Impl {
     report.n = grad.n;
     const Traffic before = comm.traffic();
     report.group.sent_bytes = sent_before;
-    const std::uint32_t signals = report.group.signals = raised.exchange(0);
+    report.group.signals = raised.exchange(0);
     Phases phases(options.on_phase, comm);
     try {
       Exchange* const exchange = choose(report);
@@ -96,12 +96,8 @@ struct Reducer::Impl {
       } else {
         reduce_dense(report, grad, phases);
       }
-    } catch (const InvalidArgument&) {
-      // Nothing was sent, so the group may go on.
-      raised.fetch_or(signals);
-      throw;
     } catch (...) {
-      // For example from a selector. No peer must wait for this rank.
+      // For example from a user's selector. No peer must wait for this rank.
       comm.abort(comm.rank());
       throw;
     }
@@ -110,16 +106,30 @@ struct Reducer::Impl {
     return report;
   }
 
+  // Selectors and exchanges may be a user's own. The rest of the path relies on their entries.
+  static void expect_entries(const char* whose, const SparseView& entries, std::size_t n) {
+    SKIM_EXPECTS(is_canonical(entries) && (entries.nnz() == 0 || entries.dim == n),
+                 "reduce: " + std::string(whose) +
+                     ": indices must ascend, without doubles, below " + std::to_string(n) +
+                     ", with one value each");
+  }
+
   // The data path of docs/architecture.md.
   void reduce_sparse(Exchange& exchange, StepReport& report, GradView grad, Phases& phases) {
     const Keep keep = keep_of(density, grad.n);
     phases.enter("select", report.select_ns);
     const SelectReport chosen =
         local->select({report.id, grad, keep, density.at_most_k, comm.size()}, mine);
+    expect_entries("the selector", mine.view(), grad.n);
     codec.quantize(mine, report.id, comm.rank());
     tell_group(report, chosen, chosen.kept_norm2);
     phases.enter("exchange", report.exchange_ns);
     const ExchangeResult sum = exchange.run(report.id, mine.view(), keep, report.group, comm);
+    expect_entries("the sum of the exchange", sum.sum, grad.n);
+    expect_entries("the mass that the exchange returned", sum.returned, grad.n);
+    SKIM_EXPECTS(sum.dense_sum.empty() || sum.dense_sum.n == grad.n,
+                 "reduce: the dense sum of the exchange must have " + std::to_string(grad.n) +
+                     " entries, not " + std::to_string(sum.dense_sum.n));
     phases.enter("apply", report.apply_ns);
     const double change = local->commit(report.id.slot, mine.view(), sum.returned);
     report.finite = apply(report.id, sum, grad);
@@ -170,8 +180,9 @@ struct Reducer::Impl {
                                                   std::to_string(grad.n) + " entries, its layout " +
                                                   std::to_string(local->size(slot)));
     local->check(grad);
-    SKIM_EXPECTS(std::isfinite(grad.scale) && grad.scale > 0.0F,
-                 "reduce: scale must be finite and > 0");
+    SKIM_EXPECTS(
+        grad.scale > 0.0F && std::isfinite(grad.scale) && std::isfinite(1.0F / grad.scale),
+        "reduce: scale must be > 0, and it and 1/scale finite");
     // The residual is emptied only at the end of the step, so a second dense sum would deliver it
     // again.
     SKIM_EXPECTS(std::ranges::find(reduced, slot) == reduced.end(),

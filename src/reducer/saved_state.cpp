@@ -1,14 +1,16 @@
 #include "reducer/saved_state.hpp"
 
+#include <array>
 #include <cstddef>
+#include <sstream>
 
 #include "reducer/held_mass.hpp"
 
 namespace skim {
+namespace {
 
-void save_state(const SavedProgress& progress, const SavedParts& parts, std::ostream& out) {
-  save_progress(progress, out);
-  save_held(parts.local, parts.holder, out);
+// Without held mass, which is loaded last.
+void save_parts(const SavedParts& parts, std::ostream& out) {
   parts.local.save(out);
   for (const auto& exchange : parts.exchanges) {
     if (exchange) exchange->save(out);
@@ -16,20 +18,50 @@ void save_state(const SavedProgress& progress, const SavedParts& parts, std::ost
   parts.schedule.save(out);
 }
 
+void load_parts(std::span<std::istream* const> of_old_ranks, const SavedParts& parts, int rank,
+                int size, float share) {
+  parts.local.load(of_old_ranks, rank, size, share);
+  if (of_old_ranks.size() != static_cast<std::size_t>(size)) return;
+  std::istream& own = *of_old_ranks[static_cast<std::size_t>(rank)];
+  for (const auto& exchange : parts.exchanges) {
+    if (exchange) exchange->load(own);
+  }
+  parts.schedule.load(own);
+}
+
+// What this rank takes of the sum of what the old ranks kept, if their number has changed. Divided
+// by the ranks that have gradients, the ranks' shares of now are what the old ranks still owed.
+float share_of(HeldMass* holder, int old_size, int rank, int size) {
+  if (holder == nullptr) return 1.0F / static_cast<float>(old_size);
+  const int servers = size - holder->contributors(size);
+  return rank < servers ? 0.0F : 1.0F / static_cast<float>(holder->contributors(old_size));
+}
+
+}  // namespace
+
+void save_state(const SavedProgress& progress, const SavedParts& parts, std::ostream& out) {
+  save_progress(progress, out);
+  save_held(parts.local, parts.holder, out);
+  save_parts(parts, out);
+}
+
 SavedProgress load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
                          const SavedParts& parts, int rank, int size) {
   const SavedProgress saved = load_progress(of_old_ranks, now, rank, size);
-  const LoadedMass held = load_held(of_old_ranks, parts.local, rank, size);
-  parts.local.load(of_old_ranks, rank, size);
+  const float share = share_of(parts.holder, static_cast<int>(of_old_ranks.size()), rank, size);
+  const LoadedMass held = load_held(of_old_ranks, parts.local, rank, size, share);
+  // One part may be damaged while those before it were not. Then all go back.
+  std::stringstream before;
+  save_parts(parts, before);
+  try {
+    load_parts(of_old_ranks, parts, rank, size, share);
+  } catch (...) {
+    const std::array<std::istream*, 1> own{&before};
+    load_parts(own, parts, 0, 1, 1.0F);
+    throw;
+  }
   const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
   hold_or_keep(held, parts.local, same_group ? parts.holder : nullptr);
-  if (same_group) {
-    std::istream& own = *of_old_ranks[static_cast<std::size_t>(rank)];
-    for (const auto& exchange : parts.exchanges) {
-      if (exchange) exchange->load(own);
-    }
-    parts.schedule.load(own);
-  }
   return saved;
 }
 

@@ -59,7 +59,7 @@ void PerParameter::share_out(std::size_t k, std::size_t n, std::span<const Segme
   std::iota(by_remainder_.begin(), by_remainder_.end(), std::size_t{0});
   std::size_t left = k;
   for (std::size_t i = 0; i < layout.size(); ++i) {
-    share_[i] = n == 0 ? 0 : layout[i].length * k / n;
+    share_[i] = layout[i].length * k / n;
     left -= share_[i];
   }
   const auto larger = [&](std::size_t a, std::size_t b) {
@@ -74,7 +74,7 @@ void PerParameter::share_out(std::size_t k, std::size_t n, std::span<const Segme
 SelectReport PerParameter::select(const SelectTask& task, SparseBuffer& out) {
   selectors::check(task);
   check_layout(task);
-  if (task.layout.empty()) return rule_->select(task, out);
+  if (task.layout.empty() || task.grad.n == 0) return rule_->select(task, out);
 
   share_out(task.keep.k, task.grad.n, task.layout);
   whole_.reset(task.grad.n);
