@@ -138,8 +138,7 @@ def quality_of(task, ranks):
     def load(folder):
         by_method = {}
         for row in lines(folder, "quality.jsonl"):
-            if (row["task"], row["ranks"], row["steps"]) == (task, ranks, quality.TASKS[task][0]) and \
-                    ", density" not in row["label"]:
+            if (row["task"], row["ranks"]) == (task, ranks) and ", density" not in row["label"]:
                 by_method.setdefault(row["label"], []).append(row)
         metric = slow_link.metric_of(next(iter(by_method.values())))
         found = []
@@ -162,49 +161,24 @@ def quality_of(task, ranks):
     return load
 
 
-def entry_sends(task, all_ranks, rate=None):
-    """A row for each density of the sweep: how far each method's validation loss is behind dense, with 1000 steps.
+def entry_sends(folder):
+    """A row for each density of the GPT's sweep on 2 ranks: how far each method's validation loss is behind dense."""
+    rows = [row for row in lines(folder, "quality.jsonl") if (row["task"], row["ranks"], row["steps"]) == ("gpt", 2, 1000)]
 
-    rate: None: each method and dense at its best rate, over the seeds; otherwise all at this rate, with seed 0.
-    """
-    def load(folder):
-        rows = [row for row in lines(folder, "quality.jsonl") if (row["task"], row["steps"]) == (task, 1000)]
+    def best(label):
+        mine = [row for row in rows if row["label"] == label]
+        return [row["validation_loss"] for row in mine if row["lr"] == quality.best_rate([r for r in mine if r["seed"] == 0])]
 
-        def loss(ranks, *labels):
-            mine = [row for row in rows if row["ranks"] == ranks and row["label"] in labels]
-            first = [row for row in mine if row["seed"] == 0]
-            if rate is not None:
-                mine = [row for row in first if row["lr"] == rate]
-            elif mine:
-                mine = [row for row in mine if row["lr"] == quality.best_rate(first)]
-            return statistics.mean(row["validation_loss"] for row in mine) if mine else None
-
-        found = []
-        for density in quality.SWEEP:
-            one = {"density": density, "sends": 1000 * density}
-            for ranks in all_ranks:
-                for name in quality.SWEPT:
-                    same = [f"{name}, 1 %"] if density == quality.DENSITY["1 %"][ranks] else []
-                    behind = loss(ranks, f"{name}, density {density:g}", *same)
-                    if behind is not None:
-                        one[f"{name} {ranks}"] = behind - loss(ranks, "dense")
-            if len(one) > 2:
-                found.append(one)
-        return found
-    return load
-
-
-def by_steps(folder):
-    """A row for each number of steps of the LSTM on 2 ranks at density 0.01: how far the validation loss is behind
-    that of dense with as many steps. All at rate 0.01 with seed 0."""
-    found = {}
-    for row in lines(folder, "quality.jsonl"):
-        if (row["task"], row["ranks"], row["lr"], row["seed"]) == ("lstm", 2, 0.01, 0):
-            found.setdefault(row["steps"], {})[row["label"]] = row["validation_loss"]
-    return [{"steps": steps, "sends": steps / 100, "dense": losses["dense"], "alone": losses["one rank alone"] - losses["dense"]}
-            | {name: losses[f"{name}, density 0.01"] - losses["dense"] for name in quality.SWEPT
-               if f"{name}, density 0.01" in losses}
-            for steps, losses in sorted(found.items())]
+    dense, found = statistics.mean(best("dense")), []
+    for density in quality.SWEEP:
+        one = {"density": density, "sends": 1000 * density}
+        for name in quality.SWEPT:
+            label = f"{name}, 1 %" if density == quality.DENSITY["1 %"][2] else f"{name}, density {density:g}"
+            if any(row["label"] == label for row in rows):
+                one[name] = statistics.mean(best(label)) - dense
+        if len(one) > 2:
+            found.append(one)
+    return found
 
 
 def outer_rates(folder):
@@ -390,8 +364,7 @@ RULES = {"rule": "{rule}", "error feedback": ("{feedback}", " "), "density": ("{
 
 # Task, ranks, metric, digits.
 QUALITY_TABLES = (("gpt", 2, "loss", ".3f"), ("gpt", 4, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"),
-                  ("lstm", 4, "loss", ".3f"), ("fashion", 4, "accuracy", ".2f"),
-                  ("resnet20", 4, "accuracy", ".2f"))
+                  ("lstm", 4, "loss", ".3f"), ("fashion", 4, "accuracy", ".2f"))
 
 
 def quality_columns(metric, form):
@@ -559,15 +532,8 @@ TABLES = [
       for name in ("ddp-0.001", "ddp-0.01")),
     *(Table("quality.md", f"quality-{task}-{ranks}", quality_of(task, ranks), quality_columns(metric, form))
       for task, ranks, metric, form in QUALITY_TABLES),
-    Table("quality.md", "entry-sends", entry_sends("gpt", (2,)), {
-        "density": "{density:g}", "S": "{sends:g}", **{name: "{%s 2:+.3f}" % name for name in quality.SWEPT}}),
-    Table("quality.md", "entry-sends-lstm", entry_sends("lstm", (2, 4, 8), 0.01), {
-        "density": "{density:g}", "S": "{sends:g}",
-        **{f"P = {ranks}: {name}": "{%s %d:+.3f}" % (name, ranks)
-           for ranks in (2, 4, 8) for name in ("momentum correction", "step ahead")}}),
-    Table("quality.md", "steps-lstm", by_steps, {
-        "steps": "{steps}", "S": "{sends:g}", "dense": "{dense:.3f}", "momentum correction": "{momentum correction:+.3f}",
-        "step ahead": "{step ahead:+.3f}", "one rank alone": "{alone:+.3f}"}),
+    Table("quality.md", "entry-sends", entry_sends, {
+        "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in quality.SWEPT}}),
     Table("quality.md", "outer-rates", outer_rates, {
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
         "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",

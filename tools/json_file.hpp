@@ -1,34 +1,45 @@
-// The output file of --json FILE.
+// The output file of --json FILE, and of the like.
 #pragma once
 
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 
 #include "skim/error.hpp"
+#include "tools/keep_beside.hpp"
 
 namespace skim::tool {
 
-// Opens the file first, so that a run of minutes cannot end with "cannot open". "-" means standard
-// output. An empty path writes nothing.
+// Tries to open the file first, so that a run of minutes cannot end with "cannot open". An old file
+// stays until write(), which keeps it beside. "-" means standard output. An empty path writes
+// nothing.
 class JsonFile {
  public:
-  explicit JsonFile(const std::string& path) : path_(path) {
-    if (path.empty() || path == "-") return;
-    file_.reset(std::fopen(path.c_str(), "w"));
-    if (!file_) {
-      throw InvalidArgument("--json: cannot open '" + path + "': " + std::strerror(errno));
+  // Throws: InvalidArgument: the file cannot be opened.
+  explicit JsonFile(std::string path, std::string option = "--json")
+      : option_(std::move(option)), path_(std::move(path)) {
+    if (path_.empty() || path_ == "-") return;
+    std::error_code ignored;
+    const bool is_new = !std::filesystem::exists(path_, ignored);
+    if (!open("a")) {
+      throw InvalidArgument(option_ + ": cannot open '" + path_ + "': " + std::strerror(errno));
     }
+    if (is_new) std::filesystem::remove(path_, ignored);
   }
   void write(const nlohmann::json& value) {
     if (path_.empty()) return;
-    std::FILE* const out = file_ ? file_.get() : stdout;
+    if (path_ != "-") keep_beside(option_, path_);
+    const File file = path_ == "-" ? nullptr : open("w");
+    std::FILE* const out = path_ == "-" ? stdout : file.get();
     const std::string text = value.dump(1) + "\n";
-    if (std::fwrite(text.data(), 1, text.size(), out) != text.size() || std::fflush(out) != 0) {
-      throw Error("--json: cannot write '" + path_ + "': " + std::strerror(errno));
+    if (out == nullptr || std::fwrite(text.data(), 1, text.size(), out) != text.size() ||
+        std::fflush(out) != 0) {
+      throw Error(option_ + ": cannot write '" + path_ + "': " + std::strerror(errno));
     }
   }
 
@@ -36,8 +47,10 @@ class JsonFile {
   struct Closer {
     void operator()(std::FILE* f) const { std::fclose(f); }
   };
-  std::string path_;
-  std::unique_ptr<std::FILE, Closer> file_;
+  using File = std::unique_ptr<std::FILE, Closer>;
+  File open(const char* mode) const { return File(std::fopen(path_.c_str(), mode)); }
+
+  std::string option_, path_;
 };
 
 }  // namespace skim::tool

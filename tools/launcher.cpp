@@ -210,7 +210,8 @@ Failure explain(const RunDir& dir, int ranks, int code, const std::string& of_mp
   if (cause) return *cause;
   if (!dead.empty()) return {code, dead + " died" + (effect ? "; " + effect->message : "")};
   if (effect) return *effect;
-  return {code, of_mpirun.empty() ? "mpirun failed without an error message" : of_mpirun};
+  if (!of_mpirun.empty()) return {code, of_mpirun};
+  return {code, "'" + mpirun() + "' ended without an error message, but not all ranks have run"};
 }
 
 }  // namespace
@@ -320,8 +321,8 @@ int launch(int ranks, const std::vector<std::string>& arguments) {
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   if (seen_signals > 0) return 128 + g_last_signal.load();
   // Open MPI 4 sometimes fails although all ranks have succeeded (open-mpi/ompi#7833).
-  if (code == 0 || all_done(dir, ranks)) return 0;
-  const Failure failure = explain(dir, ranks, code, filter.explanation());
+  if (all_done(dir, ranks)) return 0;
+  const Failure failure = explain(dir, ranks, code == 0 ? 1 : code, filter.explanation());
   std::fprintf(stderr, "skim: %s\n", failure.message.c_str());
   return failure.code;
 }

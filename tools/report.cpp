@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "skim/error.hpp"
+#include "tools/keep_beside.hpp"
 #include "train/options_json.hpp"
 
 namespace skim::tool {
@@ -47,10 +48,12 @@ MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing) 
     file_ = stdout;
     return;
   }
+  if (!keep_existing) keep_beside("--metrics", path);
   owned_.reset(std::fopen(path.c_str(), keep_existing ? "a" : "w"));
   file_ = owned_.get();
   if (file_ == nullptr) {
-    throw Error("--metrics: cannot open '" + path.string() + "': " + std::strerror(errno));
+    throw InvalidArgument("--metrics: cannot open '" + path.string() +
+                          "': " + std::strerror(errno));
   }
 }
 
@@ -281,6 +284,12 @@ void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool t
       "sent/step: bytes per rank and step, mean over ranks. Times: medians on rank 0, in ms; "
       "select, exchange\nand apply run beside compute, exposed is what backward did not hide "
       "of them.\n");
+  for (const Row& row : rows) {
+    const train::Summary& s = row.summary;
+    if (s.skipped_steps == 0) continue;
+    fmt::print(out, "{}: {} of {} steps were skipped, because gradients were NaN or infinite\n",
+               row.name, s.skipped_steps, s.steps);
+  }
   std::fflush(out);
 }
 

@@ -17,10 +17,13 @@
 #include "skim/version.hpp"
 #include "tools/commands.hpp"
 #include "tools/fit.hpp"
+#include "tools/json_file.hpp"
+#include "tools/keep_beside.hpp"
 #include "tools/launcher.hpp"
 #include "tools/repetition.hpp"
 #include "tools/report.hpp"
 #include "tools/units.hpp"
+#include "train/checkpoint.hpp"
 #include "train/fields.hpp"
 #include "train/model_options.hpp"
 #include "train/options_json.hpp"
@@ -310,7 +313,10 @@ void check(const Arguments& a) {
   if (a.train.resume && !a.compare.empty()) {
     throw InvalidArgument("--resume and --compare exclude each other");
   }
-  if (!a.summary.empty() && a.summary == a.train.metrics.string()) {
+  const auto whole = [](const std::filesystem::path& p) {
+    return p == "-" ? p : std::filesystem::weakly_canonical(p);
+  };
+  if (!a.summary.empty() && whole(a.summary) == whole(a.train.metrics)) {
     throw InvalidArgument("--summary and --metrics are one file: '" + a.summary + "'");
   }
 }
@@ -329,17 +335,10 @@ int threads_per_rank(Communicator& comm) {
   return std::max(1, cores / std::max(1, ranks_here));
 }
 
-void write_summary(const std::string& path, const std::vector<Row>& rows, int ranks) {
+nlohmann::json summary_of(const std::vector<Row>& rows, int ranks) {
   nlohmann::json all = nlohmann::json::array();
   for (const Row& r : rows) all.push_back(to_json(r, ranks));
-  const std::string text = all.dump(2) + "\n";
-  std::FILE* const file = path == "-" ? stdout : std::fopen(path.c_str(), "w");
-  const bool written = file != nullptr &&
-                       std::fwrite(text.data(), 1, text.size(), file) == text.size() &&
-                       std::fflush(file) == 0;
-  const int code = errno;
-  if (file != nullptr && file != stdout) std::fclose(file);
-  if (!written) throw Error("--summary: cannot write '" + path + "': " + std::strerror(code));
+  return all;
 }
 
 // All runs of one rank. Returns the exit status.
@@ -359,6 +358,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   const train::Dataset data = train::load_data(a.train.data);
   const bool text = data.info().kind == train::InputKind::text;
   MetricsFile metrics(first ? a.train.metrics : std::filesystem::path(), a.train.resume);
+  JsonFile summary(first ? a.summary : "", "--summary");
   const int columns = terminal_columns(to_stderr);
 
   for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -382,6 +382,10 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     observer.on_decision = decisions_to(metrics, progress, row.name);
     const std::string note = note_on_budget(row.options, comm.size());
     if (first && !note.empty()) progress.say(note);
+    const std::filesystem::path& folder = row.options.checkpoint;
+    if (first && !row.options.resume && train::has_checkpoint(folder)) {
+      keep_beside("--checkpoint", folder);
+    }
     if (first && command.attach) command.attach(row, comm.size(), observer);
     row.summary = train::train(row.options, data, comm, g_stop, observer);
     if (first) progress.end();
@@ -393,8 +397,8 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   }
   const bool stopped = rows.back().summary.stopped;
   if (!first) return stopped ? kRunError : 0;
-  if (!a.summary.empty()) write_summary(a.summary, rows, comm.size());
   print_table(people, rows, comm.size(), text);
+  summary.write(summary_of(rows, comm.size()));
   if (stopped) {
     const train::Summary& s = rows.back().summary;
     std::fprintf(stderr, "skim: stopped after step %lld; %s\n", static_cast<long long>(s.steps),

@@ -125,6 +125,11 @@ fs::path write_checkpoint(const fs::path& dir, std::int64_t step, Communicator& 
   return dir / name;
 }
 
+bool has_checkpoint(const fs::path& dir) {
+  std::error_code ignored;
+  return !dir.empty() && fs::exists(dir / "latest", ignored);
+}
+
 fs::path latest_checkpoint(const fs::path& dir) {
   std::ifstream in(dir / "latest");
   std::string name;

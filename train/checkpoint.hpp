@@ -27,6 +27,7 @@ std::filesystem::path write_checkpoint(
     const std::function<void(const std::filesystem::path&)>& shared,
     const std::function<void(const std::filesystem::path&)>& own);
 
+bool has_checkpoint(const std::filesystem::path& dir);
 // The newest complete checkpoint in dir. Throws: StateError if there is none.
 std::filesystem::path latest_checkpoint(const std::filesystem::path& dir);
 

@@ -157,6 +157,11 @@ void each_run_field(Options& o, F&& f) {
     FieldInfo{.what = "continue from the checkpoint in --checkpoint",
               .scope = S::session,
               .is_place = true});
+  f("skip_limit", o.skip_limit,
+    FieldInfo{.what = "end the run when so many steps in a row were skipped, because gradients "
+                      "were NaN or infinite; 0: never",
+              .range = kNotNegative,
+              .scope = S::session});
 }
 
 template <OptionsOf<TrainOptions> Options, class F>

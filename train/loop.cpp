@@ -121,6 +121,15 @@ TestSums test_part(const TrainOptions& options, const Dataset& data, Model& mode
   return sums;
 }
 
+void Skips::count(bool skipped, std::int64_t step) {
+  in_a_row_ = skipped ? in_a_row_ + 1 : 0;
+  all += skipped ? 1 : 0;
+  if (limit_ == 0 || in_a_row_ < limit_) return;
+  throw Error("step " + std::to_string(step) + ": the last " + std::to_string(limit_) +
+              " steps were skipped, because gradients were NaN or infinite: the run has diverged; "
+              "lower --lr or clip (--clip-norm), or take --skip-limit 0 to go on");
+}
+
 double ring_bytes(std::size_t n, int ranks) {
   const double P = ranks;
   return 2.0 * (P - 1.0) / P * static_cast<double>(n) * sizeof(float);

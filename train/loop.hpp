@@ -55,6 +55,20 @@ struct TestSums {
 TestSums test_part(const TrainOptions& options, const Dataset& data, Model& model, int rank,
                    int ranks, const std::atomic<bool>& stop);
 
+// Counts skipped steps.
+class Skips {
+ public:
+  explicit Skips(std::int64_t limit) : limit_(limit) {}
+  // After a step, or a round of local steps.
+  // Throws: Error if the limit is reached: the run has diverged.
+  void count(bool skipped, std::int64_t step);
+  std::uint64_t all = 0;  // in the run
+
+ private:
+  std::int64_t limit_;  // in a row; 0: none
+  std::int64_t in_a_row_ = 0;
+};
+
 // The bytes that each rank sends in a ring all-reduce of n floats.
 double ring_bytes(std::size_t n, int ranks);
 // Fills in the fields that come from the reports of a step's buckets.

@@ -146,6 +146,7 @@ struct TrainOptions {
   std::filesystem::path checkpoint;   // folder; empty: none
   std::int64_t checkpoint_steps = 0;  // between checkpoints; 0: only at the end and when stopped
   bool resume = false;
+  std::int64_t skip_limit = 20;  // skipped steps in a row that end the run; 0: no limit
 };
 
 // Whether every bucket goes dense.

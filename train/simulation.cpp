@@ -251,7 +251,7 @@ class Simulator {
 
     ++done_;
     r.budget_spent = ranks_[0].reducer->schedule().spent();
-    skipped_ += r.skipped ? 1 : 0;
+    skips_.count(r.skipped, done_);
     ++loss_count_;
     r.loss = ranks_[0].loss;
     r.step = done_;
@@ -459,7 +459,7 @@ class Simulator {
     s.union_entries_per_step = static_cast<double>(union_entries_) / steps;
     s.dense_bytes_per_step = ring_bytes(parameters_, simulation_.ranks);
     times_.medians(s.median);
-    s.skipped_steps = skipped_;
+    s.skipped_steps = skips_.all;
     s.stopped = stopped_;
     return s;
   }
@@ -479,7 +479,7 @@ class Simulator {
 
   std::int64_t done_ = 0;  // steps
   bool stopped_ = false;
-  std::uint64_t skipped_ = 0;
+  Skips skips_{options_.skip_limit};
   std::int64_t loss_count_ = 0;  // losses in each rank's loss_sum
   double total_s_ = 0.0;
   std::uint64_t union_entries_ = 0;  // in all steps

@@ -169,7 +169,6 @@ class Run {
 
     ++done_;
     r.budget_spent = reducer_.schedule().spent();
-    skipped_ += r.skipped ? 1 : 0;
     stopped_ = (reducer_.signals() & kStopSignal) != 0;
     r.loss = loss.item<double>();
     if (!serves) {
@@ -192,6 +191,7 @@ class Run {
       if (observer_.on_step) observer_.on_step(r);
       decisions_.tell(done_, reports_, reducer_, observer_.on_decision);
     }
+    if (!reports_.empty()) skips_.count(r.skipped, done_);
   }
 
   // The optimizer gets the mean gradient.
@@ -305,7 +305,7 @@ class Run {
                                 {"train_loss", evaluation_.train_loss},
                                 {"test_loss", evaluation_.test_loss},
                                 {"test_accuracy", evaluation_.test_accuracy},
-                                {"skipped", skipped_}};
+                                {"skipped", skips_.all}};
       write_file(dir / "meta.json", [&](std::ostream& out) { out << meta.dump(2) << '\n'; });
     };
     const auto own = [&](const fs::path& dir) {
@@ -403,7 +403,7 @@ class Run {
                    .train_loss = read<double>(meta, "train_loss", dir),
                    .test_loss = read<double>(meta, "test_loss", dir),
                    .test_accuracy = read<double>(meta, "test_accuracy", dir)};
-    skipped_ = read<std::uint64_t>(meta, "skipped", dir);
+    skips_.all = read<std::uint64_t>(meta, "skipped", dir);
     checkpoint_ = dir.string();
     if (comm_.rank() == 0 && observer_.on_resume) observer_.on_resume(done_);
   }
@@ -457,7 +457,7 @@ class Run {
     s.last = evaluation_;
     s.dense_bytes_per_step = ring_bytes(buckets_.flat().parameters, comm_.size());
     times_.medians(s.median);
-    s.skipped_steps = skipped_;
+    s.skipped_steps = skips_.all;
     s.stopped = stopped_ && (done_ < length_.total || evaluation_.step != done_);
     s.checkpoint = checkpoint_;
     return s;
@@ -481,7 +481,7 @@ class Run {
   std::int64_t done_ = 0;   // steps
   std::int64_t first_ = 0;  // bytes are counted after this step
   bool stopped_ = false;
-  std::uint64_t skipped_ = 0;
+  Skips skips_{options_.skip_limit};
   double loss_sum_ = 0.0;  // since the last evaluation
   std::int64_t loss_count_ = 0;
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0, union_entries_ = 0;

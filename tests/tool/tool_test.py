@@ -739,6 +739,55 @@ class Failures(Case):
             done = train("--ranks", ranks, "--model", "linear", "--steps", 3, option, "/dev/full")
             self.assert_refused(done, option, "/dev/full", "No space left", status=1)
 
+    def test_a_dead_run_is_no_success(self):
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            dead = ["--ranks", ranks, "--model", "mlp-64", "--steps", 60, "--lr", "1e20"]
+            done = train(*dead, "--metrics", self.dir / f"{ranks}.jsonl")
+            self.assert_refused(done, "the last 20 steps were skipped", "NaN", "--lr", "--skip-limit", status=1)
+            steps = [line for line in lines(self.dir / f"{ranks}.jsonl") if "skipped" in line]
+            self.assertEqual([line["skipped"] for line in steps[-20:]], [True] * 20)
+            self.assertLess(len(steps), 60)
+            done = train(*dead, "--skip-limit", 0, "--summary", self.dir / f"{ranks}.json")
+            self.assert_ok(done)
+            [run] = json.loads((self.dir / f"{ranks}.json").read_text())
+            self.assertGreater(run["skipped_steps"], 50)
+            self.assertIn(f"{run['skipped_steps']} of 60 steps were skipped", done.stdout)
+
+    def test_outputs_are_opened_before_the_first_step(self):
+        for option in ("--summary", "--metrics"):
+            done = train("--model", "linear", "--steps", 3, option, self.dir / "none/x.json")
+            self.assert_refused(done, option, "none/x.json", "No such file")
+            self.assertNotIn("step", done.stdout)
+        done = train("--model", "linear", "--steps", 3, "--summary", "/dev/full")
+        self.assertIn("train loss", done.stdout, "the table comes before the summary")
+
+    def test_what_a_run_would_replace_is_kept_beside_it(self):
+        case = ["--model", "linear", "--steps", 3, "--summary", self.dir / "s.json", "--metrics", self.dir / "m.jsonl",
+                "--checkpoint", self.dir / "c"]
+        kept = {"s.json": lambda path: path.read_text(), "m.jsonl": lambda path: path.read_text(),
+                "c": lambda path: (path / "latest").read_text()}
+        self.assert_ok(train(*case))
+        first = {name: read(self.dir / name) for name, read in kept.items()}
+        done = train(*case, "--seed", 2, "--steps", 4)
+        self.assert_ok(done)
+        second = {name: read(self.dir / name) for name, read in kept.items()}
+        for name, read in kept.items():
+            self.assertEqual(read(self.dir / f"{name}.~1~"), first[name])
+            self.assertIn(f"as '{name}.~1~'", done.stderr)
+            self.assertNotEqual(second[name], first[name])
+        self.assert_ok(train(*case))
+        for name, read in kept.items():
+            self.assertEqual(read(self.dir / f"{name}.~1~"), first[name])
+            self.assertEqual(read(self.dir / f"{name}.~2~"), second[name])
+        done = train(*case, "--resume", "--steps", 3)  # goes on in the same files
+        self.assert_ok(done)
+        self.assertNotIn("--metrics", done.stderr)
+        self.assertNotIn("--checkpoint", done.stderr)
+
+    def test_one_file_by_two_names(self):
+        done = train("--model", "linear", "--steps", 3, "--metrics", self.dir / "x", "--summary", f"{self.dir}/./x")
+        self.assert_refused(done, "--summary and --metrics are one file")
+
     def test_mpirun_that_fails_after_all_ranks_ended_well(self):
         # Open MPI 4 does so at times: open-mpi/ompi#7833, #9389.
         def under(script):
@@ -766,6 +815,7 @@ exit 1
         gone = self.dir / "mpirun"
         done = train("--ranks", 2, "--model", "linear", env=dict(os.environ, SKIM_MPIRUN=str(gone)))
         self.assert_refused(done, str(gone), "No such file", status=1)
+        self.assert_refused(under("exit 0"), str(gone), "not all ranks have run", status=1)
 
     def test_bad_data_on_all_ranks_is_one_line(self):
         done = train("--ranks", 3, "--data", "mnist", "--data-dir", self.dir)

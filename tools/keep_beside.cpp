@@ -1,0 +1,32 @@
+#include "tools/keep_beside.hpp"
+
+#include <cstdio>
+#include <system_error>
+
+#include "skim/error.hpp"
+
+namespace fs = std::filesystem;
+
+namespace skim::tool {
+
+void keep_beside(const std::string& option, const fs::path& path) {
+  std::error_code code;
+  const fs::path target = fs::weakly_canonical(path, code);
+  if (code) return;
+  const bool has_content = fs::is_directory(target, code) ||
+                           (fs::is_regular_file(target, code) && fs::file_size(target, code) > 0);
+  if (!has_content) return;
+  fs::path kept;
+  for (int i = 1; kept.empty() || fs::exists(kept, code); ++i) {
+    kept = target;
+    kept += ".~" + std::to_string(i) + "~";
+  }
+  fs::rename(target, kept, code);
+  if (code) {
+    throw Error(option + ": cannot rename '" + path.string() + "', to keep it: " + code.message());
+  }
+  std::fprintf(stderr, "skim: %s: kept the old '%s' as '%s'\n", option.c_str(),
+               path.string().c_str(), kept.filename().string().c_str());
+}
+
+}  // namespace skim::tool

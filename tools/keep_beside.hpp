@@ -1,0 +1,14 @@
+// What a run would replace is kept beside it.
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+namespace skim::tool {
+
+// Renames a folder, or a file with content, to the first free name of PATH.~1~, PATH.~2~, ..., and
+// says so on standard error. Leaves alone what does not exist, and what is neither a folder nor a
+// plain file. `option` names the option in messages. Throws: Error.
+void keep_beside(const std::string& option, const std::filesystem::path& path);
+
+}  // namespace skim::tool
