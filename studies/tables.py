@@ -138,7 +138,8 @@ def quality_of(task, ranks):
     def load(folder):
         by_method = {}
         for row in lines(folder, "quality.jsonl"):
-            if (row["task"], row["ranks"]) == (task, ranks) and ", density" not in row["label"]:
+            if (row["task"], row["ranks"], row["steps"]) == (task, ranks, quality.TASKS[task][0]) and \
+                    ", density" not in row["label"]:
                 by_method.setdefault(row["label"], []).append(row)
         metric = slow_link.metric_of(next(iter(by_method.values())))
         found = []
@@ -364,7 +365,7 @@ RULES = {"rule": "{rule}", "error feedback": ("{feedback}", " "), "density": ("{
 
 # Task, ranks, metric, digits.
 QUALITY_TABLES = (("gpt", 2, "loss", ".3f"), ("gpt", 4, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"),
-                  ("lstm", 4, "loss", ".3f"), ("fashion", 4, "accuracy", ".2f"))
+                  ("resnet20", 4, "accuracy", ".2f"), ("lstm", 4, "loss", ".3f"), ("fashion", 4, "accuracy", ".2f"))
 
 
 def quality_columns(metric, form):
