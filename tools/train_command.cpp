@@ -356,6 +356,11 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
 
   a.train.data.seed = a.train.seed;
   const train::Dataset data = train::load_data(a.train.data);
+  train::expect_equal_on_all_ranks(
+      {{"examples",
+        fmt::format("{} to train, {} to test", data.info().train_size, data.info().test_size)},
+       {"hash", fmt::format("{:016x}", data.hash())}},
+      "data set", comm);
   const bool text = data.info().kind == train::InputKind::text;
   MetricsFile metrics(first ? a.train.metrics : std::filesystem::path(), a.train.resume);
   JsonFile summary(first ? a.summary : "", "--summary");

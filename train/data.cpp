@@ -17,6 +17,7 @@
 #include <system_error>
 
 #include "skim/names.hpp"
+#include "src/state.hpp"
 #include "train/random.hpp"
 
 namespace skim::train {
@@ -571,6 +572,19 @@ Batch Dataset::windows(const Split& split, std::span<const std::int64_t> example
     next = std::copy_n(from + 1, length, next);
   }
   return {std::move(input), std::move(target)};
+}
+
+std::uint64_t Dataset::hash() const {
+  SectionHash all;
+  all.update(alphabet_.data(), alphabet_.size());
+  for (const Split* split : {&train_, &test_}) {
+    for (const std::vector<Byte>* bytes : {&split->values, &split->labels}) {
+      const std::uint64_t size = bytes->size();
+      all.update(&size, sizeof size);
+      all.update(bytes->data(), bytes->size());
+    }
+  }
+  return all.digest();
 }
 
 Batch Dataset::train_batch(std::span<const std::int64_t> examples, std::int64_t epoch) const {

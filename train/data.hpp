@@ -73,6 +73,9 @@ class Dataset {
   // Text: the character of each token (a byte of the file), ascending. Empty for images.
   const std::string& alphabet() const noexcept { return alphabet_; }
 
+  // A hash of all examples, in their order. Equal data give equal hashes on every machine.
+  std::uint64_t hash() const;
+
   // Images: the class of each training example. Empty for text.
   std::span<const std::uint8_t> train_labels() const noexcept { return train_.labels; }
 

@@ -510,6 +510,15 @@ class Runs(Case):
                               capture_output=True, text=True, timeout=LIMIT, env=environment)
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("momentum is 0.0 there and 0.5 on rank 0", done.stderr)
+        for letters, word in [("ab" * 500, "hash is"), ("ab" * 600, "examples is")]:
+            for name, content in [("one", "ba" * 500), ("two", letters)]:
+                (self.dir / name).write_text(content)
+            text = [*rank, "--model", "lstm", "--data", "text", "--sequence-length", 8, "--data-dir"]
+            done = subprocess.run(list(map(str, [mpirun, "-n", "1", *text, self.dir / "one", ":", "-n", "1", *text,
+                                                 self.dir / "two"])),
+                                  capture_output=True, text=True, timeout=LIMIT, env=environment)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn(f"rank 1 runs with another data set: {word}", done.stderr)
         other = self.dir / "skim"  # the same program, but for its version
         program = pathlib.Path(TOOL).read_bytes()
         version = os.environ["SKIM_VERSION"].encode()
