@@ -29,8 +29,9 @@ void load_parts(std::span<std::istream* const> of_old_ranks, const SavedParts& p
   parts.schedule.load(own);
 }
 
-// What this rank takes of the sum of what the old ranks kept, if their number has changed. Divided
-// by the ranks that have gradients, the ranks' shares of now are what the old ranks still owed.
+// What this rank takes of the sum of all that the old ranks kept, if their number has changed. The
+// mean is over the ranks that have gradients. So if each of these takes that sum divided by their
+// old number, the mean of now owes what the old one owed.
 float share_of(HeldMass* holder, int old_size, int rank, int size) {
   if (holder == nullptr) return 1.0F / static_cast<float>(old_size);
   const int servers = size - holder->contributors(size);
