@@ -110,7 +110,7 @@ std::string saved(const LocalHalf& half) {
 void load(LocalHalf& half, const std::string& state) {
   std::istringstream in(state);
   std::istream* const all[] = {&in};
-  half.load(all, 0, 1);
+  half.load(all, 0, 1, 1.0F);
 }
 
 std::uint64_t bits(double v) { return std::bit_cast<std::uint64_t>(v); }
@@ -237,7 +237,7 @@ TEST(cuda_local_half, a_state_of_the_host_loads_on_the_device_and_back) {
   for (LocalHalf* half : {host.get(), device.get()}) {
     std::istringstream a(one), b(two);
     std::istream* const all[] = {&a, &b};
-    half->load(all, 0, 1);
+    half->load(all, 0, 1, 1.0F);
   }
   EXPECT_TRUE(test::same_bits(host->residual(3).span(), device->residual(3).span()));
   const Floats before(device->residual(3).data, device->residual(3).data + kN);

@@ -197,14 +197,15 @@ void OwnLocalHalf::rollback_step() {
   object_.attr("rollback_step")();
 }
 
-void OwnLocalHalf::load(std::span<std::istream* const> of_old_ranks, int rank, int size) {
+void OwnLocalHalf::load(std::span<std::istream* const> of_old_ranks, int rank, int size,
+                        float share) {
   const nb::gil_scoped_acquire gil;
   nb::list states;
   for (std::istream* in : of_old_ranks) {
     const std::string state = read_state(*in);
     states.append(nb::bytes(state.data(), state.size()));
   }
-  object_.attr("load")(states, rank, size);
+  object_.attr("load")(states, rank, size, share);
 }
 
 DenseView OwnLocalHalf::residual(Slot slot) {

@@ -33,7 +33,7 @@ class OwnLocalHalf final : public LocalHalf, public OwnPart {
   void end_step() noexcept override;
   void rollback_step() override;
   void save(std::ostream& out) const override { save_own(out); }
-  void load(std::span<std::istream* const> of_old_ranks, int rank, int size) override;
+  void load(std::span<std::istream* const> of_old_ranks, int rank, int size, float share) override;
   DenseView residual(Slot slot) override;
 
   // Throws what the object raised in end_step(), which may not throw.

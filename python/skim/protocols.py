@@ -134,13 +134,14 @@ class OwnLocalHalf(Protocol):
         """Returns all state that carries over between steps."""
         ...
 
-    def load(self, of_old_ranks: Sequence[bytes], rank: int, size: int, /) -> None:
+    def load(self, of_old_ranks: Sequence[bytes], rank: int, size: int, share: float, /) -> None:
         """Restores a saved state.
 
         of_old_ranks: what save() returned on every rank of the saved run, in rank order. If their number is
-            `size`, take back this rank's own state. Otherwise set each residual to (1/P) times the sum over
-            the P old ranks, which is the mean that the model still has to receive.
+            `size`, take back this rank's own state. Otherwise set each residual to `share` times the sum over
+            the old ranks.
         rank, size: this rank and the number of ranks now.
+        share: 1/P of the P old ranks that had gradients, so that the model receives what they still owed it.
         """
         ...
 

@@ -104,12 +104,12 @@ class NumpyLocalHalf:
     def save(self):
         return pickle.dumps(self.by_name())
 
-    def load(self, of_old_ranks, rank, size):
+    def load(self, of_old_ranks, rank, size, share):
         saved = [pickle.loads(state) for state in of_old_ranks]
         if len(saved) == size:
             mean = saved[rank]
         else:
-            mean = {name: sum(s[name] for s in saved) / np.float32(len(saved)) for name in saved[0]}
+            mean = {name: sum(np.float32(share) * s[name] for s in saved) for name in saved[0]}
         for slot, parameters in self.layout:
             self.residuals[slot] = np.concatenate([mean[name] for name, _ in parameters])
 
