@@ -873,6 +873,64 @@ TEST(reducer, parts_of_ones_own) {
   });
 }
 
+// An exchange of one's own whose result is not what the reducer relies on.
+class Wrong final : public Exchange {
+ public:
+  using Spoil = std::function<void(SparseBuffer& sum, SparseBuffer& returned, Floats& dense)>;
+  explicit Wrong(Spoil spoil) : spoil_(std::move(spoil)) {}
+  std::string_view name() const noexcept override { return "wrong"; }
+  ExchangeResult run(StepId, const SparseView& mine, const Keep&, GroupStats&,
+                     Communicator&) override {
+    sum_.assign(mine);
+    returned_.reset(mine.dim);
+    spoil_(sum_, returned_, dense_);
+    return {.sum = sum_.view(), .dense_sum = std::span(dense_), .returned = returned_.view()};
+  }
+
+ private:
+  Spoil spoil_;
+  SparseBuffer sum_, returned_;
+  Floats dense_;
+};
+
+TEST(reducer, results_of_ones_own_exchange_are_checked) {
+  const auto why = [](Wrong::Spoil spoil) {
+    std::string what = "nothing was thrown";
+    run_group(1, [&](Communicator& comm) {
+      ReducerParts parts = with_density(0.1);
+      parts.exchange = std::make_unique<Wrong>(std::move(spoil));
+      Reducer reducer(options_of(ExchangeKind::allgather), std::move(parts), comm);
+      reducer.set_layout(buckets({100}));
+      Floats g = test::integers(100, 1);
+      try {
+        reducer.reduce(0, std::span(g));
+      } catch (const InvalidArgument& e) {
+        what = e.what();
+      }
+    });
+    return what;
+  };
+  const auto expect = [](const std::string& what, const char* words) {
+    EXPECT_NE(what.find(words), std::string::npos) << what;
+  };
+  const char* const of_sum = "the sum of the exchange: indices must ascend";
+  expect(why([](auto& sum, auto&, auto&) { std::ranges::reverse(sum.indices()); }), of_sum);
+  expect(why([](auto& sum, auto&, auto&) { sum.indices().back() = 100; }), of_sum);
+  expect(why([](auto& sum, auto&, auto&) {
+           sum.reset(101);
+           sum.append(0, 1.0F);
+         }),
+         of_sum);
+  expect(why([](auto&, auto& returned, auto&) {
+           returned.append(7, 1.0F);
+           returned.append(7, 1.0F);
+         }),
+         "the mass that the exchange returned: indices must ascend");
+  expect(why([](auto&, auto&, auto& dense) { dense.assign(99, 0.0F); }),
+         "the dense sum of the exchange must have 100 entries, not 99");
+  expect(why([](auto&, auto&, auto&) {}), "nothing was thrown");
+}
+
 TEST(reducer, the_schedule_sees_the_groups_statistics_over_all_buckets) {
   run_group(3, [&](Communicator& comm) {
     Progress seen;
@@ -1406,6 +1464,7 @@ TEST(reducer, states_that_do_not_fit_are_refused) {
       EXPECT_EQ(saved(reducer), late[static_cast<std::size_t>(comm.rank())])
           << "something has changed, after " << length << " bytes";
     }
+    EXPECT_EQ(reducer.step(), 2U);
     EXPECT_EQ(why(early), "nothing was thrown");
     EXPECT_EQ(reducer.step(), 1U);
     EXPECT_EQ(saved(reducer).substr(0, 20), early[0].substr(0, 20));

@@ -251,7 +251,6 @@ class Simulator {
 
     ++done_;
     r.budget_spent = ranks_[0].reducer->schedule().spent();
-    skips_.count(r.skipped, done_);
     ++loss_count_;
     r.loss = ranks_[0].loss;
     r.step = done_;
@@ -285,6 +284,7 @@ class Simulator {
     times_.add(r);
     if (observer_.on_step) observer_.on_step(s);
     decisions_.tell(done_, ranks_[0].reports, *ranks_[0].reducer, observer_.on_decision);
+    skips_.count(r.skipped, done_);
     return true;
   }
 

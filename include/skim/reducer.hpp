@@ -94,9 +94,9 @@ class Reducer {
   // Throws: InvalidArgument (nothing changed): a wrong argument; this step has already reduced the
   // slot.
   // After any other exception, CommError above all, the group has been told (abort), and the ranks
-  // may disagree. Restart every rank from its last save(). So it is with any error of a selector or
-  // an exchange of one's own. If their entries are not canonical, or not of this bucket, that is an
-  // InvalidArgument.
+  // may disagree. Restart every rank from its last save(). This also holds for every error of a
+  // user's selector or exchange. Entries of theirs that are not canonical, or not of this bucket,
+  // are such an error (InvalidArgument).
   StepReport reduce(Slot slot, GradView grad);
 
   // start() is reduce() on one ordered communication thread, so that it overlaps with backward.

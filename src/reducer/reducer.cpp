@@ -110,7 +110,7 @@ struct Reducer::Impl {
   static void expect_entries(const char* whose, const SparseView& entries, std::size_t n) {
     SKIM_EXPECTS(is_canonical(entries) && (entries.nnz() == 0 || entries.dim == n),
                  "reduce: " + std::string(whose) +
-                     ": indices must ascend, without doubles, below " + std::to_string(n) +
+                     ": indices must ascend strictly and lie below " + std::to_string(n) +
                      ", with one value each");
   }
 

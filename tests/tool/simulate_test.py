@@ -74,6 +74,14 @@ class Training(Case):
         self.assertAlmostEqual(row["beta_s_per_byte"], 8e-9)
         self.assertTrue(metrics[-1]["evaluation"])
 
+    def test_a_dead_run_is_no_success(self):
+        metrics = self.dir / "m.jsonl"
+        done = simulate("--ranks", 3, "--steps", 60, "--lr", "1e20", "--metrics", metrics)
+        self.assert_refused(done, "the last 20 steps were skipped", status=1)
+        skipped = [line["skipped"] for line in lines(metrics) if "skipped" in line]
+        self.assertEqual(skipped[-20:], [True] * 20)
+        self.assertLess(len(skipped), 60)
+
     def test_a_summary_repeats_its_run(self):
         machine = ["wall_ms", "wall_s", "peak_rss_bytes", "metrics", "threads"]
 
