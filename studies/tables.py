@@ -182,6 +182,28 @@ def entry_sends(folder):
     return found
 
 
+def by_steps(task, ranks):
+    """A row for each number of steps of runs with seed 0: the metric, and how far each method is behind dense.
+
+    A method keeps its best rate of the number of steps that quality.py takes by itself.
+    """
+    def load(folder):
+        rows = [row for row in lines(folder, "quality.jsonl") if (row["task"], row["ranks"], row["seed"]) == (task, ranks, 0)]
+        metric = slow_link.metric_of(rows)
+        metric = "validation_loss" if metric == "loss" else "test_accuracy"
+        found = []
+        for steps in sorted({row["steps"] for row in rows}):
+            at = {}
+            for row in rows:
+                tuned = [r for r in rows if (r["label"], r["steps"]) == (row["label"], quality.TASKS[task][0])]
+                if row["steps"] == steps and tuned and row["lr"] == quality.best_rate(tuned):
+                    at[row["label"]] = row[metric]
+            found.append({"steps": steps, "dense": at["dense"], "sends": steps * quality.DENSITY["0.1 %"][ranks],
+                          **{name: value - at["dense"] for name, value in at.items() if name != "dense"}})
+        return found
+    return load
+
+
 def outer_rates(folder):
     """A row for each number of ranks and method of LocalSteps: the LSTM with outer_lr by the density, and with 1.
 
@@ -546,9 +568,6 @@ TABLES = [
     Table("quality.md", "slow-link-gpt", slow_links("gpt", "AMD EPYC"), {
         "method": "{method}", "100 Mbit/s: to the target": "{seconds_100mbit}", "whole run": "{whole_100mbit:.0f} s",
         "1 Gbit/s: to the target": "{seconds_1gbit}", "whole run ": "{whole_1gbit:.0f} s",
-        "loss at the end": "{end:.3f}"}),
-    Table("quality.md", "slow-link-gpt-xeon", slow_links("gpt", "Intel(R) Xeon(R)"), {
-        "method": "{method}", "100 Mbit/s: to the target": "{seconds_100mbit}", "whole run": "{whole_100mbit:.0f} s",
         "loss at the end": "{end:.3f}"}),
 
     Table("frames.md", "index-sizes", kept("frames.jsonl", "index-sizes"), {
