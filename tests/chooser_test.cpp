@@ -166,6 +166,35 @@ TEST(chooser, notices_when_the_link_changes) {
   EXPECT_GT(count(late, K::allgather), 200) << "within 100 buckets";
 }
 
+// Wherever in its life the link slows down a hundred times: what takes long then runs a few times
+// at most, and the incumbent as long as a change takes to be noticed.
+TEST(chooser, a_link_that_slows_down_costs_little) {
+  constexpr int kAfter = 400;
+  const Link fast{2e-5, 1e-9}, slow{2e-4, 1e-7};
+  for (const int change : {2, 7, 12, 20, 40, 75, 300}) {
+    SCOPED_TRACE("slow from bucket " + std::to_string(change) + " on");
+    const auto seconds = [&](K kind, int bucket, int) {
+      const Load load{.ranks = 3, .n = kN, .k = kK, .frame = frame_size({})};
+      return predict({.kind = kind}, load, bucket < change ? fast : slow, {}).total_s();
+    };
+    const auto taken = drive(3, change + kAfter, {.link = fast}, seconds)[0];
+    double best_s = seconds(taken[0], change, 0), lost_s = 0.0;
+    for (const K kind : candidates({})) best_s = std::min(best_s, seconds(kind, change, 0));
+    const K incumbent = taken[static_cast<std::size_t>(change) - 1];
+    std::map<K, int> bad;
+    for (int b = change; b < change + kAfter; ++b) {
+      const K kind = taken[static_cast<std::size_t>(b)];
+      const double s = seconds(kind, b, 0);
+      lost_s += s - best_s;
+      if (s > 3.0 * best_s) ++bad[kind];
+    }
+    for (const auto& [kind, times] : bad) {
+      EXPECT_LE(times, kind == incumbent ? 12 : 2) << name_of(kind);
+    }
+    EXPECT_LE(lost_s, 0.1 * kAfter * best_s + 12.0 * seconds(K::dense, change, 0));
+  }
+}
+
 // Scattering measurements must not make it change all the time.
 TEST(chooser, noise_does_not_move_it) {
   const ChooserOptions options{.link = kSlow, .trial_share = 1.0};

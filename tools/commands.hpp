@@ -8,6 +8,7 @@ int bench_command(int argc, char** argv);
 int bench_network_command(int argc, char** argv);
 int bench_wire_command(int argc, char** argv);
 int bench_scaling_command(int argc, char** argv);
+int checkpoint_command(int argc, char** argv);
 int inspect_command(int argc, char** argv);
 int plan_command(int argc, char** argv);
 int simulate_command(int argc, char** argv);

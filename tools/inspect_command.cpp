@@ -16,7 +16,7 @@
 #include "tools/commands.hpp"
 #include "tools/npy.hpp"
 #include "tools/train_command.hpp"
-#include "train/checkpoint.hpp"
+#include "train/files.hpp"
 #include "train/options_json.hpp"
 
 namespace skim::tool {

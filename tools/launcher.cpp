@@ -14,9 +14,11 @@
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -42,6 +44,8 @@ namespace {
 constexpr const char* kRunDir = "SKIM_RUN_DIR";
 constexpr const char* kColumns = "SKIM_TERMINAL_COLUMNS";  // "out,err"
 constexpr std::chrono::seconds kGrace{20};                 // between a stop request and SIGTERM
+// Open files that mpirun needs for itself and for each rank, measured and doubled.
+constexpr rlim_t kDescriptors = 64, kDescriptorsOfARank = 16;
 
 std::atomic<int> g_signals{0}, g_last_signal{0};
 void on_signal(int signal) {
@@ -99,6 +103,8 @@ void set_environment(const fs::path& run_dir) {
   set("OMPI_MCA_btl_vader_single_copy_mechanism", "none");
   // When one rank dies, the others get this time to report what they were doing.
   set("OMPI_MCA_odls_base_sigkill_timeout", "3");
+  // All ranks are on this machine. So they need no TCP, and no port that strangers can reach.
+  set("OMPI_MCA_btl", "self,vader");
   setenv(kRunDir, run_dir.c_str(), 1);
   const std::string columns =
       std::to_string(columns_of(STDOUT_FILENO)) + "," + std::to_string(columns_of(STDERR_FILENO));
@@ -171,6 +177,38 @@ std::string mpirun() {
   _exit(127);
 }
 
+// mpirun waits for ever if it cannot open a file. Throws: InvalidArgument: too few may be open.
+void expect_descriptors(int ranks) {
+  const rlim_t needed = kDescriptors + kDescriptorsOfARank * static_cast<rlim_t>(ranks);
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= needed) return;
+  const rlim_t was = limit.rlim_cur;
+  limit.rlim_cur = std::min(needed, limit.rlim_max);
+  if (setrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur >= needed) return;
+  throw InvalidArgument("--ranks " + std::to_string(ranks) + " needs " + std::to_string(needed) +
+                        " open files, and this machine allows " + std::to_string(was) +
+                        ": raise the limit with ulimit -n " + std::to_string(needed));
+}
+
+std::string seconds_text(std::chrono::milliseconds t) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%g", 1e-3 * static_cast<double>(t.count()));
+  return text.data();
+}
+
+// How many ranks have started.
+int started(const RunDir& dir, int ranks) {
+  int count = 0;
+  for (int r = 0; r < ranks; ++r) {
+    for (const char* kind : {"pid", "done", "cause", "effect"}) {
+      if (!dir.read(r, kind)) continue;
+      ++count;
+      break;
+    }
+  }
+  return count;
+}
+
 void signal_ranks(const RunDir& dir, int ranks, int signal) {
   for (int r = 0; r < ranks; ++r) {
     if (const auto pid = dir.read(r, "pid")) kill(std::atoi(pid->c_str()), signal);
@@ -238,7 +276,9 @@ int terminal_columns(bool to_stderr) {
   return columns_of(to_stderr ? STDERR_FILENO : STDOUT_FILENO);
 }
 
-int launch(int ranks, const std::vector<std::string>& arguments) {
+int launch(int ranks, const std::vector<std::string>& arguments,
+           std::chrono::milliseconds start_limit) {
+  expect_descriptors(ranks);
   const RunDir dir;
   set_environment(dir.path());
   std::array<int, 2> out{}, err{}, report{};
@@ -276,10 +316,18 @@ int launch(int ranks, const std::vector<std::string>& arguments) {
   std::array<pollfd, 2> fds{{{out[0], POLLIN, 0}, {err[0], POLLIN, 0}}};
   std::array<char, 1 << 16> chunk{};
   int open = 2, seen_signals = 0;
-  bool ending = false;
+  bool ending = false, all_started = false;
   using Clock = std::chrono::steady_clock;
   Clock::time_point deadline = Clock::time_point::max();
+  const Clock::time_point must_have_started = Clock::now() + start_limit;
+  std::string late;  // why the run was ended before it began
   while (open > 0) {
+    all_started = all_started || started(dir, ranks) == ranks;
+    if (!all_started && late.empty() && Clock::now() >= must_have_started) {
+      late = "only " + std::to_string(started(dir, ranks)) + " of " + std::to_string(ranks) +
+             " ranks started within " + seconds_text(start_limit) + " s";
+      deadline = Clock::now();
+    }
     const int signals = g_signals.load();
     if (signals > seen_signals) {
       if (seen_signals == 0) {
@@ -320,6 +368,10 @@ int launch(int ranks, const std::vector<std::string>& arguments) {
   }
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   if (seen_signals > 0) return 128 + g_last_signal.load();
+  if (!late.empty()) {
+    std::fprintf(stderr, "skim: %s\n", late.c_str());
+    return 1;
+  }
   // Open MPI 4 sometimes fails although all ranks have succeeded (open-mpi/ompi#7833).
   if (all_done(dir, ranks)) return 0;
   const Failure failure = explain(dir, ranks, code == 0 ? 1 : code, filter.explanation());
@@ -354,7 +406,7 @@ int run_as_rank(const std::string& command, const std::function<void(Communicato
   std::unique_ptr<RankStatus> status;
   std::string failure;
   bool cause = true;
-  int code = 1;
+  int code = 1, culprit = -1;
   try {
     if (!is_available(Backend::mpi)) throw InvalidArgument("this build has no MPI");
     comm = connect(Backend::mpi, {.timeout = std::chrono::minutes(5)});
@@ -366,6 +418,7 @@ int run_as_rank(const std::string& command, const std::function<void(Communicato
   } catch (const CommError& e) {
     failure = e.what();
     cause = false;
+    culprit = e.peer();
   } catch (const InvalidArgument& e) {
     failure = e.what();
     code = 2;
@@ -378,7 +431,7 @@ int run_as_rank(const std::string& command, const std::function<void(Communicato
     std::fprintf(stderr, "%s: %s\n", command.c_str(), failure.c_str());
   }
   std::fflush(nullptr);
-  if (comm) comm->abort(comm->rank());
+  if (comm) comm->abort(culprit >= 0 ? culprit : comm->rank());
   comm.reset();
   _exit(code);  // MPI_Finalize would wait for ranks that have ended
 }

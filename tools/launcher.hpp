@@ -1,6 +1,7 @@
 // Starts a command's own MPI ranks, passes on their output, and says in one line why they failed.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <string>
 #include <vector>
@@ -14,11 +15,13 @@ namespace skim::tool {
 bool is_launched();
 
 // Runs `arguments` (argv[1..] of this program) as `ranks` ranks of this program on this machine.
-// This also works as root and with more ranks than cores. SIGINT and SIGTERM ask the ranks to end
+// This also works as root and with more ranks than cores. If not all ranks have started after
+// start_limit, the run ends, and the message says so. SIGINT and SIGTERM ask the ranks to end
 // after their step. A second signal, or 20 seconds, ends them at once. The exit status is 0 if all
 // ranks ended well, otherwise the ranks' own status, or 128 + the signal that stopped them. The
 // environment variable SKIM_MPIRUN overrides the mpirun that the build found.
-int launch(int ranks, const std::vector<std::string>& arguments);
+int launch(int ranks, const std::vector<std::string>& arguments,
+           std::chrono::milliseconds start_limit);
 
 // The rank's side: reports its status for the launcher's one line. Does nothing in a process that
 // the launcher did not start.

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -17,6 +18,8 @@
 
 namespace skim::tool {
 namespace {
+
+constexpr std::chrono::minutes kStartLimit{5};
 
 struct NetworkOptions {
   int ranks = 2;
@@ -110,7 +113,7 @@ int bench_network_command(int argc, char** argv) {
     }
     std::vector<std::string> arguments{"bench", "network"};
     arguments.insert(arguments.end(), argv + 1, argv + argc);
-    return launch(o.ranks, arguments);
+    return launch(o.ranks, arguments, kStartLimit);
   });
 }
 

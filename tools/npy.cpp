@@ -13,7 +13,7 @@
 #include <regex>
 #include <string>
 
-#include "train/checkpoint.hpp"
+#include "train/files.hpp"
 #include "train/data.hpp"
 
 namespace skim::tool {

@@ -171,6 +171,11 @@ void Progress::say(const std::string& what) {
   std::fflush(out_);
 }
 
+void Progress::warn(const std::string& what) {
+  end();
+  fmt::print(stderr, "skim: {}: {}\n", run_, what);
+}
+
 void Progress::end() {
   if (columns_ > 0) fmt::print(out_, "\r\x1b[K");
   std::fflush(out_);

@@ -46,7 +46,8 @@ class Progress {
   Progress(std::FILE* out, int columns, std::string run, bool text);
   void step(const train::StepRecord& r);
   void evaluated(const train::Evaluation& e);
-  void say(const std::string& what);  // prints a line of its own
+  void say(const std::string& what);   // prints a line of its own
+  void warn(const std::string& what);  // the same, on standard error
   void end();                         // ends the live line
 
  private:

@@ -13,12 +13,13 @@ constexpr const char* kHelp =
 usage: skim COMMAND [OPTIONS]
 
 commands:
-  train     train a model on several ranks and report accuracy, bytes and times
-  inspect   measure what selection sees and loses, while training or on saved gradients
-  bench     measure how fast selection is on this machine, and the network between the ranks
-  plan      predict from a link and a model whether compression pays, and which exchange
-  simulate  run the exchanges of many ranks in one process, on a link that is not there
-  version   print the version
+  train       train a model on several ranks and report accuracy, bytes and times
+  inspect     measure what selection sees and loses, while training or on saved gradients
+  bench       measure how fast selection is on this machine, and the network between the ranks
+  plan        predict from a link and a model whether compression pays, and which exchange
+  simulate    run the exchanges of many ranks in one process, on a link that is not there
+  checkpoint  verify the checkpoints of a run
+  version     print the version
 
 skim COMMAND --help describes a command and all its options.
 
@@ -34,6 +35,7 @@ int main(int argc, char** argv) {
   if (command == "bench") return skim::tool::bench_command(argc - 1, argv + 1);
   if (command == "plan") return skim::tool::plan_command(argc - 1, argv + 1);
   if (command == "simulate") return skim::tool::simulate_command(argc - 1, argv + 1);
+  if (command == "checkpoint") return skim::tool::checkpoint_command(argc - 1, argv + 1);
   if (command == "version" || command == "--version") {
     std::puts("skim " SKIM_VERSION);
     return 0;
@@ -44,7 +46,7 @@ int main(int argc, char** argv) {
   }
   std::fprintf(stderr,
                "skim: unknown command '%s', expected one of train, inspect, bench, plan, simulate, "
-               "version\n",
+               "checkpoint, version\n",
                argv[1]);
   return 2;
 }

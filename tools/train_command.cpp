@@ -201,6 +201,9 @@ void check_training_options(const train::TrainOptions& t) {
   if (t.checkpoint_steps > 0 && t.checkpoint.empty()) {
     throw InvalidArgument("--checkpoint-steps needs --checkpoint DIR");
   }
+  if (t.checkpoint_time.seconds > 0.0 && t.checkpoint.empty()) {
+    throw InvalidArgument("--checkpoint-time needs --checkpoint DIR");
+  }
   if (t.local_steps == 0 && t.local != LocalStepsOptions{}) {
     throw InvalidArgument("--ahead, --outer-lr and --outer-momentum need --local-steps H");
   }
@@ -256,7 +259,7 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
              "EXCHANGE, EXCHANGE:DENSITY or EXCHANGE:DENSITY:SELECT, as in "
              "dense,allgather:0.01,gtopk:0.01:gaussian")
       ->delimiter(',');
-  line.option("--timeout", a.timeout, "SECONDS", "how long a rank waits for another")
+  line.option("--timeout", a.timeout, "SECONDS", "how long a rank waits for another, and the command for all ranks to start")
       ->check(positive());
   line.plain("--summary", a.summary, "FILE",
              "JSON array, one object a run; -: standard output. --config FILE repeats these runs");
@@ -385,25 +388,33 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
       progress.say(fmt::format("resumed after step {}", step));
     };
     observer.on_decision = decisions_to(metrics, progress, row.name);
+    observer.on_warning = [&](const std::string& what) { progress.warn(what); };
     const std::string note = note_on_budget(row.options, comm.size());
     if (first && !note.empty()) progress.say(note);
     const std::filesystem::path& folder = row.options.checkpoint;
-    if (first && !row.options.resume && train::has_checkpoint(folder)) {
+    if (first && !row.options.resume && !train::checkpoints_of(folder).empty()) {
       keep_beside("--checkpoint", folder);
     }
     if (first && command.attach) command.attach(row, comm.size(), observer);
     row.summary = train::train(row.options, data, comm, g_stop, observer);
     if (first) progress.end();
     if (first && command.after) command.after(people);
-    if (row.summary.stopped || g_stop.load()) {
+    if (row.summary.stopped || !row.summary.checkpoint_failure.empty() || g_stop.load()) {
       rows.resize(i + 1);
       break;
     }
   }
   const bool stopped = rows.back().summary.stopped;
+  if (first) {
+    print_table(people, rows, comm.size(), text);
+    summary.write(summary_of(rows, comm.size()));
+  }
+  if (const std::string& failure = rows.back().summary.checkpoint_failure; !failure.empty()) {
+    std::fflush(people);
+    comm.barrier();  // a rank that fails ends the others, and the table must be out
+    throw Error(failure);
+  }
   if (!first) return stopped ? kRunError : 0;
-  print_table(people, rows, comm.size(), text);
-  summary.write(summary_of(rows, comm.size()));
   if (stopped) {
     const train::Summary& s = rows.back().summary;
     std::fprintf(stderr, "skim: stopped after step %lld; %s\n", static_cast<long long>(s.steps),
@@ -415,6 +426,10 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   return 0;
 }
 
+std::chrono::milliseconds milliseconds_of(double seconds) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
+}
+
 int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& rows) {
   struct sigaction action {};
   action.sa_handler = on_stop;
@@ -422,14 +437,14 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
   for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
 
   const CommOptions comm_options{
-      .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(a.timeout * 1000.0)),
+      .timeout = milliseconds_of(a.timeout),
       .deadline_ns = &g_deadline_ns};
   const bool with_mpi = is_launched();
   std::unique_ptr<Communicator> comm;
   std::unique_ptr<RankStatus> status;
   std::string failure;
   bool cause = true;
-  int code = kRunError;
+  int code = kRunError, culprit = -1;
   try {
     if (with_mpi && !is_available(Backend::mpi)) {
       throw InvalidArgument("started as one of several ranks, but this build has no MPI");
@@ -444,6 +459,7 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
   } catch (const CommError& e) {
     failure = e.what();
     cause = false;
+    culprit = e.peer();
   } catch (const InvalidArgument& e) {
     failure = e.what();
     code = kUsageError;
@@ -470,7 +486,7 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
                               : line;
   if (!status || !status->failed(who, cause, code)) std::fprintf(stderr, "skim: %s\n", who.c_str());
   std::fflush(nullptr);
-  if (comm) comm->abort(comm->rank());
+  if (comm) comm->abort(culprit >= 0 ? culprit : comm->rank());
   if (with_mpi) {
     comm.reset();
     _exit(code);  // MPI_Finalize would wait for ranks that have ended
@@ -534,7 +550,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
     }
     std::vector<std::string> all{command.name};
     all.insert(all.end(), argv + 1, argv + argc);
-    return launch(a.ranks, all);
+    return launch(a.ranks, all, milliseconds_of(a.timeout));
   });
 }
 

@@ -1,46 +1,84 @@
-// Atomic checkpoints. They are written to a temporary folder, which is renamed once all ranks have
-// succeeded.
 #include "train/checkpoint.hpp"
 
-#include <fcntl.h>
-#include <unistd.h>
+#include <zlib.h>
 
-#include <cerrno>
+#include <algorithm>
+#include <charconv>
+#include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <fstream>
+#include <optional>
+#include <ostream>
 #include <system_error>
+#include <utility>
 
 #include "skim/error.hpp"
+#include "train/files.hpp"
 
 namespace fs = std::filesystem;
 
 namespace skim::train {
 namespace {
 
-std::string reason(int code) { return std::generic_category().message(code); }
+constexpr int kFormat = 2;
+constexpr std::string_view kPrefix = "step-";
+constexpr const char* kManifest = "manifest.json";
 
-void sync_to_disk(const fs::path& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY);
-  if (fd < 0) throw Error("cannot open " + path.string() + ": " + reason(errno));
-  const int failed = ::fsync(fd) != 0 ? errno : 0;
-  ::close(fd);
-  // EINVAL is not a failure: some file systems cannot sync a folder.
-  if (failed != 0 && failed != EINVAL) {
-    throw Error("cannot write " + path.string() + ": " + reason(failed));
-  }
+std::string name_of(std::int64_t step) {
+  char name[32];
+  std::snprintf(name, sizeof name, "step-%08lld", static_cast<long long>(step));
+  return name;
 }
 
-// Throws on all ranks if any rank has a failure. Collective.
-void agree(const std::string& failure, Communicator& comm) {
-  MessageList all;
-  comm.allgather(std::as_bytes(std::span(failure)), all);
-  if (comm.size() == 1 && !failure.empty()) throw Error(failure);
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    if (all[r].empty()) continue;
-    throw Error("rank " + std::to_string(r) + ": " +
-                std::string(reinterpret_cast<const char*>(all[r].data()), all[r].size()));
+// Nullopt: not the folder of a checkpoint.
+std::optional<std::int64_t> step_of(const fs::path& folder) {
+  const std::string name = folder.filename().string();
+  std::int64_t step = 0;
+  if (!name.starts_with(kPrefix)) return std::nullopt;
+  const char* const end = name.data() + name.size();
+  const auto [stop, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
+  return error == std::errc() && stop == end ? std::optional(step) : std::nullopt;
+}
+
+// The CRC-32 of some bytes, or of those before, with these appended.
+std::uint32_t checksum(std::string_view bytes, std::uint32_t before = 0) {
+  return static_cast<std::uint32_t>(
+      crc32_z(before, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
+}
+
+std::string hexadecimal(std::uint32_t crc) {
+  char digits[9];
+  std::snprintf(digits, sizeof digits, "%08x", crc);
+  return digits;
+}
+
+// What the manifest says of a file.
+nlohmann::json entry(std::uint64_t length, std::uint32_t crc) {
+  return {{"bytes", length}, {"crc32", hexadecimal(crc)}};
+}
+
+// The checksum of a manifest's values, which stands in it as "crc32".
+std::string checksum_of(nlohmann::json manifest) {
+  manifest.erase("crc32");
+  return hexadecimal(checksum(manifest.dump()));
+}
+
+// What the manifest should say of a file on the disk. Nullopt: it cannot be read.
+std::optional<nlohmann::json> entry_of(const fs::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  std::vector<char> chunk(std::size_t{1} << 20);
+  std::uint64_t length = 0;
+  std::uint32_t crc = 0;
+  while (in) {
+    in.read(chunk.data(), static_cast<std::streamsize>(chunk.size()));
+    crc = checksum({chunk.data(), static_cast<std::size_t>(in.gcount())}, crc);
+    length += static_cast<std::uint64_t>(in.gcount());
   }
+  return in.eof() ? std::optional(entry(length, crc)) : std::nullopt;
+}
+
+std::string text_of(Bytes message) {
+  return {reinterpret_cast<const char*>(message.data()), message.size()};
 }
 
 template <class Body>
@@ -53,94 +91,172 @@ std::string failure_of(Body&& body) {
   }
 }
 
-}  // namespace
-
-void write_file(const fs::path& path, const std::function<void(std::ostream&)>& write) {
-  errno = 0;
-  std::ofstream out(path, std::ios::binary);
-  if (!out) throw Error("cannot create " + path.string() + ": " + reason(errno));
-  write(out);
-  out.close();
-  if (!out) throw Error("cannot write " + path.string() + ": " + reason(errno != 0 ? errno : EIO));
-  sync_to_disk(path);
+// Returns every rank's text. Collective.
+std::vector<std::string> gather(std::string_view mine, Communicator& comm) {
+  if (comm.size() == 1) return {std::string(mine)};
+  MessageList all;
+  comm.allgather(std::as_bytes(std::span(mine)), all);
+  std::vector<std::string> texts;
+  for (std::size_t r = 0; r < all.size(); ++r) texts.push_back(text_of(all[r]));
+  return texts;
 }
 
-nlohmann::json read_json(const fs::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  if (!in) throw StateError("cannot read " + path.string() + ": " + reason(errno));
-  try {
-    return nlohmann::json::parse(in);
-  } catch (const nlohmann::json::exception&) {
-    throw StateError(path.string() + ": the file is damaged: it is not valid JSON");
+// Throws on all ranks if any rank has a failure. Collective.
+void agree(const std::string& failure, Communicator& comm) {
+  const std::vector<std::string> all = gather(failure, comm);
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].empty()) continue;
+    const std::string who = all.size() > 1 ? "rank " + std::to_string(r) + ": " : "";
+    throw Error(who + "checkpoint: " + all[r]);
   }
 }
 
-fs::path write_checkpoint(const fs::path& dir, std::int64_t step, Communicator& comm,
-                          const std::function<void(const fs::path&)>& shared,
-                          const std::function<void(const fs::path&)>& own) {
-  char name[32];
-  std::snprintf(name, sizeof name, "step-%08lld", static_cast<long long>(step));
-  const fs::path aside = dir / (std::string(".") + name);
-  comm.set_phase({"checkpoint"});
+// Removes all checkpoints but the newest `keep` up to this step.
+void prune(const fs::path& dir, std::int64_t step, std::int64_t keep) {
+  for (const fs::path& c : checkpoints_of(dir)) {
+    if (*step_of(c) > step || --keep < 0) fs::remove_all(c);
+  }
+}
 
+}  // namespace
+
+CheckpointWriter::CheckpointWriter(fs::path dir, std::int64_t keep, Communicator& comm)
+    : dir_(std::move(dir)), keep_(keep), comm_(comm) {}
+
+void CheckpointWriter::begin(std::int64_t step, std::vector<CheckpointFile> files) {
+  step_ = step;
+  const fs::path aside = dir_ / ("." + name_of(step));
+  comm_.set_phase({"checkpoint"});
   std::string failure;
-  if (comm.rank() == 0) {
+  if (comm_.rank() == 0) {
     failure = failure_of([&] {
       fs::remove_all(aside);
       fs::create_directories(aside);
     });
   }
-  agree(failure.empty() ? failure : "checkpoint: " + failure, comm);
-
-  failure = failure_of([&] {
-    if (comm.rank() == 0) shared(aside);
-    own(aside);
-  });
-  const std::string written =
-      failure_of([&] { agree(failure.empty() ? failure : "checkpoint: " + failure, comm); });
-  if (!written.empty()) {
-    if (comm.rank() == 0) {
-      std::error_code ignored;  // only the failure to write is reported
-      fs::remove_all(aside, ignored);
+  gather("", comm_);  // rank 0 has made the folder, or finish() tells why not
+  written_ = std::async(std::launch::async, [aside, failure, files = std::move(files)] {
+    if (!failure.empty()) throw Error(failure);
+    nlohmann::json entries = nlohmann::json::object();
+    for (const CheckpointFile& f : files) {
+      write_file(aside / f.name, [&](std::ostream& out) { out << f.bytes; });
+      entries[f.name] = entry(f.bytes.size(), checksum(f.bytes));
     }
-    throw Error(written);
-  }
-
-  failure.clear();
-  if (comm.rank() == 0) {
-    failure = failure_of([&] {
-      sync_to_disk(aside);
-      fs::remove_all(dir / name);  // exists if the run was resumed from an earlier step
-      fs::rename(aside, dir / name);
-      write_file(dir / ".latest", [&](std::ostream& out) { out << name << '\n'; });
-      fs::rename(dir / ".latest", dir / "latest");
-      sync_to_disk(dir);
-      for (const fs::directory_entry& e : fs::directory_iterator(dir)) {
-        const std::string other = e.path().filename().string();
-        if (other.starts_with("step-") && other != name) fs::remove_all(e.path());
-      }
-    });
-  }
-  agree(failure.empty() ? failure : "checkpoint: " + failure, comm);
-  return dir / name;
+    return entries;
+  });
 }
 
-bool has_checkpoint(const fs::path& dir) {
+bool CheckpointWriter::is_writing() const {
+  return is_open() && written_.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
+}
+
+fs::path CheckpointWriter::finish() {
+  const fs::path aside = dir_ / ("." + name_of(step_)), whole = dir_ / name_of(step_);
+  comm_.set_phase({"checkpoint"});
+  nlohmann::json mine;
+  std::string failure = failure_of([&] { mine = written_.get(); });
+  try {
+    agree(failure, comm_);
+    const std::vector<std::string> all = gather(mine.dump(), comm_);
+    if (comm_.rank() == 0) {
+      failure = failure_of([&] {
+        nlohmann::json manifest{{"format", kFormat}, {"step", step_}, {"ranks", comm_.size()}};
+        for (const std::string& of_rank : all) {
+          manifest["files"].update(nlohmann::json::parse(of_rank));
+        }
+        manifest["crc32"] = checksum_of(manifest);
+        write_file(aside / kManifest,
+                   [&](std::ostream& out) { out << manifest.dump(2) << '\n'; });
+        sync_to_disk(aside);
+        fs::remove_all(whole);  // exists if the run was resumed from an earlier step
+        fs::rename(aside, whole);
+        sync_to_disk(dir_);
+        prune(dir_, step_, keep_);
+      });
+    }
+    agree(failure, comm_);
+  } catch (const CommError&) {
+    throw;
+  } catch (const Error&) {
+    std::error_code ignored;  // only the failure to write is reported
+    if (comm_.rank() == 0) fs::remove_all(aside, ignored);
+    throw;
+  }
+  return whole;
+}
+
+bool is_checkpoint(const fs::path& folder) {
   std::error_code ignored;
-  return !dir.empty() && fs::exists(dir / "latest", ignored);
+  return step_of(folder) && fs::is_directory(folder, ignored);
 }
 
-fs::path latest_checkpoint(const fs::path& dir) {
-  std::ifstream in(dir / "latest");
-  std::string name;
-  if (!in || !(in >> name)) {
-    throw StateError("no checkpoint in '" + dir.string() + "' (expected the file 'latest' there)");
+std::vector<fs::path> checkpoints_of(const fs::path& dir) {
+  std::vector<fs::path> found;
+  std::error_code ignored;
+  for (const fs::directory_entry& e : fs::directory_iterator(dir, ignored)) {
+    if (is_checkpoint(e.path())) found.push_back(e.path());
   }
-  if (!fs::is_directory(dir / name)) {
-    throw StateError("'" + (dir / "latest").string() + "' names '" + name +
-                     "', which does not exist");
+  std::ranges::sort(found, std::greater(), step_of);
+  return found;
+}
+
+std::string fault_of(const fs::path& checkpoint, std::size_t part, std::size_t parts) {
+  const std::string manifest_is = std::string(kManifest) + " is ";
+  std::error_code ignored;
+  if (!fs::exists(checkpoint / kManifest, ignored)) return manifest_is + "missing";
+  nlohmann::json manifest;
+  try {
+    manifest = read_json(checkpoint / kManifest);
+    const int format = manifest.at("format").get<int>();
+    if (format != kFormat) {
+      return manifest_is + "of format " + std::to_string(format) + "; this version reads format " +
+             std::to_string(kFormat);
+    }
+    if (manifest.at("crc32") != checksum_of(manifest)) return manifest_is + "damaged";
+    const std::int64_t step = manifest.at("step").get<std::int64_t>();
+    if (step != step_of(checkpoint)) return manifest_is + "of step " + std::to_string(step);
+    std::size_t i = 0;
+    for (const auto& [name, expected] : manifest.at("files").items()) {
+      if (i++ % parts != part) continue;
+      const std::optional<nlohmann::json> is = entry_of(checkpoint / name);
+      if (!is) return name + " is missing or cannot be read";
+      if (is->at("bytes") != expected.at("bytes")) {
+        return name + " is damaged: it has " + is->at("bytes").dump() + " bytes, not " +
+               expected.at("bytes").dump();
+      }
+      if (*is != expected) return name + " is damaged: its checksum is not that of the manifest";
+    }
+    return {};
+  } catch (const StateError&) {
+    return manifest_is + "damaged";
+  } catch (const nlohmann::json::exception&) {
+    return manifest_is + "damaged";
   }
-  return dir / name;
+}
+
+fs::path newest_checkpoint(const fs::path& dir, Communicator& comm,
+                           const std::function<void(const fs::path&, std::string_view)>& on_fault) {
+  comm.set_phase({"checkpoint"});
+  // Rank 0's list counts, because ranks of a network file system may see different ones.
+  std::string mine;
+  if (comm.rank() == 0) {
+    for (const fs::path& c : checkpoints_of(dir)) mine += c.filename().string() + '\n';
+  }
+  std::string names = gather(mine, comm).front();
+  if (names.empty()) throw StateError("no checkpoint in '" + dir.string() + "'");
+  std::string first_fault;
+  while (!names.empty()) {
+    const fs::path candidate = dir / names.substr(0, names.find('\n'));
+    names.erase(0, names.find('\n') + 1);
+    const auto parts = static_cast<std::size_t>(comm.size());
+    const auto faults =
+        gather(fault_of(candidate, static_cast<std::size_t>(comm.rank()), parts), comm);
+    const auto fault = std::ranges::find_if(faults, [](const auto& f) { return !f.empty(); });
+    if (fault == faults.end()) return candidate;
+    on_fault(candidate, *fault);
+    if (first_fault.empty()) first_fault = candidate.filename().string() + ": " + *fault;
+  }
+  throw StateError("no good checkpoint in '" + dir.string() + "': " + first_fault);
 }
 
 }  // namespace skim::train

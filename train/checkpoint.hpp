@@ -1,41 +1,78 @@
 // Checkpoints: one folder each, which is complete or does not exist.
 //
-//   DIR/latest                 the name of the newest complete checkpoint
+//   DIR/step-00000120/manifest.json   format, step, ranks; length and CRC-32 of every other file;
+//                                     the CRC-32 of all that
 //   DIR/step-00000120/meta.json, model.pt, optimizer.pt, rank-0.pt, rank-0.residual, rank-1.pt, ...
 //
 // model.pt is for everyone; its batch-norm statistics are averages over the ranks. From rank-R.*
-// rank R continues bit by bit.
+// rank R continues bit by bit. Nothing is loaded from a checkpoint that differs from its manifest.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <iosfwd>
+#include <future>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "skim/communicator.hpp"
 
 namespace skim::train {
 
-// Writes one checkpoint and returns its folder. Collective. `shared` writes rank 0's files and
-// `own` those of every rank. Both get the folder and use write_file. The checkpoint appears whole
-// as DIR/step-N. Then DIR/latest names it, and the previous checkpoint is removed. If any rank
-// fails, all ranks throw an Error with the first failing rank's reason, and the previous checkpoint
-// is untouched.
-std::filesystem::path write_checkpoint(
-    const std::filesystem::path& dir, std::int64_t step, Communicator& comm,
-    const std::function<void(const std::filesystem::path&)>& shared,
-    const std::function<void(const std::filesystem::path&)>& own);
+struct CheckpointFile {
+  std::string name, bytes;
+};
 
-bool has_checkpoint(const std::filesystem::path& dir);
-// The newest complete checkpoint in dir. Throws: StateError if there is none.
-std::filesystem::path latest_checkpoint(const std::filesystem::path& dir);
+// Writes checkpoints beside training: the files of a rank go to the disk on a thread.
+//
+// The ranks share DIR. A checkpoint is written in a hidden folder and appears whole as DIR/step-N.
+// All functions are collective, except is_writing. Memory: the bytes of this rank's files, until
+// they are on the disk.
+class CheckpointWriter {
+ public:
+  // keep >= 1: so many checkpoints stay in dir.
+  CheckpointWriter(std::filesystem::path dir, std::int64_t keep, Communicator& comm);
+  // Waits for the disk. A checkpoint that was not finished does not appear.
+  ~CheckpointWriter() = default;
+  CheckpointWriter(const CheckpointWriter&) = delete;
+  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
-// Writes a file through `write` and flushes it to the disk (fsync). Throws: Error with the system's
-// reason.
-void write_file(const std::filesystem::path& path, const std::function<void(std::ostream&)>& write);
+  // Begins a checkpoint with these files of this rank. Needs !is_open().
+  void begin(std::int64_t step, std::vector<CheckpointFile> files);
+  // Whether a checkpoint has begun and finish() has not ended it. Equal on all ranks.
+  bool is_open() const { return written_.valid(); }
+  // Whether files of this rank are still on their way to the disk.
+  bool is_writing() const;
+  // Waits for the files of all ranks and makes the checkpoint appear. Then it removes checkpoints:
+  // all but the newest `keep`, and those of later steps, which a resumed run has left behind.
+  // Returns the checkpoint's folder. Throws: Error on all ranks, with the first failing rank's
+  // reason. The checkpoints before are untouched then.
+  std::filesystem::path finish();
 
-// Throws: StateError if the file cannot be read or is not JSON.
-nlohmann::json read_json(const std::filesystem::path& path);
+ private:
+  std::filesystem::path dir_;
+  std::int64_t keep_;
+  Communicator& comm_;
+  std::int64_t step_ = 0;  // of the open checkpoint
+  std::future<nlohmann::json> written_;  // this rank's part of the manifest
+};
+
+// Whether a folder is a complete checkpoint, by its name.
+bool is_checkpoint(const std::filesystem::path& folder);
+// The complete checkpoints in dir, newest first.
+std::vector<std::filesystem::path> checkpoints_of(const std::filesystem::path& dir);
+
+// Compares a checkpoint with its manifest. Returns what is wrong, in one line; empty: nothing.
+// With parts > 1, it reads only every parts-th file, from the part-th on.
+std::string fault_of(const std::filesystem::path& checkpoint, std::size_t part = 0,
+                     std::size_t parts = 1);
+
+// The newest checkpoint in dir that has no fault. Calls on_fault for newer ones. The ranks share
+// the reading. Collective. Throws: StateError if there is none.
+std::filesystem::path newest_checkpoint(
+    const std::filesystem::path& dir, Communicator& comm,
+    const std::function<void(const std::filesystem::path&, std::string_view fault)>& on_fault);
 
 }  // namespace skim::train

@@ -144,8 +144,8 @@ void each_run_field(Options& o, F&& f) {
               .scope = S::rank,
               .is_place = true});
   f("checkpoint", o.checkpoint,
-    FieldInfo{.what = "folder for checkpoints: at the end, when stopped, and every "
-                      "--checkpoint-steps steps",
+    FieldInfo{.what = "folder for checkpoints: at the end, when stopped, and by "
+                      "--checkpoint-steps and --checkpoint-time",
               .scope = S::session,
               .is_place = true});
   f("checkpoint_steps", o.checkpoint_steps,
@@ -153,8 +153,15 @@ void each_run_field(Options& o, F&& f) {
               .range = kPositive,
               .scope = S::session,
               .is_place = true});
+  f("checkpoint_time", o.checkpoint_time,
+    FieldInfo{.what = "time between checkpoints, as 10min", .scope = S::session, .is_place = true});
+  f("keep", o.keep,
+    FieldInfo{.what = "the number of checkpoints that stay in --checkpoint",
+              .range = kPositive,
+              .scope = S::session,
+              .is_place = true});
   f("resume", o.resume,
-    FieldInfo{.what = "continue from the checkpoint in --checkpoint",
+    FieldInfo{.what = "continue from the newest good checkpoint in --checkpoint",
               .scope = S::session,
               .is_place = true});
   f("skip_limit", o.skip_limit,

@@ -145,6 +145,8 @@ struct TrainOptions {
   std::filesystem::path metrics;      // JSON lines; empty: none; "-": standard output
   std::filesystem::path checkpoint;   // folder; empty: none
   std::int64_t checkpoint_steps = 0;  // between checkpoints; 0: only at the end and when stopped
+  Duration checkpoint_time;           // between checkpoints; 0: by steps only
+  std::int64_t keep = 2;              // checkpoints
   bool resume = false;
   std::int64_t skip_limit = 20;  // skipped steps in a row that end the run; 0: no limit
 };

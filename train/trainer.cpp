@@ -19,6 +19,7 @@
 #include "src/numbers.hpp"
 #include "train/buckets.hpp"
 #include "train/checkpoint.hpp"
+#include "train/files.hpp"
 #include "train/loop.hpp"
 #include "train/models.hpp"
 #include "train/options_json.hpp"
@@ -29,7 +30,10 @@ namespace fs = std::filesystem;
 namespace skim::train {
 namespace {
 
-constexpr std::uint32_t kStopSignal = 1;
+// Bits of Reducer::signals().
+constexpr std::uint32_t kStopSignal = 1;        // end the run after this step
+constexpr std::uint32_t kCheckpointSignal = 2;  // it is time for a checkpoint
+constexpr std::uint32_t kWritingSignal = 4;     // a rank still writes its part of a checkpoint
 
 // Returns the numbers of every rank, by rank. Collective.
 std::vector<std::vector<double>> gather(std::span<const double> mine, Communicator& comm) {
@@ -77,13 +81,17 @@ class AveragedBuffers {
   std::vector<torch::Tensor> buffers_, own_;
 };
 
-// Writes a torch archive. It goes through memory, because torch ends the process if its stream
-// fails.
+// A file of a checkpoint, in memory.
+template <class Write>
+CheckpointFile file_of(std::string name, Write&& write) {
+  std::ostringstream out;
+  write(out);
+  return {std::move(name), std::move(out).str()};
+}
+
 template <class T>
-void write_archive(const fs::path& path, const T& what) {
-  std::ostringstream archive;
-  torch::save(what, archive);
-  write_file(path, [&](std::ostream& out) { out << archive.view(); });
+CheckpointFile archive_of(std::string name, const T& what) {
+  return file_of(std::move(name), [&](std::ostream& out) { torch::save(what, out); });
 }
 
 // One run of one rank.
@@ -112,7 +120,8 @@ class Run {
                   .chooser = nullptr,
                   .local = nullptr},
                  comm),
-        buckets_(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6), reducer_) {
+        buckets_(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6), reducer_),
+        writer_(options.checkpoint, options.keep, comm) {
     reducer_.set_total_steps(static_cast<std::uint64_t>(exchanges_of(options, length_.total)));
     if (options.local_steps > 0) {
       replica_ = std::make_unique<Replica>(options.local, buckets_, reducer_);
@@ -122,12 +131,11 @@ class Run {
   Summary operator()() {
     if (options_.resume) resume();
     evaluate_if_due();  // if the earlier run was stopped after a step, before its evaluation
+    last_checkpoint_ = Clock::now();
     while (done_ < length_.total && !stopped_) {
       step();
       evaluate_if_due();
-      const bool last = done_ == length_.total;
-      const bool due = options_.checkpoint_steps > 0 && done_ % options_.checkpoint_steps == 0;
-      if (!options_.checkpoint.empty() && (due || last || stopped_)) checkpoint();
+      checkpoint_if_due();
     }
     return summary();
   }
@@ -146,7 +154,7 @@ class Run {
     model_->seed_dropout(dropout_seed(options_.seed, done_, rank));
     const double rate = length_.rate(options_.learning_rate, done_);
     set_learning_rate(*optimizer_, rate);
-    if (stop_.load()) reducer_.raise_signal(kStopSignal);
+    raise_signals();
 
     StepRecord r;
     r.density = is_dense(options_) ? 1.0 : reducer_.density().up;
@@ -192,6 +200,14 @@ class Run {
       decisions_.tell(done_, reports_, reducer_, observer_.on_decision);
     }
     if (!reports_.empty()) skips_.count(r.skipped, done_);
+  }
+
+  void raise_signals() {
+    if (stop_.load()) reducer_.raise_signal(kStopSignal);
+    if (writer_.is_writing()) reducer_.raise_signal(kWritingSignal);
+    const double every = options_.checkpoint_time.seconds;
+    const bool is_time = every > 0.0 && milliseconds(Clock::now() - last_checkpoint_) >= 1e3 * every;
+    if (is_time && comm_.rank() == 0) reducer_.raise_signal(kCheckpointSignal);
   }
 
   // The optimizer gets the mean gradient.
@@ -277,27 +293,57 @@ class Run {
 
   // ---- checkpoints ----------------------------------------------------------------------------
 
-  static std::string file_of(int rank, const char* kind) {
+  static std::string name_of(int rank, const char* kind) {
     return "rank-" + std::to_string(rank) + "." + kind;
   }
 
-  void checkpoint() {
-    const std::vector<torch::Tensor> own_buffers = [&] {
-      std::vector<torch::Tensor> copies;
-      for (const torch::Tensor& b : model_->buffers()) copies.push_back(b.clone());
-      return copies;
-    }();
+  // A checkpoint begins when it is due, and ends after the step in which all ranks' files are on
+  // the disk. At the end of the run, all of it happens at once.
+  void checkpoint_if_due() {
+    if (options_.checkpoint.empty()) return;
+    const bool ends = done_ == length_.total || stopped_;
+    // Inside a round of local steps, the ranks have not heard of one another.
+    const std::uint32_t signals = reports_.empty() ? kWritingSignal : reducer_.signals();
+    const bool is_due =
+        (options_.checkpoint_steps > 0 && done_ % options_.checkpoint_steps == 0) ||
+        (signals & kCheckpointSignal) != 0;
+    if (writer_.is_open() && (is_due || ends || (signals & kWritingSignal) == 0)) {
+      const std::string failure = end_checkpoint();
+      if (!failure.empty() && comm_.rank() == 0 && observer_.on_warning) {
+        observer_.on_warning(failure + "; the run goes on");
+      }
+    }
+    if (is_due || ends) {
+      writer_.begin(done_, state());
+      last_checkpoint_ = Clock::now();
+    }
+    if (ends) checkpoint_failure_ = end_checkpoint();
+  }
+
+  // Returns why it failed; empty: it did not.
+  std::string end_checkpoint() {
+    try {
+      checkpoint_ = writer_.finish().string();
+      return {};
+    } catch (const CommError&) {
+      throw;
+    } catch (const Error& e) {
+      return e.what();
+    }
+  }
+
+  // This rank's files of a checkpoint. Rank 0 also has those for everyone.
+  std::vector<CheckpointFile> state() {
+    std::vector<torch::Tensor> own_buffers;
+    for (const torch::Tensor& b : model_->buffers()) own_buffers.push_back(b.clone());
     const auto parameters = shared_parameters();
     const AveragedBuffers averaged(*model_, comm_, ranks_);
-    const auto shared = [&](const fs::path& dir) {
-      write_archive(dir / "model.pt", model_);
-      if (replica_) {
-        write_file(dir / "outer", [&](std::ostream& out) { replica_->local().save(out); });
-      } else {
-        write_archive(dir / "optimizer.pt", *optimizer_);
-      }
-      const nlohmann::json meta{{"format", 1},
-                                {"identity", identity(options_)},
+    std::vector<CheckpointFile> files;
+    if (comm_.rank() == 0) {
+      files.push_back(archive_of("model.pt", model_));
+      files.push_back(replica_ ? file_of("outer", [&](auto& out) { replica_->local().save(out); })
+                               : archive_of("optimizer.pt", *optimizer_));
+      const nlohmann::json meta{{"identity", identity(options_)},
                                 {"ranks", comm_.size()},
                                 {"step", done_},
                                 {"examples", done_ * ranks_ * options_.batch},
@@ -306,23 +352,21 @@ class Run {
                                 {"test_loss", evaluation_.test_loss},
                                 {"test_accuracy", evaluation_.test_accuracy},
                                 {"skipped", skips_.all}};
-      write_file(dir / "meta.json", [&](std::ostream& out) { out << meta.dump(2) << '\n'; });
-    };
-    const auto own = [&](const fs::path& dir) {
-      const std::vector<double> sums{
-          loss_sum_, static_cast<double>(loss_count_), static_cast<double>(sent_bytes_),
-          static_cast<double>(received_bytes_), static_cast<double>(union_entries_)};
-      std::vector<torch::Tensor> tensors{torch::tensor(sums, torch::kFloat64)};
-      tensors.insert(tensors.end(), own_buffers.begin(), own_buffers.end());
-      if (replica_) {
-        tensors.insert(tensors.end(), parameters->own().begin(), parameters->own().end());
-        write_archive(dir / file_of(comm_.rank(), "optimizer.pt"), *optimizer_);
-      }
-      write_archive(dir / file_of(comm_.rank(), "pt"), tensors);
-      write_file(dir / file_of(comm_.rank(), "residual"),
-                 [&](std::ostream& out) { reducer_.save(out); });
-    };
-    checkpoint_ = write_checkpoint(options_.checkpoint, done_, comm_, shared, own).string();
+      files.push_back({"meta.json", meta.dump(2) + '\n'});
+    }
+    const std::vector<double> sums{
+        loss_sum_, static_cast<double>(loss_count_), static_cast<double>(sent_bytes_),
+        static_cast<double>(received_bytes_), static_cast<double>(union_entries_)};
+    std::vector<torch::Tensor> tensors{torch::tensor(sums, torch::kFloat64)};
+    tensors.insert(tensors.end(), own_buffers.begin(), own_buffers.end());
+    if (replica_) {
+      tensors.insert(tensors.end(), parameters->own().begin(), parameters->own().end());
+      files.push_back(archive_of(name_of(comm_.rank(), "optimizer.pt"), *optimizer_));
+    }
+    files.push_back(archive_of(name_of(comm_.rank(), "pt"), tensors));
+    files.push_back(file_of(name_of(comm_.rank(), "residual"),
+                            [&](std::ostream& out) { reducer_.save(out); }));
+    return files;
   }
 
   template <class T>
@@ -336,7 +380,13 @@ class Run {
   }
 
   void resume() {
-    const fs::path dir = latest_checkpoint(options_.checkpoint);
+    const auto warn = [&](const fs::path& bad, std::string_view fault) {
+      if (comm_.rank() == 0 && observer_.on_warning) {
+        observer_.on_warning("checkpoint " + bad.string() + ": " + std::string(fault) +
+                             "; looking for an older one");
+      }
+    };
+    const fs::path dir = newest_checkpoint(options_.checkpoint, comm_, warn);
     const nlohmann::json meta = read_json(dir / "meta.json");
     const nlohmann::json now = identity(options_);
     for (const auto& [key, value] : now.items()) {
@@ -358,7 +408,7 @@ class Run {
       }
       if (old_ranks == comm_.size()) {
         std::vector<torch::Tensor> tensors;
-        torch::load(tensors, (dir / file_of(comm_.rank(), "pt")).string());
+        torch::load(tensors, (dir / name_of(comm_.rank(), "pt")).string());
         const auto sums = tensors.at(0).accessor<double, 1>();
         loss_sum_ = sums[0];
         loss_count_ = static_cast<std::int64_t>(sums[1]);
@@ -372,7 +422,7 @@ class Run {
         // The losses since the last evaluation belong to the group; the bytes are counted anew.
         for (int r = 0; r < old_ranks; ++r) {
           std::vector<torch::Tensor> tensors;
-          torch::load(tensors, (dir / file_of(r, "pt")).string());
+          torch::load(tensors, (dir / name_of(r, "pt")).string());
           const auto sums = tensors.at(0).accessor<double, 1>();
           loss_sum_ += sums[0];
           loss_count_ += static_cast<std::int64_t>(sums[1]);
@@ -387,8 +437,8 @@ class Run {
     std::vector<std::ifstream> files;
     std::vector<std::istream*> streams;
     for (int r = 0; r < old_ranks; ++r) {
-      files.emplace_back(dir / file_of(r, "residual"), std::ios::binary);
-      if (!files.back()) throw StateError("cannot read " + (dir / file_of(r, "residual")).string());
+      files.emplace_back(dir / name_of(r, "residual"), std::ios::binary);
+      if (!files.back()) throw StateError("cannot read " + (dir / name_of(r, "residual")).string());
     }
     for (std::ifstream& f : files) streams.push_back(&f);
     reducer_.load(streams);
@@ -416,7 +466,7 @@ class Run {
     std::vector<torch::Tensor> mean;
     for (int r = same ? comm_.rank() : 0; r < (same ? comm_.rank() + 1 : old_ranks); ++r) {
       std::vector<torch::Tensor> tensors;
-      torch::load(tensors, (dir / file_of(r, "pt")).string());
+      torch::load(tensors, (dir / name_of(r, "pt")).string());
       for (std::size_t b = 0; b < buckets_.flat().buffers.size(); ++b) {
         const torch::Tensor& own = tensors.at(first + b);
         if (own.numel() != buckets_.flat().buffers[b].numel()) {
@@ -427,7 +477,7 @@ class Run {
       }
     }
     replica_->resume(mean);
-    torch::load(*optimizer_, (dir / file_of(comm_.rank() % old_ranks, "optimizer.pt")).string());
+    torch::load(*optimizer_, (dir / name_of(comm_.rank() % old_ranks, "optimizer.pt")).string());
     std::ifstream outer(dir / "outer", std::ios::binary);
     replica_->local().load(outer);
   }
@@ -460,6 +510,7 @@ class Run {
     s.skipped_steps = skips_.all;
     s.stopped = stopped_ && (done_ < length_.total || evaluation_.step != done_);
     s.checkpoint = checkpoint_;
+    s.checkpoint_failure = checkpoint_failure_;
     return s;
   }
 
@@ -476,6 +527,7 @@ class Run {
   RunLength length_;
   Reducer reducer_;
   GradientBuckets buckets_;  // after reducer_, because its destructor waits for buckets there
+  CheckpointWriter writer_;
   std::unique_ptr<Replica> replica_;  // null: without local steps
 
   std::int64_t done_ = 0;   // steps
@@ -486,7 +538,8 @@ class Run {
   std::int64_t loss_count_ = 0;
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0, union_entries_ = 0;
   Evaluation evaluation_;
-  std::string checkpoint_;
+  Clock::time_point last_checkpoint_;  // when it began
+  std::string checkpoint_, checkpoint_failure_;
   std::vector<StepReport> reports_;
   Decisions decisions_;
   StepTimes times_;  // of the steps that this process did

@@ -59,6 +59,7 @@ struct Summary {
   std::uint64_t skipped_steps = 0;
   bool stopped = false;      // `stop` ended the run early
   std::string checkpoint{};  // the last one written; empty: none
+  std::string checkpoint_failure{};  // why the one at the end could not be written; empty: it was
 
   // False if the run stopped before its first evaluation. `last` then says nothing.
   bool evaluated() const { return last.step > 0; }
@@ -76,6 +77,8 @@ struct Observer {
   // A run continues after this step. Records of later steps are void.
   std::function<void(std::int64_t step)> on_resume;
   OnDecision on_decision;
+  // Something failed, and the run goes on. One line.
+  std::function<void(const std::string&)> on_warning{};
   // Makes the selector that rank 0 uses in place of the options' own, in order to observe it. It
   // must choose the same entries. The reducer's communication thread calls it.
   std::function<std::unique_ptr<Selector>()> selector;

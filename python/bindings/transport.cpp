@@ -188,13 +188,32 @@ class TransportCommunicator final : public Communicator {
       f();
     } catch (nb::python_error& e) {
       check_told();
+      const Blame b = e.matches(PyExc_TimeoutError) ? ask(t.peer) : Blame{root_rank(t.peer), {}};
+      check_told();
+      const auto at = std::ranges::find(root_ranks_, b.culprit);
+      const bool is_here = at != root_ranks_.end();
       const std::string peer = "rank " + std::to_string(t.peer);
       const std::string text = phase().text();
       throw CommError("rank " + std::to_string(rank()) + ": " +
                           (t.receiving ? "no message from " + peer : peer + " took no message") +
-                          in_phase(text) + ": " + nb::cast<std::string>(nb::str(e.value())),
-                      t.peer, text);
+                          in_phase(text) + ": " + nb::cast<std::string>(nb::str(e.value())) +
+                          (is_here ? b.chain : ""),
+                      is_here ? static_cast<int>(at - root_ranks_.begin()) : t.peer, text);
     }
+  }
+
+  // Whom the peer of a wait that ran out of time waits for, if the transport can tell.
+  Blame ask(int peer) const {
+    const nb::object& transport = family_->transport;
+    std::vector<int> waits_for(static_cast<std::size_t>(nb::cast<int>(transport.attr("size"))),
+                               kNobody);
+    if (nb::hasattr(transport, "waits")) {
+      const auto chain = nb::cast<std::vector<int>>(transport.attr("waits")(root_rank(peer)));
+      for (std::size_t i = 0; i + 1 < chain.size(); ++i) {
+        waits_for.at(static_cast<std::size_t>(chain[i])) = chain[i + 1];
+      }
+    }
+    return blame(root_rank(peer), waits_for);
   }
 
   void check_alive() const {
@@ -284,6 +303,11 @@ void bind_transport(nb::module_& m) {
       "                           for it. If not known, it also makes (culprit, phase) available "
       "to\n"
       "                           told() on all ranks. If known, another rank has done so.\n"
+      "  waits(peer) -> list of int\n"
+      "                           Optional. Called after a TimeoutError of this rank's wait for "
+      "peer.\n"
+      "                           Returns peer, the rank that it waits for, and so on, as far as "
+      "known.\n"
       "  told() -> None or (culprit, phase)\n"
       "                           What the first abort on any rank published; None if none did.\n"
       "All methods are called from the thread that uses the communicator.\n"

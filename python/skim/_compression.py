@@ -309,7 +309,8 @@ class Compression:
         """Keeps the first failure, which all later buckets raise too, and aborts the group."""
         if self.error is None:
             self.error = error
-            self.comm.abort(self.comm.rank)
+            peer = error.peer if isinstance(error, _core.CommError) else None
+            self.comm.abort(self.comm.rank if peer is None or peer < 0 else peer)
 
     # ---- state ----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import datetime
 import itertools
 import re
 import socket
+import time
 from typing import Any
 
 import torch
@@ -61,6 +62,20 @@ class GlooTransport:
                 self._store.set("abort", f"{culprit} {phase}")
         finally:
             self._gloo = None
+
+    def waits(self, peer: int) -> list[int]:
+        # Ranks that wait for one another run out of time within moments.
+        end = time.monotonic() + 1.0
+        self._store.set(f"waits{self.rank}", str(peer))
+        chain = [peer]
+        while len(chain) <= self.size:
+            key = f"waits{chain[-1]}"
+            while not self._store.check([key]):
+                if time.monotonic() >= end or self.told() is not None:
+                    return chain
+                time.sleep(0.02)
+            chain.append(int(self._store.get(key)))
+        return [peer]  # a ring
 
     def told(self) -> tuple[int, str] | None:
         try:

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -114,6 +115,16 @@ struct Queue {
   }
 };
 
+// Why a wait does not end. Ranks wait for one another, so the peer of a wait is often not the rank
+// that keeps all of them waiting.
+struct Blame {
+  int culprit = -1;  // the last rank of the chain, in the root group
+  std::string chain;  // "; rank 1 waits for rank 2, rank 2 for rank 5"; empty: the peer is to blame
+};
+constexpr int kNobody = -1;
+// waits_for[r]: the rank that r waits for, in the root group. kNobody: none, or it does not answer.
+Blame blame(int peer, std::span<const int> waits_for);
+
 // The time at which a wait must end.
 class WaitLimit {
  public:
@@ -125,8 +136,9 @@ class WaitLimit {
   // anybody.
   Clock::time_point next_look() const noexcept;
   // The error of a wait that ran out of time. `what` says what did not happen: "no message from
-  // rank 2".
-  CommError error(int rank, const std::string& what, int peer, const Phase& phase) const;
+  // rank 2". peer: of the wait, in the group with these root_ranks.
+  CommError error(int rank, const std::string& what, int peer, const std::vector<int>& root_ranks,
+                  std::span<const int> waits_for, const Phase& phase) const;
 
  private:
   const std::atomic<std::int64_t>* deadline_ns_;

@@ -187,7 +187,21 @@ WaitLimit::Clock::time_point WaitLimit::next_look() const noexcept {
   return deadline_ns_ == nullptr ? end_ : std::min(end_, Clock::now() + kDeadlineLook);
 }
 
-CommError WaitLimit::error(int rank, const std::string& what, int peer, const Phase& phase) const {
+Blame blame(int peer, std::span<const int> waits_for) {
+  Blame b{.culprit = peer, .chain = {}};
+  for (std::size_t links = 0; links < waits_for.size(); ++links) {
+    const int next = b.culprit < 0 ? kNobody : waits_for[static_cast<std::size_t>(b.culprit)];
+    if (next == kNobody) return b;
+    b.chain += (links == 0 ? "; rank " : ", rank ") + std::to_string(b.culprit) +
+               (links == 0 ? " waits for rank " : " for rank ") + std::to_string(next);
+    b.culprit = next;
+  }
+  return {.culprit = peer, .chain = {}};  // a ring: nobody in particular
+}
+
+CommError WaitLimit::error(int rank, const std::string& what, int peer,
+                           const std::vector<int>& root_ranks, std::span<const int> waits_for,
+                           const Phase& phase) const {
   const auto now = Clock::now();
   const double seconds = std::chrono::duration<double>(now - start_).count();
   std::array<char, 32> waited{};
@@ -199,7 +213,12 @@ CommError WaitLimit::error(int rank, const std::string& what, int peer, const Ph
   } else {
     line.append(" by the deadline, after ").append(waited.data());
   }
-  return {line + in_phase(text), peer, text};
+  line += in_phase(text);
+  if (peer < 0) return {line, peer, text};
+  const Blame b = blame(root_ranks[static_cast<std::size_t>(peer)], waits_for);
+  const auto at = std::ranges::find(root_ranks, b.culprit);
+  if (at == root_ranks.end()) return {line, peer, text};  // outside this group
+  return {line + b.chain, static_cast<int>(at - root_ranks.begin()), text};
 }
 
 AbortWord make_abort_word(int culprit, const Phase& phase) noexcept {

@@ -59,7 +59,9 @@ using Mailbox = Queue<Transfer>;
 // reaches all.
 struct Root {
   Root(int size, const std::optional<VirtualTime>& t)
-      : wake(static_cast<std::size_t>(size)), time(t) {
+      : wake(static_cast<std::size_t>(size)),
+        waits_for(static_cast<std::size_t>(size), kNobody),
+        time(t) {
     if (!time) return;
     clocks.resize(wake.size());
     buffers.resize(kBuffersPerRank * wake.size());
@@ -74,6 +76,8 @@ struct Root {
   // Guards this, every Group and every Transfer, but not the bytes being copied.
   std::mutex mutex;
   std::vector<std::condition_variable> wake;  // [rank in the root group]
+  // [rank in the root group]: the rank, there, that it waits for, or has waited for until it failed.
+  std::vector<int> waits_for;
   std::optional<AbortWord> aborted;
   const std::optional<VirtualTime> time;
   std::vector<VirtualClock> clocks;  // [rank in the root group]; none in real time
@@ -208,10 +212,9 @@ class InProcessCommunicator final : public Communicator {
     using State = Transfer::State;
     sleep(
         lock, [&] { return transfer->state == State::done || transfer->state == State::failed; },
-        [&] {
-          const std::string peer = "rank " + std::to_string(transfer->peer);
-          return std::pair(transfer->peer, transfer->receiving ? "no message from " + peer
-                                                               : peer + " took no message");
+        [&] { return transfer->peer; },
+        [&](const std::string& peer) {
+          return transfer->receiving ? "no message from " + peer : peer + " took no message";
         });
     if (transfer->state == State::failed) {
       const std::string text = phase().text();
@@ -308,23 +311,26 @@ class InProcessCommunicator final : public Communicator {
     wake(rank()).notify_all();
   }
 
-  // Sleeps until done(). Throws: CommError after an abort or a timeout. describe() then returns the
-  // event that did not happen and the rank responsible.
-  template <class Done, class Describe>
-  void sleep(Lock& lock, const Done& done, const Describe& describe) {
+  // Sleeps until done(), which needs peer(). Throws: CommError after an abort or a timeout.
+  // describe() then returns the event that did not happen.
+  template <class Done, class Peer, class Describe>
+  void sleep(Lock& lock, const Done& done, const Peer& peer, const Describe& describe) {
     if (done()) return;
+    int& waits_for = root_.waits_for[static_cast<std::size_t>(root_rank_)];
     const WaitLimit limit(options_);
     for (;;) {
+      waits_for = group_->root_ranks[static_cast<std::size_t>(peer())];
       wake(rank()).wait_until(lock, limit.next_look());
-      if (done()) return;
+      if (done()) break;
       if (root_.aborted) {
         fail(lock, aborted_error(rank(), group_->root_ranks, *root_.aborted, phase()));
       }
       if (limit.over()) {
-        const auto [peer, what] = describe();
-        fail(lock, limit.error(rank(), what, peer, phase()));
+        fail(lock, limit.error(rank(), describe("rank " + std::to_string(peer())), peer(),
+                               group_->root_ranks, root_.waits_for, phase()));
       }
     }
+    waits_for = kNobody;
   }
 
   [[noreturn]] void fail(Lock& lock, const CommError& error) {
@@ -379,11 +385,8 @@ std::unique_ptr<Communicator> InProcessCommunicator::split(int color) {
   } else {
     sleep(
         lock, [&] { return g.part[me].first != nullptr; },
-        [&] {
-          const auto absent = std::ranges::find(g.color, -1) - g.color.begin();
-          return std::pair(static_cast<int>(absent),
-                           "rank " + std::to_string(absent) + " did not come to split");
-        });
+        [&] { return static_cast<int>(std::ranges::find(g.color, -1) - g.color.begin()); },
+        [](const std::string& peer) { return peer + " did not come to split"; });
   }
   auto [part, new_rank] = std::exchange(g.part[me], {});
   lock.unlock();

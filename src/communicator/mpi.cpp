@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <deque>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -20,10 +21,14 @@ namespace skim {
 namespace {
 
 constexpr int kTag = 1;
+// On the channel for aborts, too: "whom do you wait for?", and the answer.
+constexpr int kAskTag = 2, kAnswerTag = 3;
 constexpr std::size_t kLongestPiece = std::size_t{1} << 30;  // MPI counts are int
 constexpr std::size_t kLongestSum = std::size_t{1} << 28;    // floats in one MPI_Iallreduce
 constexpr int kPiecesPerPoll = 64;                           // then other transfers get a turn
 constexpr std::chrono::milliseconds kLastEffort{100};        // of a destructor after an error
+// A rank that waits answers within a millisecond.
+constexpr std::chrono::milliseconds kAnswerTime{500};
 
 // Throws: CommError with MPI's own text. `what` names the failed action, such as "send to". If peer
 // >= 0, the message names that rank.
@@ -121,6 +126,7 @@ class Family {
   Family& operator=(const Family&) = delete;
 
   ~Family() {
+    forget_answers();
     if (!failed_) return;
     control_.leave_to_finalize();
     if (session_) session_->clean = false;
@@ -170,6 +176,56 @@ class Family {
     return word_.get();
   }
 
+  // Returns [rank]: the rank that it waits for, or kNobody if it does not answer in time. This rank
+  // itself waits for `awaited`.
+  std::vector<int> ask(int awaited, const Phase& phase) {
+    std::vector<int> waits_for(told_.size(), kNobody);
+    for (int r = 0; r < static_cast<int>(told_.size()); ++r) {
+      MPI_Request sent = MPI_REQUEST_NULL;
+      if (r == rank_ || MPI_Isend(nullptr, 0, MPI_BYTE, r, kAskTag, control_.comm, &sent) !=
+                            MPI_SUCCESS) {
+        continue;  // a peer that cannot be reached does not answer
+      }
+      MPI_Request_free(&sent);
+    }
+    std::size_t missing = told_.size() - 1;
+    const auto end = std::chrono::steady_clock::now() + kAnswerTime;
+    while (missing > 0 && look(phase) == nullptr && std::chrono::steady_clock::now() < end) {
+      answer(awaited, phase);
+      int flag = 0;
+      MPI_Message message = MPI_MESSAGE_NULL;
+      MPI_Status status;
+      check(MPI_Improbe(MPI_ANY_SOURCE, kAnswerTag, control_.comm, &flag, &message, &status),
+            "look for an answer", rank_, -1, phase);
+      if (flag == 0) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        continue;
+      }
+      int& its = waits_for[static_cast<std::size_t>(status.MPI_SOURCE)];
+      check(MPI_Mrecv(&its, 1, MPI_INT, &message, MPI_STATUS_IGNORE), "receive an answer", rank_,
+            -1, phase);
+      --missing;
+    }
+    return waits_for;
+  }
+
+  // Tells all ranks that have asked that this one waits for `awaited`.
+  void answer(int awaited, const Phase& phase) {
+    for (;;) {
+      int flag = 0;
+      MPI_Message message = MPI_MESSAGE_NULL;
+      MPI_Status status;
+      check(MPI_Improbe(MPI_ANY_SOURCE, kAskTag, control_.comm, &flag, &message, &status),
+            "look for a question", rank_, -1, phase);
+      if (flag == 0) return;
+      check(MPI_Mrecv(nullptr, 0, MPI_BYTE, &message, MPI_STATUS_IGNORE), "receive a question",
+            rank_, -1, phase);
+      Answer& a = answers_->emplace_back(Answer{awaited});
+      static_cast<void>(MPI_Isend(&a.awaited, 1, MPI_INT, status.MPI_SOURCE, kAnswerTag,
+                                  control_.comm, &a.sent));  // the one that asked may be gone
+    }
+  }
+
   void set_failed() noexcept { failed_ = true; }
   bool failed() const noexcept { return failed_; }
   bool aborted() const noexcept { return aborted_; }
@@ -179,6 +235,21 @@ class Family {
   std::vector<MpiCommunicator*> members;
 
  private:
+  struct Answer {
+    int awaited = kNobody;
+    MPI_Request sent = MPI_REQUEST_NULL;
+  };
+
+  // Frees the answers, unless MPI may still read one.
+  void forget_answers() noexcept {
+    bool all_sent = mpi_is_running();
+    for (Answer& a : *answers_) {
+      int sent = 0;
+      all_sent = all_sent && MPI_Test(&a.sent, &sent, MPI_STATUS_IGNORE) == MPI_SUCCESS && sent != 0;
+    }
+    if (!all_sent) static_cast<void>(answers_.release());
+  }
+
   std::shared_ptr<Session> session_;  // destroyed last
   OwnedComm control_;
   int rank_;
@@ -186,6 +257,8 @@ class Family {
   bool aborted_ = false;  // word_ is valid
   std::unique_ptr<AbortWord> word_;
   std::vector<MPI_Request> told_;  // [rank]
+  // With addresses that stay.
+  std::unique_ptr<std::deque<Answer>> answers_ = std::make_unique<std::deque<Answer>>();
 };
 
 struct Transfer {
@@ -347,6 +420,7 @@ class MpiCommunicator final : public Communicator {
   template <class Done, class Describe>
   void poll(const Done& done, int peer, const Describe& describe) {
     guarded([&] {
+      const int awaited = peer < 0 ? kNobody : root_ranks_[static_cast<std::size_t>(peer)];
       const WaitLimit limit(options_);
       Backoff backoff;
       for (;;) {
@@ -354,7 +428,12 @@ class MpiCommunicator final : public Communicator {
         if (done()) return;
         if (backoff.look()) {
           if (family_->look(phase()) != nullptr) throw_aborted();
-          if (limit.over()) throw limit.error(rank(), describe(), peer, phase());
+          family_->answer(awaited, phase());
+          if (limit.over()) {
+            const std::vector<int> waits_for = family_->ask(awaited, phase());
+            if (family_->aborted()) throw_aborted();
+            throw limit.error(rank(), describe(), peer, root_ranks_, waits_for, phase());
+          }
         }
         backoff.pause();
       }

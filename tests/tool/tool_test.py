@@ -46,6 +46,17 @@ def pids_of(folder):
     return found
 
 
+def newest_in(folder):
+    """The newest checkpoint."""
+    return max(folder.glob("step-*"))
+
+
+def flip_a_bit(path):
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+
+
 def is_running(pid):
     """Not so: gone, or dead and waiting for a parent that may never ask."""
     try:
@@ -543,8 +554,7 @@ class Checkpoints(Case):
            "--density-warmup", "0.25", "--bucket-mb", 0.05, "--eval-epochs", 0.25]
 
     def checkpoint_of(self, folder):
-        newest = folder / (folder / "latest").read_text().strip()
-        return {f.name: f.read_bytes() for f in newest.iterdir()}
+        return {f.name: f.read_bytes() for f in newest_in(folder).iterdir()}
 
     def state(self, folder):
         files = {k: v for k, v in self.checkpoint_of(folder).items() if k.endswith(".residual")}
@@ -576,6 +586,8 @@ class Checkpoints(Case):
                      "--checkpoint-steps", 7]
         run = self.start(*arguments)
         self.wait_for_step(run, metrics, 9)
+        while not list(folder.glob("step-*")):  # it is written beside training
+            self.assertIsNone(run.poll(), "the run has ended")
         for pid in [run.pid, *pids_of(self.dir).values()]:
             os.kill(pid, signal.SIGKILL)
         run.communicate(timeout=LIMIT)
@@ -622,6 +634,28 @@ class Checkpoints(Case):
                 self.assertEqual(steps(self.timeless(metrics)), steps(expected))
                 self.assertTrue(self.state(folder) == residuals, "the residuals differ")
 
+    def test_a_damaged_checkpoint_is_not_believed(self):
+        expected, residuals = self.straight()
+        metrics, folder = self.dir / "m.jsonl", self.dir / "damaged"
+        arguments = [*self.RUN, "--metrics", metrics, "--checkpoint", folder, "--checkpoint-steps", 7]
+        self.assert_ok(train(*arguments, "--steps", 16))
+        done = skim("checkpoint", "verify", folder)
+        self.assert_ok(done)
+        self.assertEqual(done.stdout, "step-00000016  good\nstep-00000014  good\n")
+        flip_a_bit(folder / "step-00000016/model.pt")
+        done = skim("checkpoint", "verify", folder)
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stdout, r"^step-00000016  model.pt is damaged.*\nstep-00000014  good\n$")
+        done = train(*arguments, "--resume")
+        self.assert_ok(done)
+        self.assertIn("step-00000016: model.pt is damaged", done.stderr)
+        self.assertIn("resumed after step 14", done.stdout)
+        self.assertEqual(self.timeless(metrics), expected)
+        self.assertTrue(self.state(folder) == residuals, "the residuals differ")
+        self.assert_refused(skim("checkpoint", "verify", self.dir / "none"), "no folder", "none")
+        self.assert_refused(skim("checkpoint", "verify", self.dir), "no checkpoint in")
+        self.assert_refused(skim("checkpoint"), "subcommand")
+
     def test_another_number_of_ranks_goes_on(self):
         for options in ([], self.LOCAL):
             with self.subTest(options=options):
@@ -639,17 +673,17 @@ class Checkpoints(Case):
         folder, summary = self.dir / "half", self.dir / "s"
         run = [*self.RUN, "--eval-epochs", 0, "--checkpoint", folder, "--summary", summary]
         self.assert_ok(train(*run, "--steps", 12))
-        meta = folder / (folder / "latest").read_text().strip() / "meta.json"
+        meta = newest_in(folder) / "meta.json"
         losses = json.loads(summary.read_text())[0]
         self.assert_ok(train(*run, "--ranks", 1, "--steps", 24, "--resume"))
         again = json.loads(summary.read_text())[0]
         self.assertEqual([again[key] for key in ("steps", "train_loss", "test_loss")],
                          [24, losses["train_loss"], losses["test_loss"]], "it is evaluated already")
 
-        changed = json.loads(meta.read_text())
-        changed.pop("skipped")
-        meta.write_text(json.dumps(changed))
-        self.assert_refused(train(*run, "--ranks", 1, "--resume"), "meta.json", "skipped", status=1)
+        flip_a_bit(meta)
+        done = train(*run, "--ranks", 1, "--resume")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("meta.json is damaged", done.stderr)
 
     def test_losses_before_an_evaluation_on_another_number_of_ranks_count(self):
         folder, metrics, summary = self.dir / "half", self.dir / "m", self.dir / "s"
@@ -677,11 +711,10 @@ class Checkpoints(Case):
         self.assert_refused(train(*one, "--select", "randomk"), "exact", "randomk", status=1)
         self.assert_refused(train(*one, "--checkpoint", self.dir / "none"), "no checkpoint",
                             status=1)
-        newest = folder / (folder / "latest").read_text().strip()
-        damaged = bytearray((newest / "rank-1.residual").read_bytes())
-        damaged[len(damaged) // 2] ^= 1
-        (newest / "rank-1.residual").write_bytes(damaged)
-        self.assert_refused(train(*again), "damaged", status=1)
+        flip_a_bit(newest_in(folder) / "rank-1.residual")
+        done = train(*again)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("no good checkpoint", done.stderr.splitlines()[-1])
 
     def test_a_full_disk_keeps_the_checkpoint_before(self):
         folder = self.dir / "small"
@@ -696,8 +729,9 @@ class Checkpoints(Case):
         done = train(*arguments, "--steps", 4, "--resume", preexec_fn=small_disk,
                      restore_signals=False)
         self.assert_refused(done, "checkpoint", "model.pt", "File too large", status=1)
+        self.assertIn("train loss", done.stdout, "the table is lost")
         self.assertTrue(self.checkpoint_of(folder) == before, "the checkpoint before has changed")
-        self.assertEqual(sorted(f.name for f in folder.iterdir()), ["latest", "step-00000002"])
+        self.assertEqual(sorted(f.name for f in folder.iterdir()), ["step-00000002"])
         self.assert_ok(train(*arguments, "--steps", 4, "--resume"))
 
     def test_a_folder_that_cannot_be_written(self):
@@ -726,6 +760,19 @@ class Failures(Case):
         self.assertGreaterEqual(len([m for m in lines(metrics) if "k" in m]), 5)
         for pid in ranks.values():
             self.assertFalse(is_running(pid), f"pid {pid} is still there")
+
+    def test_a_rank_that_hangs_is_named(self):
+        for exchange, hangs in ("allgather", 0), ("gtopk", 1), ("sparcml", 2), ("dense", 2):
+            with self.subTest(exchange=exchange, hangs=hangs):
+                metrics = self.dir / f"{exchange}.jsonl"
+                run = self.start(*self.LONG, "--exchange", exchange, "--timeout", 3, "--metrics", metrics)
+                self.wait_for_step(run, metrics, 3)
+                os.kill(pids_of(self.dir)[hangs], signal.SIGSTOP)
+                out, err = run.communicate(timeout=60)
+                self.assertEqual(run.returncode, 1, out + err)
+                self.assertEqual(len(err.strip().splitlines()), 1, err)
+                named = f"(no message from|for|because of) rank {hangs}( within| in|\n)|rank {hangs} took no message"
+                self.assertRegex(err, named)
 
     def test_ctrl_c_ends_all_ranks(self):
         metrics = self.dir / "m.jsonl"
@@ -774,7 +821,7 @@ class Failures(Case):
         case = ["--model", "linear", "--steps", 3, "--summary", self.dir / "s.json", "--metrics", self.dir / "m.jsonl",
                 "--checkpoint", self.dir / "c"]
         kept = {"s.json": lambda path: path.read_text(), "m.jsonl": lambda path: path.read_text(),
-                "c": lambda path: (path / "latest").read_text()}
+                "c": lambda path: (newest_in(path) / "meta.json").read_text()}
         self.assert_ok(train(*case))
         first = {name: read(self.dir / name) for name, read in kept.items()}
         done = train(*case, "--seed", 2, "--steps", 4)
@@ -796,6 +843,22 @@ class Failures(Case):
     def test_one_file_by_two_names(self):
         done = train("--model", "linear", "--steps", 3, "--metrics", self.dir / "x", "--summary", f"{self.dir}/./x")
         self.assert_refused(done, "--summary and --metrics are one file")
+
+    def test_too_few_descriptors(self):
+        def limit(hard):
+            return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
+
+        case = ["--ranks", 3, "--model", "linear", "--steps", 3]
+        done = train(*case, preexec_fn=limit(32))
+        self.assert_refused(done, "--ranks 3", "open files", "allows 32", "ulimit -n")
+        self.assert_ok(train(*case, preexec_fn=limit(4096)))  # it raises its own limit
+
+    def test_ranks_that_do_not_start(self):
+        idle = self.dir / "mpirun"
+        idle.write_text("#!/bin/sh\nexec sleep 1000\n")
+        idle.chmod(0o755)
+        done = train("--ranks", 2, "--timeout", 0.5, env=dict(os.environ, SKIM_MPIRUN=str(idle)))
+        self.assert_refused(done, "only 0 of 2 ranks started within 0.5 s", status=1)
 
     def test_mpirun_that_fails_after_all_ranks_ended_well(self):
         # Open MPI 4 does so at times: open-mpi/ompi#7833, #9389.

@@ -84,7 +84,7 @@ Course by_group(TrainOptions o, int ranks) {
     if (comm.rank() == 0) course.summary = s;
   });
   auto model = make_model(model_options(o.model, data().info(), o.seed));
-  torch::load(model, (latest_checkpoint(dir) / "model.pt").string());
+  torch::load(model, (checkpoints_of(dir).at(0) / "model.pt").string());
   course.see(*model);
   fs::remove_all(dir);
   return course;
