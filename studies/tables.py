@@ -557,6 +557,10 @@ TABLES = [
       for task, ranks, metric, form in QUALITY_TABLES),
     Table("quality.md", "entry-sends", entry_sends, {
         "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in quality.SWEPT}}),
+    Table("quality.md", "steps-gpt", by_steps("gpt", 4), {
+        "steps": "{steps}", "dense": "{dense:.3f}", "S at 0.1 %": "{sends:.2g}",
+        **{name: "{%s:+.3f}" % name for name in ("momentum correction, 1 %", "step ahead, 0.1 %",
+                                                 "15 local steps, ahead, 0.1 %", "one rank alone")}}),
     Table("quality.md", "outer-rates", outer_rates, {
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
         "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
