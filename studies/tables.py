@@ -242,10 +242,10 @@ def screens(task):
     return load
 
 
-def slow_links(task, machine):
+def slow_links(task, machine, file="slow-link.jsonl"):
     """A row for each method of slow_link.py: seconds until the target, and the value at the end, on each link."""
     def load(folder):
-        rows = [row for row in lines(folder, "slow-link.jsonl") if row["task"] == task]
+        rows = [row for row in lines(folder, file) if row["task"] == task]
         target, found = slow_link.target_of(rows), {}
         for row in rows:
             if not row["machine"].startswith(machine):
@@ -558,7 +558,7 @@ TABLES = [
     Table("quality.md", "entry-sends", entry_sends, {
         "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in quality.SWEPT}}),
     Table("quality.md", "steps-gpt", by_steps("gpt", 4), {
-        "steps": "{steps}", "dense": "{dense:.3f}", "S at 0.1 %": "{sends:.2g}",
+        "steps": "{steps}", "dense": "{dense:.3f}", "S of step ahead": "{sends:.2g}",
         **{name: "{%s:+.3f}" % name for name in ("momentum correction, 1 %", "step ahead, 0.1 %",
                                                  "15 local steps, ahead, 0.1 %", "one rank alone")}}),
     Table("quality.md", "outer-rates", outer_rates, {
@@ -569,10 +569,14 @@ TABLES = [
         "variant": "{variant}", "rate falls": "{rate_falls}", "entries sent": "{percent:.2f} %",
         metric: "{value:%s}" % form, "minus base": "{gain:+%s}" % form})
       for task, metric, form in (("resnet8", "accuracy", ".2f"),)),
-    Table("quality.md", "slow-link-gpt", slow_links("gpt", "AMD EPYC"), {
+    *(Table("quality.md", name, slow_links("gpt", machine, file), {
         "method": "{method}", "100 Mbit/s: to the target": "{seconds_100mbit}", "whole run": "{whole_100mbit:.0f} s",
         "1 Gbit/s: to the target": "{seconds_1gbit}", "whole run ": "{whole_1gbit:.0f} s",
-        "loss at the end": "{end:.3f}"}),
+        "loss at the end": "{end:.3f}"})
+      for name, machine, file in (
+          ("slow-link-gpt", "AMD EPYC", "slow-link.jsonl"),
+          ("slow-link-gpt-earlier", "AMD EPYC", "slow-link-earlier.jsonl"),
+          ("slow-link-gpt-xeon", "Intel(R) Xeon(R)", "slow-link-earlier.jsonl"))),
 
     Table("frames.md", "index-sizes", kept("frames.jsonl", "index-sizes"), {
         "index set": "{index_set}", "n": "{n:,}", "k": "{k:,}", "code taken": "{code}",

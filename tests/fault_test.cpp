@@ -221,7 +221,7 @@ TEST(fault, a_rank_with_a_mistaken_selector_takes_the_others_along_at_once) {
 TEST(fault, a_rank_that_is_gone_is_noticed_by_the_clock) {
   for (const ExchangeKind kind : kKinds) {
     for (const bool async : {false, true}) {
-      for (const int gone : {0, 3}) {
+      for (const int gone : {0, 1, 3}) {
         SCOPED_TRACE(text_of(kind, async) + ", rank " + std::to_string(gone));
         // Ranks that are still on their way to their wait when the time is over look as if gone.
         const auto all = endings(4, std::chrono::milliseconds(500), [&](Communicator& comm) {
@@ -237,6 +237,11 @@ TEST(fault, a_rank_that_is_gone_is_noticed_by_the_clock) {
           }
         }
       }
+      const auto pair = endings(2, kShort, [&](Communicator& comm) {
+        Training(comm, kind, async).steps(comm.rank() == 1 ? 1 : 3);
+      });
+      expect_named(pair[0], 0);
+      EXPECT_EQ(pair[0].peer, 1) << pair[0].what;
     }
   }
 }

@@ -44,7 +44,7 @@ namespace {
 constexpr const char* kRunDir = "SKIM_RUN_DIR";
 constexpr const char* kColumns = "SKIM_TERMINAL_COLUMNS";  // "out,err"
 constexpr std::chrono::seconds kGrace{20};                 // between a stop request and SIGTERM
-// Open files that mpirun needs for itself and for each rank, measured and doubled.
+// Open files that mpirun needs for itself and for each rank: twice what Open MPI 4.1 did with.
 constexpr rlim_t kDescriptors = 64, kDescriptorsOfARank = 16;
 
 std::atomic<int> g_signals{0}, g_last_signal{0};
@@ -228,10 +228,10 @@ struct Failure {
 };
 
 // The one line that explains a failure. A rank's own failure comes first, then ranks that died
-// without a message, then failures that ranks saw of others.
+// without a message, then failures that ranks saw of others, and last what ranks were told.
 Failure explain(const RunDir& dir, int ranks, int code, const std::string& of_mpirun) {
   std::string dead;
-  std::optional<Failure> cause, effect;
+  std::optional<Failure> cause, effect, told;
   const auto read = [&](int rank, const char* kind, std::optional<Failure>& into) {
     const auto line = dir.read(rank, kind);
     if (!line || into) return;
@@ -243,8 +243,13 @@ Failure explain(const RunDir& dir, int ranks, int code, const std::string& of_mp
       dead += (dead.empty() ? "rank " : ", rank ") + std::to_string(r) + " (pid " + *pid + ")";
     }
     read(r, "cause", cause);
-    read(r, "effect", effect);
+    std::optional<Failure> seen;
+    read(r, "effect", seen);
+    if (!seen) continue;
+    auto& into = seen->message.find("was aborted because of") == std::string::npos ? effect : told;
+    if (!into) into = seen;
   }
+  if (!effect) effect = told;
   if (cause) return *cause;
   if (!dead.empty()) return {code, dead + " died" + (effect ? "; " + effect->message : "")};
   if (effect) return *effect;

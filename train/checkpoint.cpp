@@ -9,6 +9,7 @@
 #include <fstream>
 #include <optional>
 #include <ostream>
+#include <sstream>
 #include <system_error>
 #include <utility>
 
@@ -234,29 +235,29 @@ std::string fault_of(const fs::path& checkpoint, std::size_t part, std::size_t p
   }
 }
 
-fs::path newest_checkpoint(const fs::path& dir, Communicator& comm,
-                           const std::function<void(const fs::path&, std::string_view)>& on_fault) {
+GoodCheckpoint newest_checkpoint(const fs::path& dir, Communicator& comm) {
   comm.set_phase({"checkpoint"});
   // Rank 0's list counts, because ranks of a network file system may see different ones.
   std::string mine;
   if (comm.rank() == 0) {
     for (const fs::path& c : checkpoints_of(dir)) mine += c.filename().string() + '\n';
   }
-  std::string names = gather(mine, comm).front();
-  if (names.empty()) throw StateError("no checkpoint in '" + dir.string() + "'");
-  std::string first_fault;
-  while (!names.empty()) {
-    const fs::path candidate = dir / names.substr(0, names.find('\n'));
-    names.erase(0, names.find('\n') + 1);
-    const auto parts = static_cast<std::size_t>(comm.size());
+  std::istringstream names(gather(mine, comm).front());
+  GoodCheckpoint found;
+  for (std::string name; std::getline(names, name);) {
     const auto faults =
-        gather(fault_of(candidate, static_cast<std::size_t>(comm.rank()), parts), comm);
+        gather(fault_of(dir / name, static_cast<std::size_t>(comm.rank()),
+                        static_cast<std::size_t>(comm.size())),
+               comm);
     const auto fault = std::ranges::find_if(faults, [](const auto& f) { return !f.empty(); });
-    if (fault == faults.end()) return candidate;
-    on_fault(candidate, *fault);
-    if (first_fault.empty()) first_fault = candidate.filename().string() + ": " + *fault;
+    if (fault == faults.end()) {
+      found.folder = dir / name;
+      return found;
+    }
+    found.faults.push_back(name + ": " + *fault);
   }
-  throw StateError("no good checkpoint in '" + dir.string() + "': " + first_fault);
+  if (found.faults.empty()) throw StateError("no checkpoint in '" + dir.string() + "'");
+  throw StateError("no good checkpoint in '" + dir.string() + "': " + found.faults.front());
 }
 
 }  // namespace skim::train

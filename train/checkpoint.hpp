@@ -10,11 +10,9 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <future>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "skim/communicator.hpp"
@@ -69,10 +67,12 @@ std::vector<std::filesystem::path> checkpoints_of(const std::filesystem::path& d
 std::string fault_of(const std::filesystem::path& checkpoint, std::size_t part = 0,
                      std::size_t parts = 1);
 
-// The newest checkpoint in dir that has no fault. Calls on_fault for newer ones. The ranks share
-// the reading. Collective. Throws: StateError if there is none.
-std::filesystem::path newest_checkpoint(
-    const std::filesystem::path& dir, Communicator& comm,
-    const std::function<void(const std::filesystem::path&, std::string_view fault)>& on_fault);
+struct GoodCheckpoint {
+  std::filesystem::path folder;
+  std::vector<std::string> faults;  // of newer ones: "step-00000120: model.pt is damaged: ..."
+};
+// The newest checkpoint in dir that has no fault, equal on all ranks. The ranks share the reading.
+// Collective. Throws: StateError if there is none.
+GoodCheckpoint newest_checkpoint(const std::filesystem::path& dir, Communicator& comm);
 
 }  // namespace skim::train

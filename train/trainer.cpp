@@ -309,15 +309,17 @@ class Run {
         (signals & kCheckpointSignal) != 0;
     if (writer_.is_open() && (is_due || ends || (signals & kWritingSignal) == 0)) {
       const std::string failure = end_checkpoint();
-      if (!failure.empty() && comm_.rank() == 0 && observer_.on_warning) {
-        observer_.on_warning(failure + "; the run goes on");
-      }
+      if (!failure.empty()) warn(failure + "; the run goes on");
     }
     if (is_due || ends) {
       writer_.begin(done_, state());
       last_checkpoint_ = Clock::now();
     }
     if (ends) checkpoint_failure_ = end_checkpoint();
+  }
+
+  void warn(const std::string& what) {
+    if (comm_.rank() == 0 && observer_.on_warning) observer_.on_warning(what);
   }
 
   // Returns why it failed; empty: it did not.
@@ -380,13 +382,11 @@ class Run {
   }
 
   void resume() {
-    const auto warn = [&](const fs::path& bad, std::string_view fault) {
-      if (comm_.rank() == 0 && observer_.on_warning) {
-        observer_.on_warning("checkpoint " + bad.string() + ": " + std::string(fault) +
-                             "; looking for an older one");
-      }
-    };
-    const fs::path dir = newest_checkpoint(options_.checkpoint, comm_, warn);
+    const GoodCheckpoint newest = newest_checkpoint(options_.checkpoint, comm_);
+    const fs::path& dir = newest.folder;
+    for (const std::string& fault : newest.faults) {
+      warn("checkpoint " + fault + "; taking " + dir.filename().string());
+    }
     const nlohmann::json meta = read_json(dir / "meta.json");
     const nlohmann::json now = identity(options_);
     for (const auto& [key, value] : now.items()) {

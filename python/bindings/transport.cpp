@@ -188,17 +188,15 @@ class TransportCommunicator final : public Communicator {
       f();
     } catch (nb::python_error& e) {
       check_told();
-      const Blame b = e.matches(PyExc_TimeoutError) ? ask(t.peer) : Blame{root_rank(t.peer), {}};
+      const Blame b = e.matches(PyExc_TimeoutError) ? ask(t.peer) : Blame{t.peer, {}};
       check_told();
-      const auto at = std::ranges::find(root_ranks_, b.culprit);
-      const bool is_here = at != root_ranks_.end();
       const std::string peer = "rank " + std::to_string(t.peer);
       const std::string text = phase().text();
       throw CommError("rank " + std::to_string(rank()) + ": " +
                           (t.receiving ? "no message from " + peer : peer + " took no message") +
                           in_phase(text) + ": " + nb::cast<std::string>(nb::str(e.value())) +
-                          (is_here ? b.chain : ""),
-                      is_here ? static_cast<int>(at - root_ranks_.begin()) : t.peer, text);
+                          b.chain,
+                      b.culprit, text);
     }
   }
 
@@ -213,7 +211,7 @@ class TransportCommunicator final : public Communicator {
         waits_for.at(static_cast<std::size_t>(chain[i])) = chain[i + 1];
       }
     }
-    return blame(root_rank(peer), waits_for);
+    return blame(peer, root_ranks_, waits_for);
   }
 
   void check_alive() const {

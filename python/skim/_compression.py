@@ -309,8 +309,8 @@ class Compression:
         """Keeps the first failure, which all later buckets raise too, and aborts the group."""
         if self.error is None:
             self.error = error
-            peer = error.peer if isinstance(error, _core.CommError) else None
-            self.comm.abort(self.comm.rank if peer is None or peer < 0 else peer)
+            culprit = getattr(error, "peer", -1)  # of a CommError
+            self.comm.abort(culprit if culprit >= 0 else self.comm.rank)
 
     # ---- state ----------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ import datetime
 import itertools
 import re
 import socket
-import time
 from typing import Any
 
 import torch
@@ -64,18 +63,17 @@ class GlooTransport:
             self._gloo = None
 
     def waits(self, peer: int) -> list[int]:
-        # Ranks that wait for one another run out of time within moments.
-        end = time.monotonic() + 1.0
-        self._store.set(f"waits{self.rank}", str(peer))
         chain = [peer]
-        while len(chain) <= self.size:
-            key = f"waits{chain[-1]}"
-            while not self._store.check([key]):
-                if time.monotonic() >= end or self.told() is not None:
-                    return chain
-                time.sleep(0.02)
-            chain.append(int(self._store.get(key)))
-        return [peer]  # a ring
+        try:
+            self._store.set(f"waits{self.rank}", str(peer))
+            while len(chain) <= self.size:
+                key = f"waits{chain[-1]}"
+                # Ranks that wait for one another run out of time within moments.
+                self._store.wait([key], datetime.timedelta(seconds=1))
+                chain.append(int(self._store.get(key)))
+        except RuntimeError:  # the last one waits for nobody, or the store has ended
+            pass
+        return chain
 
     def told(self) -> tuple[int, str] | None:
         try:

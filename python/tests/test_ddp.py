@@ -131,6 +131,7 @@ class Failures(unittest.TestCase):
                         named = (f"(was aborted because of|no message from|for) rank {stalled}( in|\\n)|"
                                  f"rank {stalled} took no message")
                         self.assertRegex(err, f"CommError: rank {rank}: .*({named})")
+                        self.assertRegex(err, f"timed out after 3 s|was aborted because of rank {stalled}")
                     ranks[stalled].kill()
 
 

@@ -118,12 +118,14 @@ struct Queue {
 // Why a wait does not end. Ranks wait for one another, so the peer of a wait is often not the rank
 // that keeps all of them waiting.
 struct Blame {
-  int culprit = -1;  // the last rank of the chain, in the root group
+  int culprit = -1;   // the last rank of the chain
   std::string chain;  // "; rank 1 waits for rank 2, rank 2 for rank 5"; empty: the peer is to blame
 };
 constexpr int kNobody = -1;
-// waits_for[r]: the rank that r waits for, in the root group. kNobody: none, or it does not answer.
-Blame blame(int peer, std::span<const int> waits_for);
+// peer and culprit: ranks of the group with these root_ranks. waits_for[r]: the rank that r waits
+// for, in the root group; kNobody: none, or r does not answer. If the chain is a ring, or its end
+// is outside the group, the peer is to blame.
+Blame blame(int peer, const std::vector<int>& root_ranks, std::span<const int> waits_for);
 
 // The time at which a wait must end.
 class WaitLimit {

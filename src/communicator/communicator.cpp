@@ -187,16 +187,22 @@ WaitLimit::Clock::time_point WaitLimit::next_look() const noexcept {
   return deadline_ns_ == nullptr ? end_ : std::min(end_, Clock::now() + kDeadlineLook);
 }
 
-Blame blame(int peer, std::span<const int> waits_for) {
-  Blame b{.culprit = peer, .chain = {}};
+Blame blame(int peer, const std::vector<int>& root_ranks, std::span<const int> waits_for) {
+  const Blame of_peer{.culprit = peer, .chain = {}};
+  std::string chain;
+  int last = root_ranks[static_cast<std::size_t>(peer)];
   for (std::size_t links = 0; links < waits_for.size(); ++links) {
-    const int next = b.culprit < 0 ? kNobody : waits_for[static_cast<std::size_t>(b.culprit)];
-    if (next == kNobody) return b;
-    b.chain += (links == 0 ? "; rank " : ", rank ") + std::to_string(b.culprit) +
-               (links == 0 ? " waits for rank " : " for rank ") + std::to_string(next);
-    b.culprit = next;
+    const int next = waits_for[static_cast<std::size_t>(last)];
+    if (next == kNobody) {
+      const auto at = std::ranges::find(root_ranks, last);
+      if (at == root_ranks.end()) return of_peer;
+      return {.culprit = static_cast<int>(at - root_ranks.begin()), .chain = chain};
+    }
+    chain += (links == 0 ? "; rank " : ", rank ") + std::to_string(last) +
+             (links == 0 ? " waits for rank " : " for rank ") + std::to_string(next);
+    last = next;
   }
-  return {.culprit = peer, .chain = {}};  // a ring: nobody in particular
+  return of_peer;
 }
 
 CommError WaitLimit::error(int rank, const std::string& what, int peer,
@@ -213,12 +219,8 @@ CommError WaitLimit::error(int rank, const std::string& what, int peer,
   } else {
     line.append(" by the deadline, after ").append(waited.data());
   }
-  line += in_phase(text);
-  if (peer < 0) return {line, peer, text};
-  const Blame b = blame(root_ranks[static_cast<std::size_t>(peer)], waits_for);
-  const auto at = std::ranges::find(root_ranks, b.culprit);
-  if (at == root_ranks.end()) return {line, peer, text};  // outside this group
-  return {line + b.chain, static_cast<int>(at - root_ranks.begin()), text};
+  const Blame b = peer < 0 ? Blame{} : blame(peer, root_ranks, waits_for);
+  return {line + in_phase(text) + b.chain, b.culprit, text};
 }
 
 AbortWord make_abort_word(int culprit, const Phase& phase) noexcept {

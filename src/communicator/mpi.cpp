@@ -135,7 +135,8 @@ class Family {
     // not sent by the deadline, its memory is left allocated.
     const auto end = std::chrono::steady_clock::now() + kLastEffort;
     int sent = 0;
-    while (MPI_Testall(static_cast<int>(told_.size()), told_.data(), &sent, MPI_STATUSES_IGNORE) ==
+    while (may_progress() &&
+           MPI_Testall(static_cast<int>(told_.size()), told_.data(), &sent, MPI_STATUSES_IGNORE) ==
                MPI_SUCCESS &&
            sent == 0 && std::chrono::steady_clock::now() < end) {
       std::this_thread::yield();
@@ -156,9 +157,20 @@ class Family {
                                   &told_[static_cast<std::size_t>(r)]));
     }
     int sent = 0;
-    static_cast<void>(
-        MPI_Testall(static_cast<int>(told_.size()), told_.data(), &sent, MPI_STATUSES_IGNORE));
+    if (may_progress()) {
+      static_cast<void>(
+          MPI_Testall(static_cast<int>(told_.size()), told_.data(), &sent, MPI_STATUSES_IGNORE));
+    }
   }
+
+  // Waits a moment for MPI to have sent what callers have lent. After the first error, while they
+  // still lend it. Later calls do nothing.
+  void settle() noexcept;
+  // For a communicator that goes with open sends, whose messages may be gone already.
+  void set_lent() noexcept { lent_ = true; }
+  // Whether MPI may run. If it still has a message to send, its owner may have freed that, and any
+  // call of MPI may read it: once the receiver, slow or stopped until now, is ready.
+  bool may_progress() const noexcept { return !lent_ && mpi_is_running(); }
 
   // Returns the word that this rank sent, or else the first that arrived; null if there is none.
   const AbortWord* look(const Phase& phase) {
@@ -189,6 +201,7 @@ class Family {
       MPI_Request_free(&sent);
     }
     std::size_t missing = told_.size() - 1;
+    Backoff backoff;
     const auto end = std::chrono::steady_clock::now() + kAnswerTime;
     while (missing > 0 && look(phase) == nullptr && std::chrono::steady_clock::now() < end) {
       answer(awaited, phase);
@@ -198,7 +211,7 @@ class Family {
       check(MPI_Improbe(MPI_ANY_SOURCE, kAnswerTag, control_.comm, &flag, &message, &status),
             "look for an answer", rank_, -1, phase);
       if (flag == 0) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        backoff.pause();
         continue;
       }
       int& its = waits_for[static_cast<std::size_t>(status.MPI_SOURCE)];
@@ -242,7 +255,7 @@ class Family {
 
   // Frees the answers, unless MPI may still read one.
   void forget_answers() noexcept {
-    bool all_sent = mpi_is_running();
+    bool all_sent = may_progress();
     for (Answer& a : *answers_) {
       int sent = 0;
       all_sent = all_sent && MPI_Test(&a.sent, &sent, MPI_STATUS_IGNORE) == MPI_SUCCESS && sent != 0;
@@ -255,6 +268,8 @@ class Family {
   int rank_;
   bool failed_ = false;   // after an error or an abort, nothing is freed
   bool aborted_ = false;  // word_ is valid
+  bool settled_ = false;
+  bool lent_ = false;     // MPI may still read a message that a caller may have freed
   std::unique_ptr<AbortWord> word_;
   std::vector<MPI_Request> told_;  // [rank]
   // With addresses that stay.
@@ -303,6 +318,7 @@ class MpiCommunicator final : public Communicator {
   ~MpiCommunicator() override {
     std::erase(family_->members, this);
     if (!transfers_->empty()) family_->set_failed();
+    if (has_open_sends()) family_->set_lent();
     if (!family_->failed()) return;
     payload_->leave_to_finalize();
     if (!all_quiet()) static_cast<void>(transfers_.release());  // MPI may still write there
@@ -313,6 +329,7 @@ class MpiCommunicator final : public Communicator {
 
   void abort(int culprit) noexcept override {
     const bool known = 0 <= culprit && culprit < size();
+    family_->settle();
     family_->tell(known ? root_ranks_[static_cast<std::size_t>(culprit)] : -1, phase());
   }
 
@@ -410,6 +427,7 @@ class MpiCommunicator final : public Communicator {
       f();
     } catch (const CommError& e) {
       broken_ = e;
+      family_->settle();
       family_->set_failed();
       throw;
     }
@@ -503,9 +521,18 @@ class MpiCommunicator final : public Communicator {
     return true;
   }
 
+  bool has_open_sends() noexcept {
+    bool found = false;
+    transfers_->for_each([&](Transfer& t) {
+      found = found || (!t.receiving && t.request != MPI_REQUEST_NULL);
+    });
+    return found;
+  }
+
   // Waits a moment for MPI to release all of this communicator's memory. Returns whether it did.
   bool all_quiet() noexcept {
     if (!mpi_is_running()) return true;
+    if (!family_->may_progress()) return transfers_->empty();
     const auto end = std::chrono::steady_clock::now() + kLastEffort;
     for (;;) {
       bool quiet = true;
@@ -520,6 +547,17 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
+  // Tests the sends that have begun. Returns whether MPI still has one of them.
+  bool still_sends() noexcept {
+    transfers_->for_each([&](Transfer& t) {
+      int complete = 0;
+      if (t.receiving || t.request == MPI_REQUEST_NULL) return;
+      static_cast<void>(MPI_Test(&t.request, &complete, MPI_STATUS_IGNORE));
+    });
+    return has_open_sends();
+  }
+  friend class Family;
+
   // Destroyed after payload_, because it may finalise MPI.
   std::shared_ptr<Family> family_;
   std::unique_ptr<OwnedComm> payload_;
@@ -531,6 +569,17 @@ class MpiCommunicator final : public Communicator {
   std::size_t piece_bytes_;
   std::optional<CommError> broken_;
 };
+
+void Family::settle() noexcept {
+  if (settled_) return;
+  settled_ = true;
+  const auto end = std::chrono::steady_clock::now() + kLastEffort;
+  for (lent_ = true; lent_ && mpi_is_running(); std::this_thread::yield()) {
+    lent_ = false;
+    for (MpiCommunicator* const member : members) lent_ = member->still_sends() || lent_;
+    if (std::chrono::steady_clock::now() >= end) return;
+  }
+}
 
 std::unique_ptr<Communicator> MpiCommunicator::split(int color) {
   SKIM_EXPECTS(color >= 0,

@@ -12,6 +12,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "group.hpp"
@@ -62,10 +63,9 @@ class Checkpoints : public testing::Test {
     std::vector<std::vector<std::string>> found(static_cast<std::size_t>(ranks));
     test::run_threads(ranks, [&](Communicator& comm) {
       auto& mine = found[static_cast<std::size_t>(comm.rank())];
-      const auto on_fault = [&](const fs::path& bad, std::string_view fault) {
-        mine.push_back(bad.filename().string() + ": " + std::string(fault));
-      };
-      mine.insert(mine.begin(), newest_checkpoint(dir, comm, on_fault).filename().string());
+      GoodCheckpoint good = newest_checkpoint(dir, comm);
+      mine = std::move(good.faults);
+      mine.insert(mine.begin(), good.folder.filename().string());
     });
     for (const auto& of_rank : found) EXPECT_EQ(of_rank, found[0]);
     return found[0];
