@@ -106,6 +106,7 @@ class Rules(Case):
         case += ["--metrics", parted, "--checkpoint", self.dir / "c", "--checkpoint-steps", 7]
         run = self.start(*case)
         self.wait_for_step(run, parted, 9)
+        self.wait_for_checkpoint(run, self.dir / "c")
         for pid in [run.pid, *pids_of(self.dir).values()]:
             os.kill(pid, signal.SIGKILL)
         run.communicate(timeout=LIMIT)

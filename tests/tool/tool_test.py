@@ -119,6 +119,10 @@ class Case(unittest.TestCase):
         self.wait_until(run, lambda: metrics.exists() and metrics.read_text().count('"sent_bytes"') >= step,
                         f"step {step} was not reached")
 
+    def wait_for_checkpoint(self, run, folder):
+        """Until one has appeared. It is written beside training, so later steps may be recorded before."""
+        self.wait_until(run, lambda: list(folder.glob("step-*")), "no checkpoint appeared")
+
     def wait_until(self, run, is_so, else_what):
         """Until the state that a test needs is there, not an amount of time."""
         end = time.monotonic() + LIMIT
@@ -617,7 +621,7 @@ class Checkpoints(Case):
                      "--checkpoint-steps", 7]
         run = self.start(*arguments)
         self.wait_for_step(run, metrics, 9)
-        self.wait_until(run, lambda: list(folder.glob("step-*")), "no checkpoint appeared")
+        self.wait_for_checkpoint(run, folder)
         for pid in [run.pid, *pids_of(self.dir).values()]:
             os.kill(pid, signal.SIGKILL)
         run.communicate(timeout=LIMIT)
