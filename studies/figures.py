@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import pathlib
+import re
 import statistics
 import sys
 
@@ -407,7 +408,8 @@ def on_slow_links(arguments):
                 axis.plot(seconds, values, color=COLOURS[i % len(COLOURS)], label=method,
                           linestyle="-" if i < len(COLOURS) else ":")
         axis.axhline(target, color="black", linewidth=0.6, linestyle="--")
-        axis.set(title=link, xlabel="seconds of training", xscale="log")
+        axis.set(title=re.sub(r"([mg])bit$", lambda unit: f" {unit[1].upper()}bit/s", link),
+                 xlabel="seconds of training", xscale="log")
     if slow_link.metric_of(rows) == "loss":
         axes[0][0].set(ylabel="validation loss", ylim=(target - 0.2, target + 1.0))
     else:

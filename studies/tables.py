@@ -578,6 +578,11 @@ TABLES = [
           ("slow-link-gpt-earlier", "AMD EPYC", "slow-link-earlier.jsonl"),
           ("slow-link-gpt-xeon", "Intel(R) Xeon(R)", "slow-link-earlier.jsonl"))),
 
+    Table("quality.md", "slow-link-resnet20", slow_links("resnet20", "AMD EPYC"), {
+        "method": "{method}", "100 Mbit/s: to the target": "{seconds_100mbit}", "whole run": "{whole_100mbit:.0f} s",
+        "1 Gbit/s: to the target": "{seconds_1gbit}", "whole run ": "{whole_1gbit:.0f} s",
+        "accuracy at the end": "{end:.2f} %"}),
+
     Table("frames.md", "index-sizes", kept("frames.jsonl", "index-sizes"), {
         "index set": "{index_set}", "n": "{n:,}", "k": "{k:,}", "code taken": "{code}",
         "index, bytes": "{index_bytes:,}",

@@ -94,18 +94,6 @@ GroupStats stats_of(std::size_t rank) {
           .pair_s = 1.0F};
 }
 
-// Hosts as a test has them.
-class OnHosts final : public test::ForwardingCommunicator {
- public:
-  OnHosts(Communicator& to, const test::ExchangeOracle::HostOf& host_of)
-      : ForwardingCommunicator(to),
-        host_(static_cast<int>(host_of(static_cast<std::size_t>(to.rank())))) {}
-  int host() const noexcept override { return host_; }
-
- private:
-  int host_;
-};
-
 // P = 1 to 9 and 16.
 std::vector<int> exchange_sizes() {
 #ifdef SKIM_TEST_MPI
@@ -146,7 +134,7 @@ void expect_oracle(int ranks, const ExchangeOptions& options, const Case& c,
   std::vector<ExchangeOutcome> outcomes;
   for (int run = 0; run < (keeps ? 3 : 1); ++run) outcomes.push_back(oracle.run(views, c.k));
   run_group(ranks, [&](Communicator& whole) {
-    OnHosts comm(whole, host_of);
+    test::OnHost comm(whole, host_of(static_cast<std::size_t>(whole.rank())));
     SCOPED_TRACE(test::name_of(options) + ", " + c.name + ", rank " + std::to_string(comm.rank()) +
                  " of " + std::to_string(ranks));
     const auto exchange = make_exchange(options);
@@ -224,7 +212,7 @@ TEST(exchange, conserves) {
       for (const bool hosts : {false, true}) {
         if (hosts && options.kind != ExchangeKind::hierarchical) continue;
         run_group(ranks, [&](Communicator& whole) {
-          OnHosts comm(whole, [&](std::size_t r) { return hosts ? r / 2 : 0U; });
+          test::OnHost comm(whole, hosts ? static_cast<std::size_t>(whole.rank()) / 2 : 0U);
           SCOPED_TRACE(test::name_of(options) + " on " + std::to_string(ranks) + " ranks");
           const auto exchange = make_exchange(options);
           for (std::uint64_t step = 0; step < 20; ++step) {
@@ -530,7 +518,7 @@ TEST(exchange, k_down_counts_where_the_row_says_so) {
   const auto entries_of = [&](const ExchangeOptions& options, std::size_t k_down) {
     std::atomic<std::size_t> entries = 0;  // the same on all ranks
     run_group(4, [&](Communicator& whole) {
-      OnHosts comm(whole, [](std::size_t r) { return r / 2; });
+      test::OnHost comm(whole, static_cast<std::size_t>(whole.rank()) / 2);
       const auto exchange = make_exchange(options);
       const auto r = static_cast<std::size_t>(whole.rank());
       const SparseBuffer mine = test::top_k(test::normal(n, r), k);
@@ -558,7 +546,7 @@ TEST(exchange, delivers_all_where_the_row_says_so) {
     if (row.kind == ExchangeKind::dense) continue;
     run_group(4, [&](Communicator& whole) {
       is_run = true;
-      OnHosts comm(whole, [](std::size_t r) { return r / 2; });
+      test::OnHost comm(whole, static_cast<std::size_t>(whole.rank()) / 2);
       const auto exchange = make_exchange({.kind = row.kind});
       const auto r = static_cast<std::size_t>(whole.rank());
       const SparseBuffer mine = test::top_k(test::normal(200, r), 12);

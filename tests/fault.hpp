@@ -55,6 +55,17 @@ class ForwardingCommunicator : public Communicator {
   Communicator& to_;
 };
 
+// A rank on a host of the test's choice.
+class OnHost final : public ForwardingCommunicator {
+ public:
+  OnHost(Communicator& to, std::size_t host)
+      : ForwardingCommunicator(to), host_(static_cast<int>(host)) {}
+  int host() const noexcept override { return host_; }
+
+ private:
+  int host_;
+};
+
 enum class Fault {
   none,
   drop,      // the message is never sent; the sender's wait ends at once

@@ -125,6 +125,63 @@ TEST(param_server, shards_and_a_dedicated_server_give_what_rank_0_gives) {
 
 // One way, the result is the union of what came in, and nothing stays with the server; both ways it
 // has k_down entries. The quotient is what the downlink saves.
+// Also while the server sends back what it held from steps with a smaller k_down.
+TEST(param_server, no_step_sends_more_than_it_promises) {
+  const std::size_t n = 400, k = 10;
+  for (const ServerPlacement placement : kPlacements) {
+    for (const int ranks : {2, 3, 4, 7}) {
+      run_threads(ranks, [&](Communicator& comm) {
+        const bool serves = placement == ServerPlacement::dedicated && comm.rank() == 0;
+        const auto exchange =
+            make_exchange({.kind = ExchangeKind::param_server, .server = {.placement = placement}});
+        Floats sent(n, 0.0F), got(n, 0.0F);
+        std::uint64_t bytes = 0;
+        for (std::uint64_t step = 0; step < 120; ++step) {
+          const Keep keep{.k = k, .k_down = step < 40 ? 1 : n};
+          Floats g = test::integers(
+              n, seed_of(static_cast<std::size_t>(comm.rank()), step), step < 40 ? 100 : 3);
+          SparseBuffer mine;
+          if (serves) {
+            mine.reset(n);
+          } else {
+            make_selector({})->select({.id = {.step = step},
+                                       .grad = std::span(g),
+                                       .residual = {},
+                                       .layout = {},
+                                       .keep = keep},
+                                      mine);
+          }
+          GroupStats stats;
+          const ExchangeResult result =
+              exchange->run({.step = step}, mine.view(), keep, stats, comm);
+          const std::uint64_t now = comm.traffic().sent_bytes;
+          EXPECT_LE(static_cast<double>(now - bytes), exchange->max_sent_bytes(n, keep, ranks))
+              << name_of(placement) << " on " << ranks << " ranks, step " << step;
+          bytes = now;
+          for (std::size_t e = 0; e < mine.view().nnz(); ++e) {
+            sent[mine.view().index[e]] += mine.view().value[e];
+          }
+          for (std::size_t e = 0; e < result.returned.nnz(); ++e) {
+            sent[result.returned.index[e]] -= result.returned.value[e];
+          }
+          for (std::size_t e = 0; e < result.sum.nnz(); ++e) {
+            got[result.sum.index[e]] += result.sum.value[e];
+          }
+          exchange->end_step();
+        }
+        // Whole numbers: what was sent has arrived, or is held.
+        const HeldMass::Piece held = exchange->held_mass()->held(0);
+        for (std::size_t i = 0; i < held.mass.n; ++i) sent[held.first + i] -= held.mass.data[i];
+        Floats total(n, 0.0F);
+        for (const Floats& of_rank : gather(comm, sent)) {
+          for (std::size_t i = 0; i < n; ++i) total[i] += of_rank[i];
+        }
+        EXPECT_EQ(total, got) << name_of(placement) << " on " << ranks << " ranks";
+      });
+    }
+  }
+}
+
 TEST(param_server, union_and_result_are_counted) {
   const std::size_t n = 1000;
   for (const int ranks : {2, 5}) {

@@ -16,6 +16,7 @@
 
 #include "allocations.hpp"
 #include "exchange_oracle.hpp"
+#include "fault.hpp"
 #include "group.hpp"
 #include "half.hpp"
 #include "oracle.hpp"
@@ -1182,16 +1183,17 @@ TEST(reducer, signals_reach_all_ranks_at_the_end_of_the_step) {
 // -----------------------------------------------------------------------------------------
 
 // By all ranks together, in steps 10 to 40; every rank and step has gradients of its own.
-std::uint64_t allocations_when_warm(int ranks, ExchangeKind kind, double density, bool async,
-                                    const FeedbackOptions& feedback = {}, DType type = DType::f32,
-                                    const CodecOptions& codec = {}) {
+std::uint64_t allocations_when_warm(int ranks, const ExchangeOptions& exchange, double density,
+                                    bool async, const FeedbackOptions& feedback = {},
+                                    DType type = DType::f32, int ranks_on_a_host = 100) {
   const std::vector<std::size_t> sizes = {50, 3000, 5000};
   std::barrier<> together(ranks);
   std::uint64_t before = 0, after = 0;
-  run_group(ranks, [&](Communicator& comm) {
-    ReducerOptions o = options_of(kind, 100);
+  run_group(ranks, [&](Communicator& whole) {
+    test::OnHost comm(whole, static_cast<std::size_t>(whole.rank() / ranks_on_a_host));
+    ReducerOptions o = options_of(exchange.kind, 100);
     o.feedback = feedback;
-    o.exchange.codec = codec;
+    o.exchange = exchange;
     Reducer reducer(o, with_density(density), comm);
     reducer.set_layout(buckets(sizes));
     std::vector<std::vector<Floats>> grads(40);
@@ -1234,7 +1236,7 @@ TEST(reducer, a_warm_step_allocates_nothing) {
   for (const int ranks : {1, 2, 3, 4}) {
     for (const ExchangeKind kind : kKinds) {
       for (const bool async : {false, true}) {
-        EXPECT_EQ(allocations_when_warm(ranks, kind, 0.01, async), 0U)
+        EXPECT_EQ(allocations_when_warm(ranks, {.kind = kind}, 0.01, async), 0U)
             << name_of(kind) << (async ? " async on " : " sync on ") << ranks << " ranks";
       }
     }
@@ -1249,7 +1251,7 @@ TEST(reducer, a_warm_step_allocates_nothing_with_local_options_and_16_bits) {
   for (const int ranks : {1, 3}) {
     for (const ExchangeKind kind : kKinds) {
       for (const DType type : {DType::f32, DType::f16, DType::bf16}) {
-        EXPECT_EQ(allocations_when_warm(ranks, kind, 0.01, false, all, type), 0U)
+        EXPECT_EQ(allocations_when_warm(ranks, {.kind = kind}, 0.01, false, all, type), 0U)
             << name_of(kind) << " on " << ranks << " ranks";
       }
     }
@@ -1261,8 +1263,21 @@ TEST(reducer, a_warm_step_allocates_nothing_with_rounded_values) {
   codec.value = ValueCode::q4;
   codec.rounding = Rounding::stochastic;
   for (const ExchangeKind kind : kKinds) {
-    EXPECT_EQ(allocations_when_warm(3, kind, 0.01, false, {}, DType::f32, codec), 0U)
+    EXPECT_EQ(allocations_when_warm(3, {.kind = kind, .codec = codec}, 0.01, false), 0U)
         << name_of(kind);
+  }
+}
+
+// The sums that hosts exchange have more entries than k, and each step another number of them.
+TEST(reducer, a_warm_step_allocates_nothing_between_hosts) {
+  for (const ExchangeKind between : kKinds) {
+    if (!row_of(between).nests) continue;
+    for (const int ranks : {4, 5, 6}) {
+      const ExchangeOptions exchange{.kind = ExchangeKind::hierarchical,
+                                     .hierarchy = {.between = between}};
+      EXPECT_EQ(allocations_when_warm(ranks, exchange, 0.01, false, {}, DType::f32, 2), 0U)
+          << name_of(between) << " on " << ranks << " ranks";
+    }
   }
 }
 

@@ -3,10 +3,10 @@
 //
 // Launcher and ranks communicate through files in a folder, whose name is in SKIM_RUN_DIR:
 // - A rank writes `rank-R.pid` when it starts.
-// - When the rank has left MPI after a success, it renames this file to `rank-R.done`.
-// - A rank that ends with another status removes `rank-R.pid`. If it failed, it also writes
-//   `rank-R.cause` or `rank-R.effect`, with one line: its exit status and the message.
-// - If `rank-R.pid` still exists after the run, the rank died without a message.
+// - When its work has succeeded, it writes `rank-R.succeeded`, and then leaves MPI. If it failed, it
+//   writes `rank-R.cause` or `rank-R.effect`, with one line: its exit status and the message.
+// - At its end it removes `rank-R.pid`. If this file still exists after the run and the rank has not
+//   succeeded, the rank died without a message.
 #include "tools/launcher.hpp"
 
 #include <fcntl.h>
@@ -16,6 +16,7 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <sysexits.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,6 +36,7 @@
 #include <system_error>
 
 #include "skim/error.hpp"
+#include "tools/run_dir.hpp"
 
 namespace fs = std::filesystem;
 
@@ -43,7 +45,8 @@ namespace {
 
 constexpr const char* kRunDir = "SKIM_RUN_DIR";
 constexpr const char* kColumns = "SKIM_TERMINAL_COLUMNS";  // "out,err"
-constexpr std::chrono::seconds kGrace{20};                 // between a stop request and SIGTERM
+// How long mpirun may take to end after the last rank, or after SIGTERM.
+constexpr std::chrono::seconds kToEnd{12};
 // Open files that mpirun needs for itself and for each rank: twice what Open MPI 4.1 did with.
 constexpr rlim_t kDescriptors = 64, kDescriptorsOfARank = 16;
 
@@ -59,41 +62,17 @@ int columns_of(int fd) {
   return ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
-// The folder for the files of launcher and ranks. It is removed at the end.
-class RunDir {
- public:
-  RunDir() {
-    std::string name = (fs::temp_directory_path() / "skim-XXXXXX").string();
-    if (mkdtemp(name.data()) == nullptr) {
-      throw Error("cannot create a folder in " + fs::temp_directory_path().string() + ": " +
-                  std::strerror(errno));
-    }
-    path_ = name;
-  }
-  ~RunDir() {
-    std::error_code ignored;  // a folder left in the temporary folder does no harm
-    fs::remove_all(path_, ignored);
-  }
-  RunDir(const RunDir&) = delete;
-  RunDir& operator=(const RunDir&) = delete;
-  const fs::path& path() const { return path_; }
-
-  std::optional<std::string> read(int rank, const char* kind) const {
-    std::ifstream in(path_ / ("rank-" + std::to_string(rank) + "." + kind));
-    if (!in) return std::nullopt;
-    std::string line;
-    std::getline(in, line);
-    return line;
-  }
-
- private:
-  fs::path path_;
-};
-
-// Sets the variables with which Open MPI 4 and 5 start ranks as root, and more ranks than cores.
-// MPICH does not need them.
-void set_environment(const fs::path& run_dir) {
+// Sets the variables with which Open MPI 4 and 5 start ranks as root, start more ranks than cores,
+// and keep all their files in folders of this run. MPICH does not need them.
+void set_environment(const RunDir& dir) {
   const auto set = [](const char* name, const char* value) { setenv(name, value, 0); };
+  for (const char* name : {"OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"}) {
+    set(name, dir.path().c_str());
+  }
+  for (const char* name : {"OMPI_MCA_btl_vader_backing_directory",
+                           "OMPI_MCA_btl_sm_backing_directory"}) {
+    set(name, dir.shared_memory().c_str());
+  }
   set("OMPI_ALLOW_RUN_AS_ROOT", "1");
   set("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
   set("OMPI_MCA_rmaps_base_oversubscribe", "1");
@@ -105,7 +84,7 @@ void set_environment(const fs::path& run_dir) {
   set("OMPI_MCA_odls_base_sigkill_timeout", "3");
   // All ranks are on this machine. So they need no TCP, and no port that strangers can reach.
   set("OMPI_MCA_btl", "self,vader");
-  setenv(kRunDir, run_dir.c_str(), 1);
+  setenv(kRunDir, dir.path().c_str(), 1);
   const std::string columns =
       std::to_string(columns_of(STDOUT_FILENO)) + "," + std::to_string(columns_of(STDERR_FILENO));
   setenv(kColumns, columns.c_str(), 1);
@@ -131,6 +110,8 @@ class StderrFilter {
   }
   // The first line of mpirun's explanation.
   const std::string& explanation() const { return explanation_; }
+  // The rank that died by a signal before mpirun ended the others; -1: unknown.
+  int first_dead() const { return first_dead_; }
 
  private:
   void end_line() {
@@ -138,6 +119,11 @@ class StderrFilter {
     if (dashes) {
       in_block_ = !in_block_;
     } else if (in_block_ || line_.starts_with("mpirun") || line_.starts_with("mpiexec")) {
+      constexpr std::string_view kNoticed = "noticed that process rank ";
+      const std::size_t at = line_.find(kNoticed);
+      if (first_dead_ < 0 && at != std::string::npos) {
+        first_dead_ = std::atoi(line_.c_str() + at + kNoticed.size());
+      }
       if (explanation_.empty() && line_ != "\n") explanation_ = line_.substr(0, line_.size() - 1);
     } else {
       (void)!::write(STDERR_FILENO, line_.data(), line_.size());
@@ -146,6 +132,7 @@ class StderrFilter {
   }
   std::string line_, explanation_;
   bool in_block_ = false;
+  int first_dead_ = -1;
 };
 
 std::string mpirun() {
@@ -158,16 +145,17 @@ std::string mpirun() {
 }
 
 // Runs in the child. Never returns.
-[[noreturn]] void exec_mpirun(int ranks, const std::vector<std::string>& arguments, int out,
-                              int err, int report) {
+[[noreturn]] void exec_mpirun(const LaunchOptions& options, const RunDir& dir, int out, int err,
+                              int report) {
+  set_environment(dir);
   setpgid(0, 0);                     // so that Ctrl-C reaches only the launcher
   prctl(PR_SET_PDEATHSIG, SIGTERM);  // ends the run if the launcher dies
   dup2(out, STDOUT_FILENO);
   dup2(err, STDERR_FILENO);
   std::error_code ignored;
   std::string self = fs::read_symlink("/proc/self/exe", ignored).string();
-  std::vector<std::string> words{mpirun(), "-n", std::to_string(ranks), self};
-  words.insert(words.end(), arguments.begin(), arguments.end());
+  std::vector<std::string> words{mpirun(), "-n", std::to_string(options.ranks), self};
+  words.insert(words.end(), options.arguments.begin(), options.arguments.end());
   std::vector<char*> argv;
   for (std::string& w : words) argv.push_back(w.data());
   argv.push_back(nullptr);
@@ -200,7 +188,7 @@ std::string seconds_text(std::chrono::milliseconds t) {
 int started(const RunDir& dir, int ranks) {
   int count = 0;
   for (int r = 0; r < ranks; ++r) {
-    for (const char* kind : {"pid", "done", "cause", "effect"}) {
+    for (const char* kind : {"pid", "succeeded", "cause", "effect"}) {
       if (!dir.read(r, kind)) continue;
       ++count;
       break;
@@ -215,46 +203,66 @@ void signal_ranks(const RunDir& dir, int ranks, int signal) {
   }
 }
 
-bool all_done(const RunDir& dir, int ranks) {
+bool all_succeeded(const RunDir& dir, int ranks) {
   for (int r = 0; r < ranks; ++r) {
-    if (!dir.read(r, "done")) return false;
+    if (!dir.read(r, "succeeded")) return false;
   }
   return true;
 }
 
-struct Failure {
-  int code = 1;
-  std::string message;
-};
+bool is_running(const std::string& pid) {
+  std::ifstream in("/proc/" + pid + "/stat");
+  std::string stat;
+  std::getline(in, stat);
+  const std::size_t name_end = stat.rfind(')');
+  return name_end != std::string::npos && stat.compare(name_end, 3, ") Z") != 0;
+}
 
-// The one line that explains a failure. A rank's own failure comes first, then ranks that died
-// without a message, then failures that ranks saw of others, and last what ranks were told.
-Failure explain(const RunDir& dir, int ranks, int code, const std::string& of_mpirun) {
+// Whether no rank has anything left to do. mpirun then ends by itself, but a stranger who connects
+// to its port can keep it from that.
+bool is_over(const RunDir& dir, int ranks) {
+  for (int r = 0; r < ranks; ++r) {
+    if (dir.read(r, "succeeded") || dir.read(r, "cause") || dir.read(r, "effect")) continue;
+    const auto pid = dir.read(r, "pid");
+    if (pid && is_running(*pid)) return false;
+  }
+  return true;
+}
+
+// The outcome of a run that failed. A rank's own failure comes first, then ranks that died without
+// a message, then failures that ranks saw of others, and last what ranks were told.
+// (mpirun kills ranks that do not end in time. Those are not the failure.)
+Outcome explain(const RunDir& dir, int ranks, int code, const StderrFilter& of_mpirun) {
+  const bool one_is_known = dir.read(of_mpirun.first_dead(), "pid").has_value();
   std::string dead;
-  std::optional<Failure> cause, effect, told;
-  const auto read = [&](int rank, const char* kind, std::optional<Failure>& into) {
+  int deaths = 0;
+  std::optional<Outcome> cause, effect, told;
+  const auto read = [&](int rank, const char* kind, std::optional<Outcome>& into) {
     const auto line = dir.read(rank, kind);
     if (!line || into) return;
     const std::size_t space = line->find(' ');
-    into = {.code = std::atoi(line->c_str()), .message = line->substr(space + 1)};
+    into = {.code = std::atoi(line->c_str()), .failure = line->substr(space + 1), .lost_ranks = 1};
   };
   for (int r = 0; r < ranks; ++r) {
-    if (const auto pid = dir.read(r, "pid")) {
+    const auto pid = dir.read(r, "pid");
+    const bool died = pid && !dir.read(r, "succeeded");
+    if (died && (!one_is_known || r == of_mpirun.first_dead())) {
       dead += (dead.empty() ? "rank " : ", rank ") + std::to_string(r) + " (pid " + *pid + ")";
+      ++deaths;
     }
     read(r, "cause", cause);
-    std::optional<Failure> seen;
+    std::optional<Outcome> seen;
     read(r, "effect", seen);
     if (!seen) continue;
-    auto& into = seen->message.find("was aborted because of") == std::string::npos ? effect : told;
+    auto& into = seen->failure.find("was aborted because of") == std::string::npos ? effect : told;
     if (!into) into = seen;
   }
   if (!effect) effect = told;
   if (cause) return *cause;
-  if (!dead.empty()) return {code, dead + " died" + (effect ? "; " + effect->message : "")};
+  if (!dead.empty()) return {code, dead + " died" + (effect ? "; " + effect->failure : ""), deaths};
   if (effect) return *effect;
-  if (!of_mpirun.empty()) return {code, of_mpirun};
-  return {code, "'" + mpirun() + "' ended without an error message, but not all ranks have run"};
+  if (!of_mpirun.explanation().empty()) return {code, of_mpirun.explanation(), 0};
+  return {code, "'" + mpirun() + "' ended without an error message, but not all ranks have run", 0};
 }
 
 }  // namespace
@@ -273,6 +281,8 @@ bool is_launched() {
   return false;
 }
 
+bool is_launched_by_skim() { return std::getenv(kRunDir) != nullptr; }
+
 int terminal_columns(bool to_stderr) {
   if (const char* given = std::getenv(kColumns)) {
     int out = 0, err = 0;
@@ -281,26 +291,23 @@ int terminal_columns(bool to_stderr) {
   return columns_of(to_stderr ? STDERR_FILENO : STDOUT_FILENO);
 }
 
-int launch(int ranks, const std::vector<std::string>& arguments,
-           std::chrono::milliseconds start_limit) {
+Outcome launch(const LaunchOptions& options) {
+  const int ranks = options.ranks;
   expect_descriptors(ranks);
   const RunDir dir;
-  set_environment(dir.path());
   std::array<int, 2> out{}, err{}, report{};
   if (pipe(out.data()) != 0 || pipe(err.data()) != 0 || pipe2(report.data(), O_CLOEXEC) != 0) {
     throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
   }
   struct sigaction action {};
   action.sa_handler = on_signal;  // no SA_RESTART, so that a signal ends poll()
-  sigaction(SIGINT, &action, nullptr);
-  sigaction(SIGTERM, &action, nullptr);
-  sigaction(SIGHUP, &action, nullptr);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) sigaction(signal, &action, nullptr);
   const pid_t child = fork();
   if (child < 0) throw Error(std::string("cannot start a process: ") + std::strerror(errno));
   if (child == 0) {
     close(out[0]);
     close(err[0]);
-    exec_mpirun(ranks, arguments, out[1], err[1], report[1]);
+    exec_mpirun(options, dir, out[1], err[1], report[1]);
   }
   close(out[1]);
   close(err[1]);
@@ -321,24 +328,28 @@ int launch(int ranks, const std::vector<std::string>& arguments,
   std::array<pollfd, 2> fds{{{out[0], POLLIN, 0}, {err[0], POLLIN, 0}}};
   std::array<char, 1 << 16> chunk{};
   int open = 2, seen_signals = 0;
-  bool ending = false, all_started = false;
+  bool ending = false, all_started = false, over = false;
   using Clock = std::chrono::steady_clock;
   Clock::time_point deadline = Clock::time_point::max();
-  const Clock::time_point must_have_started = Clock::now() + start_limit;
+  const Clock::time_point must_have_started = Clock::now() + options.start_limit;
   std::string late;  // why the run was ended before it began
   while (open > 0) {
     all_started = all_started || started(dir, ranks) == ranks;
     if (!all_started && late.empty() && Clock::now() >= must_have_started) {
       late = "only " + std::to_string(started(dir, ranks)) + " of " + std::to_string(ranks) +
-             " ranks started within " + seconds_text(start_limit) + " s";
+             " ranks started within " + seconds_text(options.start_limit) + " s";
       deadline = Clock::now();
+    }
+    if (!over && all_started && is_over(dir, ranks)) {
+      over = ending = true;
+      deadline = std::min(deadline, Clock::now() + kToEnd);
     }
     const int signals = g_signals.load();
     if (signals > seen_signals) {
       if (seen_signals == 0) {
         std::fputs("\nskim: stopping after this step; once more to end at once\n", stderr);
         signal_ranks(dir, ranks, SIGUSR1);
-        deadline = Clock::now() + kGrace;
+        deadline = Clock::now() + options.grace;
       }
       if (signals > 1) deadline = Clock::now();
       seen_signals = signals;
@@ -347,7 +358,7 @@ int launch(int ranks, const std::vector<std::string>& arguments,
       kill(child, ending ? SIGKILL : SIGTERM);
       if (ending) signal_ranks(dir, ranks, SIGKILL);
       ending = true;
-      deadline = Clock::now() + std::chrono::seconds(12);
+      deadline = Clock::now() + kToEnd;
     }
     if (poll(fds.data(), fds.size(), 200) <= 0) continue;
     for (pollfd& fd : fds) {
@@ -372,16 +383,18 @@ int launch(int ranks, const std::vector<std::string>& arguments,
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  if (seen_signals > 0) return 128 + g_last_signal.load();
-  if (!late.empty()) {
-    std::fprintf(stderr, "skim: %s\n", late.c_str());
-    return 1;
-  }
+  if (seen_signals > 0) return {status_of_signal(g_last_signal.load()), {}, 0};
+  if (!late.empty()) return {1, late, 0};
   // Open MPI 4 sometimes fails although all ranks have succeeded (open-mpi/ompi#7833).
-  if (all_done(dir, ranks)) return 0;
-  const Failure failure = explain(dir, ranks, code == 0 ? 1 : code, filter.explanation());
-  std::fprintf(stderr, "skim: %s\n", failure.message.c_str());
-  return failure.code;
+  if (all_succeeded(dir, ranks)) return {};
+  return explain(dir, ranks, code == 0 ? 1 : code, filter);
+}
+
+int status_of_signal(int signal) { return signal == SIGUSR1 ? EX_TEMPFAIL : 128 + signal; }
+
+int conclude(const Outcome& outcome) {
+  if (!outcome.failure.empty()) std::fprintf(stderr, "skim: %s\n", outcome.failure.c_str());
+  return outcome.code;
 }
 
 RankStatus::RankStatus(int rank) {
@@ -391,18 +404,18 @@ RankStatus::RankStatus(int rank) {
   std::ofstream(path_ + ".pid") << getpid() << '\n';
 }
 
-void RankStatus::finished(int code) {
-  if (path_.empty()) return;
-  const std::string pid = path_ + ".pid";
-  if (code != 0 || std::rename(pid.c_str(), (path_ + ".done").c_str()) != 0) {
-    std::remove(pid.c_str());
-  }
+void RankStatus::succeeded() {
+  if (!path_.empty()) std::ofstream(path_ + ".succeeded") << '\n';
+}
+
+void RankStatus::ended() {
+  if (!path_.empty()) std::remove((path_ + ".pid").c_str());
 }
 
 bool RankStatus::failed(const std::string& message, bool cause, int code) {
   if (path_.empty()) return false;
   std::ofstream(path_ + (cause ? ".cause" : ".effect")) << code << ' ' << message << '\n';
-  finished(code);
+  ended();
   return true;
 }
 
@@ -417,8 +430,9 @@ int run_as_rank(const std::string& command, const std::function<void(Communicato
     comm = connect(Backend::mpi, {.timeout = std::chrono::minutes(5)});
     status = std::make_unique<RankStatus>(comm->rank());
     body(*comm);
+    status->succeeded();
     comm.reset();
-    status->finished(0);
+    status->ended();
     return 0;
   } catch (const CommError& e) {
     failure = e.what();

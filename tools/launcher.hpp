@@ -14,22 +14,47 @@ namespace skim::tool {
 // if srun started several processes that MPI does not know of.
 bool is_launched();
 
-// Runs `arguments` (argv[1..] of this program) as `ranks` ranks of this program on this machine.
-// This also works as root and with more ranks than cores. If not all ranks have started after
-// start_limit, the run ends, and the message says so. SIGINT and SIGTERM ask the ranks to end
-// after their step. A second signal, or 20 seconds, ends them at once. The exit status is 0 if all
-// ranks ended well, otherwise the ranks' own status, or 128 + the signal that stopped them. The
-// environment variable SKIM_MPIRUN overrides the mpirun that the build found.
-int launch(int ranks, const std::vector<std::string>& arguments,
-           std::chrono::milliseconds start_limit);
+// True if such a process was started by launch().
+bool is_launched_by_skim();
+
+struct LaunchOptions {
+  int ranks = 2;
+  std::vector<std::string> arguments;     // argv[1..] of this program
+  std::chrono::milliseconds start_limit;  // for all ranks to start
+  // Between a signal and the end of the run.
+  std::chrono::milliseconds grace{20'000};
+};
+
+struct Outcome {
+  int code = 0;         // the exit status for the command
+  std::string failure;  // one line; empty: all ranks ended well, or a signal stopped them
+  int lost_ranks = 0;   // how many ranks the failure was about, as far as is known
+};
+
+// Runs `arguments` as `ranks` ranks of this program on this machine. This also works as root and
+// with more ranks than cores. SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask the ranks to end after their
+// step. A second signal, or the end of `grace`, ends them at once. The code is 0 if all ranks ended
+// well, otherwise the ranks' own status, or status_of_signal(). The environment variable
+// SKIM_MPIRUN overrides the mpirun that the build found. Prints no failure.
+// Throws: InvalidArgument: too few open files are allowed; Error: there is no mpirun.
+Outcome launch(const LaunchOptions& options);
+
+// The exit status of a run that a signal stopped: for SIGUSR1 EX_TEMPFAIL of sysexits.h (75), which
+// tells a batch system to start it again; 128 + the signal for others.
+int status_of_signal(int signal);
+
+// Prints the failure, if there is one, and returns the code.
+int conclude(const Outcome& outcome);
 
 // The rank's side: reports its status for the launcher's one line. Does nothing in a process that
 // the launcher did not start.
 class RankStatus {
  public:
   explicit RankStatus(int rank);
-  // The rank ended in order with this exit status. If the status is 0, the rank has left MPI.
-  void finished(int code);
+  // The rank's work has succeeded. It leaves MPI next.
+  void succeeded();
+  // The rank ends in order, whatever its exit status.
+  void ended();
   // The rank failed. cause: the failure is this rank's own; otherwise it saw that of another rank.
   // code: the exit status that the run should have. Returns true if the launcher will print the
   // message.

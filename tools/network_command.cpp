@@ -113,7 +113,7 @@ int bench_network_command(int argc, char** argv) {
     }
     std::vector<std::string> arguments{"bench", "network"};
     arguments.insert(arguments.end(), argv + 1, argv + argc);
-    return launch(o.ranks, arguments, kStartLimit);
+    return conclude(launch({.ranks = o.ranks, .arguments = arguments, .start_limit = kStartLimit}));
   });
 }
 

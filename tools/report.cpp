@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "skim/error.hpp"
 #include "tools/keep_beside.hpp"
@@ -18,6 +19,11 @@ namespace {
 constexpr std::chrono::milliseconds kLiveEvery{100}, kPlainEvery{10000};
 
 std::string percent(double fraction) { return fmt::format("{:.2f} %", 100.0 * fraction); }
+
+std::vector<double> in_milliseconds(std::vector<double> seconds) {
+  for (double& s : seconds) s *= 1e3;
+  return seconds;
+}
 
 // JSON cannot represent NaN and infinity, so they become null.
 nlohmann::json finite(double x) { return std::isfinite(x) ? nlohmann::json(x) : nlohmann::json(); }
@@ -228,6 +234,9 @@ nlohmann::json to_json(const Row& row, int ranks) {
             {"steps_done", s.steps},
             {"stopped", s.stopped},
             {"skipped_steps", s.skipped_steps},
+            {"rollbacks", s.rollbacks},
+            {"waited_ms", in_milliseconds(s.waited_s)},
+            {"compared_ms", 1e3 * s.compared_s},
             {"train_loss", quality(s.last.train_loss)},
             {"test_loss", quality(s.last.test_loss)},
             {"sent_bytes_per_step", s.sent_bytes_per_step},
@@ -247,6 +256,24 @@ nlohmann::json to_json(const Row& row, int ranks) {
   if (!text) j["test_accuracy"] = quality(s.last.test_accuracy);
   return j;
 }
+
+namespace {
+
+// Which ranks the others waited for. Empty: less than kWorthALine of the time.
+std::string line_on_waiting(const train::Summary& s) {
+  constexpr double kWorthALine = 0.05;
+  const double all = std::accumulate(s.waited_s.begin(), s.waited_s.end(), 0.0);
+  if (!(all > kWorthALine * s.compared_s)) return {};
+  std::string of_ranks;
+  for (std::size_t r = 0; r < s.waited_s.size(); ++r) {
+    if (s.waited_s[r] < 0.1 * all) continue;
+    of_ranks += fmt::format("{}rank {} {:.1f} s", of_ranks.empty() ? "" : ", ", r, s.waited_s[r]);
+  }
+  return fmt::format("the ranks waited for slower ones in {:.1f} of {:.1f} s: {}", all,
+                     s.compared_s, of_ranks);
+}
+
+}  // namespace
 
 void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool text) {
   if (rows.empty()) return;
@@ -294,6 +321,10 @@ void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool t
     if (s.skipped_steps == 0) continue;
     fmt::print(out, "{}: {} of {} steps were skipped, because gradients were NaN or infinite\n",
                row.name, s.skipped_steps, s.steps);
+  }
+  for (const Row& row : rows) {
+    const std::string line = line_on_waiting(row.summary);
+    if (!line.empty()) fmt::print(out, "{}: {}\n", row.name, line);
   }
   std::fflush(out);
 }

@@ -22,6 +22,7 @@
 #include "tools/launcher.hpp"
 #include "tools/repetition.hpp"
 #include "tools/report.hpp"
+#include "tools/restarts.hpp"
 #include "tools/units.hpp"
 #include "train/checkpoint.hpp"
 #include "train/fields.hpp"
@@ -50,19 +51,41 @@ std::int64_t steady_ns() {
   return now.tv_sec * std::int64_t{1'000'000'000} + now.tv_nsec;
 }
 
-// Asks the loop to end after this step. When a rank has died, mpirun sends SIGTERM; the others must
-// not wait for it for ever. For the user's Ctrl-C, the launcher sends SIGUSR1.
+// How long a rank still waits for others after a signal. mpirun sends SIGTERM when a rank has died,
+// and the others must not wait for that one for long.
+std::atomic<std::int64_t> g_grace_ns{0}, g_grace_of_sigterm_ns{0};
+constexpr double kOfMpirun = 2.0;  // seconds
+
+// Asks the loop to end after this step. The launcher passes every signal on as SIGUSR1.
 void on_stop(int signal) {
-  g_signal.store(signal == SIGUSR1 ? SIGINT : signal);
+  g_signal.store(signal);
   g_stop.store(true);
-  const std::int64_t seconds = signal == SIGTERM ? 2 : 18;
-  g_deadline_ns.store(std::min(g_deadline_ns.load(), steady_ns() + seconds * 1'000'000'000));
+  const auto& grace = signal == SIGTERM ? g_grace_of_sigterm_ns : g_grace_ns;
+  g_deadline_ns.store(std::min(g_deadline_ns.load(), steady_ns() + grace.load()));
+}
+
+// Before ranks are started, and in each of them.
+bool is_started_by_srun() {
+  return std::getenv("SLURM_PROCID") != nullptr && std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr;
+}
+
+void handle_signals(double grace) {
+  const auto ns = [](double seconds) { return static_cast<std::int64_t>(1e9 * seconds); };
+  const double of_ranks = 0.9 * grace;  // so that they can still say why
+  g_grace_ns.store(ns(of_ranks));
+  g_grace_of_sigterm_ns.store(ns(is_started_by_srun() ? of_ranks : std::min(of_ranks, kOfMpirun)));
+  struct sigaction action {};
+  action.sa_handler = on_stop;
+  action.sa_flags = SA_RESTART;
+  for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
 }
 
 struct Arguments {
   TrainOptions train;
   int ranks = 1;
   double timeout = 300.0;
+  double grace = 20.0;  // seconds
+  RestartOptions restarts;
   std::vector<std::string> compare;
   std::string summary;
   std::vector<Row> repeated;  // the runs of the summary that --config names
@@ -204,6 +227,12 @@ void check_training_options(const train::TrainOptions& t) {
   if (t.checkpoint_time.seconds > 0.0 && t.checkpoint.empty()) {
     throw InvalidArgument("--checkpoint-time needs --checkpoint DIR");
   }
+  if (t.on_divergence == train::OnDivergence::rollback &&
+      (t.checkpoint.empty() || (t.checkpoint_steps == 0 && t.checkpoint_time.seconds <= 0.0))) {
+    throw InvalidArgument(
+        "--on-divergence rollback needs --checkpoint DIR, and --checkpoint-steps or "
+        "--checkpoint-time");
+  }
   if (t.local_steps == 0 && t.local != LocalStepsOptions{}) {
     throw InvalidArgument("--ahead, --outer-lr and --outer-momentum need --local-steps H");
   }
@@ -259,17 +288,31 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
              "EXCHANGE, EXCHANGE:DENSITY or EXCHANGE:DENSITY:SELECT, as in "
              "dense,allgather:0.01,gtopk:0.01:gaussian")
       ->delimiter(',');
-  line.option("--timeout", a.timeout, "SECONDS", "how long a rank waits for another, and the command for all ranks to start")
+  const auto seconds = [&line](const char* name, double& x, const char* what) {
+    line.call(name, [&x, name](const std::string& t) { x = parse_seconds(name, t); }, "TIME", what);
+  };
+  line.option("--timeout", a.timeout, "SECONDS",
+              "how long a rank waits for another, and the command for all ranks to start")
+      ->check(positive());
+  seconds("--grace", a.grace,
+          "from a signal to the end of the run, at most: for the step and the checkpoint [20s]");
+  line.plain("--restarts", a.restarts.restarts, "N",
+             "if the run fails, start it again from its newest checkpoint, at most N times [0]")
+      ->check(positive());
+  seconds("--restart-within", a.restarts.within,
+          "limit --restarts to so many within this time, as 1h [the whole run]");
+  line.plain("--min-ranks", a.restarts.min_ranks, "P",
+             "start again without the ranks that were lost, on at least so many [on all]")
       ->check(positive());
   line.plain("--summary", a.summary, "FILE",
              "JSON array, one object a run; -: standard output. --config FILE repeats these runs");
   add_training_options(line, a.train);
   app.footer(
-      "Ctrl-C or SIGTERM end the run after the step, with a checkpoint if --checkpoint\n"
+      "Ctrl-C, SIGTERM or SIGUSR1 end the run after the step, with a checkpoint if --checkpoint\n"
       "is given; a second one ends it at once. SKIM_MPIRUN in the environment names another\n"
       "mpirun for --ranks.\n\n"
-      "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N\n"
-      "stopped by signal N.\n\n" +
+      "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 75 stopped by\n"
+      "SIGUSR1, to be started again with --resume; 128+N stopped by another signal N.\n\n" +
       command.example);
 }
 
@@ -311,11 +354,36 @@ std::vector<Row> plan(const Arguments& a) {
   return rows;
 }
 
+void check_restarts(const Arguments& a) {
+  const RestartOptions& r = a.restarts;
+  if (r.restarts == 0) {
+    const char* const needs = r.within > 0.0     ? "--restart-within"
+                              : r.min_ranks > 0 ? "--min-ranks"
+                                                : nullptr;
+    if (needs != nullptr) throw InvalidArgument(std::string(needs) + " needs --restarts N");
+    return;
+  }
+  if (a.train.checkpoint.empty()) throw InvalidArgument("--restarts needs --checkpoint DIR");
+  if (!a.compare.empty() || a.repeated.size() > 1) {
+    throw InvalidArgument("--restarts takes one run, not several (--compare, --config)");
+  }
+  if (r.min_ranks > a.ranks) {
+    throw InvalidArgument("--min-ranks " + std::to_string(r.min_ranks) + " is more than --ranks " +
+                          std::to_string(a.ranks));
+  }
+  if (is_launched() && !is_launched_by_skim()) {
+    throw InvalidArgument(
+        "--restarts needs ranks that skim starts itself (--ranks P); ranks of mpirun or srun end "
+        "with it, so run it again with --resume");
+  }
+}
+
 void check(const Arguments& a) {
   check_training_options(a.train);
   if (a.train.resume && !a.compare.empty()) {
     throw InvalidArgument("--resume and --compare exclude each other");
   }
+  check_restarts(a);
   const auto whole = [](const std::filesystem::path& p) {
     return p == "-" ? p : std::filesystem::weakly_canonical(p);
   };
@@ -431,11 +499,7 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
 }
 
 int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& rows) {
-  struct sigaction action {};
-  action.sa_handler = on_stop;
-  action.sa_flags = SA_RESTART;
-  for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
-
+  handle_signals(a.grace);
   const CommOptions comm_options{
       .timeout = milliseconds_of(a.timeout),
       .deadline_ns = &g_deadline_ns};
@@ -474,9 +538,12 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
     failure = e.what();
   }
   if (failure.empty()) {
-    if (code != 0 && g_signal.load() != 0) code = 128 + g_signal.load();
-    if (code == 0) comm.reset();
-    if (status) status->finished(code);
+    if (code != 0 && g_signal.load() != 0) code = status_of_signal(g_signal.load());
+    if (code == 0) {
+      if (status) status->succeeded();
+      comm.reset();
+    }
+    if (status) status->ended();
     if (comm && with_mpi) comm->barrier();  // so that mpirun does not end ranks that still work
     return code;
   }
@@ -538,7 +605,8 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
     if (command.before) {
       if (const std::optional<int> status = command.before(rows)) return *status;
     }
-    if (a.ranks == 1 || is_launched()) return guarded_rank(command, a, rows);
+    const bool restarts = a.restarts.restarts > 0;
+    if (is_launched() || (a.ranks == 1 && !restarts)) return guarded_rank(command, a, rows);
     if (!is_available(Backend::mpi)) {
       throw InvalidArgument("--ranks " + std::to_string(a.ranks) +
                             ": this build has no MPI; build with SKIM_MPI=ON, or take --ranks 1");
@@ -550,7 +618,12 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
     }
     std::vector<std::string> all{command.name};
     all.insert(all.end(), argv + 1, argv + argc);
-    return launch(a.ranks, all, milliseconds_of(a.timeout));
+    const LaunchOptions launched{.ranks = a.ranks,
+                                 .arguments = all,
+                                 .start_limit = milliseconds_of(a.timeout),
+                                 .grace = milliseconds_of(a.grace)};
+    if (!restarts) return conclude(launch(launched));
+    return launch_with_restarts(launched, a.restarts, a.train.checkpoint);
   });
 }
 

@@ -22,13 +22,13 @@ namespace skim::train {
 namespace {
 
 constexpr int kFormat = 2;
-constexpr std::string_view kPrefix = "step-";
+constexpr std::string_view kPrefix = "step-", kDiverged = "diverged-";
 constexpr const char* kManifest = "manifest.json";
 
-std::string name_of(std::int64_t step) {
-  char name[32];
-  std::snprintf(name, sizeof name, "step-%08lld", static_cast<long long>(step));
-  return name;
+std::string name_of(std::int64_t step, bool diverged) {
+  char digits[24];
+  std::snprintf(digits, sizeof digits, "%08lld", static_cast<long long>(step));
+  return std::string(diverged ? kDiverged : kPrefix) + digits;
 }
 
 // Nullopt: not the folder of a checkpoint.
@@ -124,9 +124,10 @@ void prune(const fs::path& dir, std::int64_t step, std::int64_t keep) {
 CheckpointWriter::CheckpointWriter(fs::path dir, std::int64_t keep, Communicator& comm)
     : dir_(std::move(dir)), keep_(keep), comm_(comm) {}
 
-void CheckpointWriter::begin(std::int64_t step, std::vector<CheckpointFile> files) {
+void CheckpointWriter::begin(std::int64_t step, std::vector<CheckpointFile> files, bool diverged) {
   step_ = step;
-  const fs::path aside = dir_ / ("." + name_of(step));
+  diverged_ = diverged;
+  const fs::path aside = dir_ / ("." + name_of(step, diverged));
   comm_.set_phase({"checkpoint"});
   std::string failure;
   if (comm_.rank() == 0) {
@@ -152,7 +153,8 @@ bool CheckpointWriter::is_writing() const {
 }
 
 fs::path CheckpointWriter::finish() {
-  const fs::path aside = dir_ / ("." + name_of(step_)), whole = dir_ / name_of(step_);
+  const std::string name = name_of(step_, diverged_);
+  const fs::path aside = dir_ / ("." + name), whole = dir_ / name;
   comm_.set_phase({"checkpoint"});
   nlohmann::json mine;
   std::string failure = failure_of([&] { mine = written_.get(); });
@@ -172,7 +174,7 @@ fs::path CheckpointWriter::finish() {
         fs::remove_all(whole);  // exists if the run was resumed from an earlier step
         fs::rename(aside, whole);
         sync_to_disk(dir_);
-        prune(dir_, step_, keep_);
+        if (!diverged_) prune(dir_, step_, keep_);
       });
     }
     agree(failure, comm_);
@@ -235,12 +237,14 @@ std::string fault_of(const fs::path& checkpoint, std::size_t part, std::size_t p
   }
 }
 
-GoodCheckpoint newest_checkpoint(const fs::path& dir, Communicator& comm) {
+GoodCheckpoint newest_checkpoint(const fs::path& dir, Communicator& comm, std::int64_t last) {
   comm.set_phase({"checkpoint"});
   // Rank 0's list counts, because ranks of a network file system may see different ones.
   std::string mine;
   if (comm.rank() == 0) {
-    for (const fs::path& c : checkpoints_of(dir)) mine += c.filename().string() + '\n';
+    for (const fs::path& c : checkpoints_of(dir)) {
+      if (*step_of(c) <= last) mine += c.filename().string() + '\n';
+    }
   }
   std::istringstream names(gather(mine, comm).front());
   GoodCheckpoint found;
@@ -256,7 +260,11 @@ GoodCheckpoint newest_checkpoint(const fs::path& dir, Communicator& comm) {
     }
     found.faults.push_back(name + ": " + *fault);
   }
-  if (found.faults.empty()) throw StateError("no checkpoint in '" + dir.string() + "'");
+  if (found.faults.empty()) {
+    const bool is_any = last == std::numeric_limits<std::int64_t>::max();
+    const std::string which = is_any ? "" : " of step " + std::to_string(last) + " or before";
+    throw StateError("no checkpoint" + which + " in '" + dir.string() + "'");
+  }
   throw StateError("no good checkpoint in '" + dir.string() + "': " + found.faults.front());
 }
 

@@ -4,6 +4,9 @@
 //                                     the CRC-32 of all that
 //   DIR/step-00000120/meta.json, model.pt, optimizer.pt, rank-0.pt, rank-0.residual, rank-1.pt, ...
 //
+// A folder diverged-00000120 has the same files. It is the state of a run that was stopped because
+// it had diverged, and no run continues from it.
+//
 // model.pt is for everyone; its batch-norm statistics are averages over the ranks. From rank-R.*
 // rank R continues bit by bit. Nothing is loaded from a checkpoint that differs from its manifest.
 #pragma once
@@ -11,6 +14,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <future>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -38,13 +42,14 @@ class CheckpointWriter {
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
   // Begins a checkpoint with these files of this rank. Needs !is_open().
-  void begin(std::int64_t step, std::vector<CheckpointFile> files);
+  void begin(std::int64_t step, std::vector<CheckpointFile> files, bool diverged = false);
   // Whether a checkpoint has begun and finish() has not ended it. Equal on all ranks.
   bool is_open() const { return written_.valid(); }
   // Whether files of this rank are still on their way to the disk.
   bool is_writing() const;
-  // Waits for the files of all ranks and makes the checkpoint appear. Then it removes checkpoints:
-  // all but the newest `keep`, and those of later steps, which a resumed run has left behind.
+  // Waits for the files of all ranks and makes the checkpoint appear. Then it removes checkpoints
+  // (after a diverged one, none): all but the newest `keep`, and those of later steps, which a
+  // resumed run has left behind.
   // Returns the checkpoint's folder. Throws: Error on all ranks, with the first failing rank's
   // reason. The checkpoints before are untouched then.
   std::filesystem::path finish();
@@ -54,6 +59,7 @@ class CheckpointWriter {
   std::int64_t keep_;
   Communicator& comm_;
   std::int64_t step_ = 0;  // of the open checkpoint
+  bool diverged_ = false;
   std::future<nlohmann::json> written_;  // this rank's part of the manifest
 };
 
@@ -71,8 +77,10 @@ struct GoodCheckpoint {
   std::filesystem::path folder;
   std::vector<std::string> faults;  // of newer ones: "step-00000120: model.pt is damaged: ..."
 };
-// The newest checkpoint in dir that has no fault, equal on all ranks. The ranks share the reading.
-// Collective. Throws: StateError if there is none.
-GoodCheckpoint newest_checkpoint(const std::filesystem::path& dir, Communicator& comm);
+// The newest checkpoint in dir that has no fault and is of step `last` or before, equal on all
+// ranks. The ranks share the reading. Collective. Throws: StateError if there is none.
+GoodCheckpoint newest_checkpoint(
+    const std::filesystem::path& dir, Communicator& comm,
+    std::int64_t last = std::numeric_limits<std::int64_t>::max());
 
 }  // namespace skim::train

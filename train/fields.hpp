@@ -169,6 +169,15 @@ void each_run_field(Options& o, F&& f) {
                       "were NaN or infinite; 0: never",
               .range = kNotNegative,
               .scope = S::session});
+  f("on_divergence", o.on_divergence,
+    FieldInfo{.what = "when the median of 10 losses is not finite, or far above that of the 200 "
+                      "before them: ignore; stop, with the state in --checkpoint; rollback, which "
+                      "continues from a checkpoint with other examples",
+              .scope = S::session});
+  f("divergence_factor", o.divergence_factor,
+    FieldInfo{.what = "how many times as large is far above",
+              .range = {.low = 1.0, .with_low = false},
+              .scope = S::session});
 }
 
 template <OptionsOf<TrainOptions> Options, class F>

@@ -156,6 +156,14 @@ void add_reports(std::span<const StepReport> reports, StepRecord& r) {
 }
 
 void StepTimes::add(const StepRecord& step) {
+  if (steps_++ % every_ != 0) return;
+  if (of_[0].size() == kMost) {
+    for (std::vector<double>& times : of_) {
+      for (std::size_t i = 0; i < kMost / 2; ++i) times[i] = times[2 * i];
+      times.resize(kMost / 2);
+    }
+    every_ *= 2;
+  }
   for (std::size_t t = 0; t < kTimes.size(); ++t) of_[t].push_back(step.*kTimes[t]);
 }
 void StepTimes::medians(StepRecord& to) {

@@ -74,7 +74,8 @@ double ring_bytes(std::size_t n, int ranks);
 // Fills in the fields that come from the reports of a step's buckets.
 void add_reports(std::span<const StepReport> reports, StepRecord& record);
 
-// The times of the steps so far.
+// The times of a sample of the steps so far: every step of a short run, every 2^j-th of a long one.
+// Its memory is bounded.
 class StepTimes {
  public:
   void add(const StepRecord& step);
@@ -86,7 +87,9 @@ class StepTimes {
                                      &StepRecord::exchange_ms, &StepRecord::apply_ms,
                                      &StepRecord::exposed_ms,  &StepRecord::optimizer_ms,
                                      &StepRecord::step_ms};
+  static constexpr std::size_t kMost = 8192;  // steps in the sample
   std::array<std::vector<double>, kTimes.size()> of_;  // as kTimes
+  std::uint64_t steps_ = 0, every_ = 1;
 };
 
 // Reports each decision of the chooser once.

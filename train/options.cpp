@@ -456,5 +456,10 @@ std::span<const std::string_view> names_of<train::SelectSeeds>() noexcept {
   static constexpr std::array<std::string_view, 2> kNames{"same", "own"};
   return kNames;
 }
+template <>
+std::span<const std::string_view> names_of<train::OnDivergence>() noexcept {
+  static constexpr std::array<std::string_view, 3> kNames{"ignore", "stop", "rollback"};
+  return kNames;
+}
 
 }  // namespace skim

@@ -30,6 +30,8 @@ enum class Memory : std::uint8_t {
 
 // The seeds that random selection rules use on the ranks.
 enum class SelectSeeds : std::uint8_t { same, own };
+// What a run does whose loss has diverged (watchdog.hpp).
+enum class OnDivergence : std::uint8_t { ignore, stop, rollback };
 
 // The learning rate over a run: linear warm-up, then constant, steps or cosine.
 struct LearningRate {
@@ -149,6 +151,8 @@ struct TrainOptions {
   std::int64_t keep = 2;              // checkpoints
   bool resume = false;
   std::int64_t skip_limit = 20;  // skipped steps in a row that end the run; 0: no limit
+  OnDivergence on_divergence = OnDivergence::ignore;
+  double divergence_factor = 3.0;  // > 1; of Watchdog
 };
 
 // Whether every bucket goes dense.
@@ -214,4 +218,6 @@ template <>
 std::span<const std::string_view> names_of<train::Memory>() noexcept;
 template <>
 std::span<const std::string_view> names_of<train::SelectSeeds>() noexcept;
+template <>
+std::span<const std::string_view> names_of<train::OnDivergence>() noexcept;
 }  // namespace skim

@@ -24,6 +24,8 @@
 #include "train/models.hpp"
 #include "train/options_json.hpp"
 #include "train/replica.hpp"
+#include "train/stragglers.hpp"
+#include "train/watchdog.hpp"
 
 namespace fs = std::filesystem;
 
@@ -34,6 +36,11 @@ namespace {
 constexpr std::uint32_t kStopSignal = 1;        // end the run after this step
 constexpr std::uint32_t kCheckpointSignal = 2;  // it is time for a checkpoint
 constexpr std::uint32_t kWritingSignal = 4;     // a rank still writes its part of a checkpoint
+constexpr std::uint32_t kDivergedSignal = 8;    // a rank's loss has diverged
+constexpr std::uint32_t kTimesSignal = 16;      // compare the ranks' times
+
+constexpr std::chrono::seconds kTimesEvery{10};
+constexpr int kMostRollbacks = 3;
 
 // Returns the numbers of every rank, by rank. Collective.
 std::vector<std::vector<double>> gather(std::span<const double> mine, Communicator& comm) {
@@ -129,22 +136,29 @@ class Run {
   }
 
   Summary operator()() {
-    if (options_.resume) resume();
+    if (options_.resume) resume(newest_checkpoint(options_.checkpoint, comm_));
     evaluate_if_due();  // if the earlier run was stopped after a step, before its evaluation
-    last_checkpoint_ = Clock::now();
+    last_checkpoint_ = last_times_ = Clock::now();
     while (done_ < length_.total && !stopped_) {
       step();
+      if ((signals() & kTimesSignal) != 0) compare_times();
+      if ((signals() & kDivergedSignal) != 0 && !stopped_) {
+        on_divergence();
+        continue;
+      }
       evaluate_if_due();
       checkpoint_if_due();
     }
+    compare_times();
     return summary();
   }
 
  private:
   void step() {
     const auto t0 = Clock::now();
-    const std::int64_t epoch = done_ / sampler_.steps_per_epoch();
-    const std::int64_t in_epoch = done_ % sampler_.steps_per_epoch();
+    const std::int64_t at = done_ + left_out_;
+    const std::int64_t epoch = at / sampler_.steps_per_epoch();
+    const std::int64_t in_epoch = at % sampler_.steps_per_epoch();
     // A dedicated server has no batch of its own. To report a loss, it uses the batch of the first
     // training rank.
     const bool serves = rank_ < 0;
@@ -193,6 +207,7 @@ class Run {
     sent_bytes_ += r.sent_bytes;
     received_bytes_ += r.received_bytes;
     r.compute_ms = milliseconds(t2 - t1);
+    compute_s_ += 1e-3 * r.compute_ms;
     r.step_ms = milliseconds(t3 - t0);
     if (comm_.rank() == 0) {
       times_.add(r);
@@ -200,14 +215,39 @@ class Run {
       decisions_.tell(done_, reports_, reducer_, observer_.on_decision);
     }
     if (!reports_.empty()) skips_.count(r.skipped, done_);
+    if (options_.on_divergence != OnDivergence::ignore && !serves) {
+      diverged_ = watchdog_.add(r.loss) || diverged_;
+    }
   }
 
+  // What the ranks told one another in the last step. Nothing inside a round of local steps.
+  std::uint32_t signals() const { return reports_.empty() ? 0 : reducer_.signals(); }
+
   void raise_signals() {
+    if (diverged_) reducer_.raise_signal(kDivergedSignal);
+    if (comm_.rank() == 0 && Clock::now() - last_times_ >= kTimesEvery) {
+      reducer_.raise_signal(kTimesSignal);
+    }
     if (stop_.load()) reducer_.raise_signal(kStopSignal);
     if (writer_.is_writing()) reducer_.raise_signal(kWritingSignal);
     const double every = options_.checkpoint_time.seconds;
-    const bool is_time = every > 0.0 && milliseconds(Clock::now() - last_checkpoint_) >= 1e3 * every;
+    const double since_ms = milliseconds(Clock::now() - last_checkpoint_);
+    const bool is_time = every > 0.0 && since_ms >= 1e3 * every;
     if (is_time && comm_.rank() == 0) reducer_.raise_signal(kCheckpointSignal);
+  }
+
+  void compare_times() {
+    comm_.set_phase({"comparison of times"});
+    const auto all = gather(std::array{compute_s_}, comm_);
+    std::vector<double> compute;
+    for (std::size_t r = all.size() - static_cast<std::size_t>(ranks_); r < all.size(); ++r) {
+      compute.push_back(all[r][0]);
+    }
+    const auto now = Clock::now();
+    const std::string slow = stragglers_.add(compute, 1e-3 * milliseconds(now - last_times_));
+    if (!slow.empty()) warn(slow);
+    compute_s_ = 0.0;
+    last_times_ = now;
   }
 
   // The optimizer gets the mean gradient.
@@ -302,20 +342,72 @@ class Run {
   void checkpoint_if_due() {
     if (options_.checkpoint.empty()) return;
     const bool ends = done_ == length_.total || stopped_;
-    // Inside a round of local steps, the ranks have not heard of one another.
-    const std::uint32_t signals = reports_.empty() ? kWritingSignal : reducer_.signals();
     const bool is_due =
         (options_.checkpoint_steps > 0 && done_ % options_.checkpoint_steps == 0) ||
-        (signals & kCheckpointSignal) != 0;
-    if (writer_.is_open() && (is_due || ends || (signals & kWritingSignal) == 0)) {
-      const std::string failure = end_checkpoint();
-      if (!failure.empty()) warn(failure + "; the run goes on");
-    }
+        (signals() & kCheckpointSignal) != 0;
+    // Inside a round of local steps, a rank does not know whether the others still write.
+    const bool is_written = !reports_.empty() && (signals() & kWritingSignal) == 0;
+    if (is_due || ends || is_written) end_open_checkpoint();
     if (is_due || ends) {
       writer_.begin(done_, state());
       last_checkpoint_ = Clock::now();
     }
     if (ends) checkpoint_failure_ = end_checkpoint();
+  }
+
+  void end_open_checkpoint() {
+    if (!writer_.is_open()) return;
+    const std::string failure = end_checkpoint();
+    if (!failure.empty()) warn(failure + "; the run goes on");
+  }
+
+  // Throws: Error, unless the run rolls back.
+  void on_divergence() {
+    diverged_ = false;
+    if (!options_.checkpoint.empty()) end_open_checkpoint();
+    comm_.set_phase({"comparison of losses"});
+    const auto all = gather(std::array{watchdog_.recent(), watchdog_.before()}, comm_);
+    const auto worst = std::ranges::max_element(all, {}, [](const auto& of_rank) {
+      return std::isfinite(of_rank[0]) ? of_rank[0] / std::max(of_rank[1], 1e-30) : of_rank[0];
+    });
+    std::ostringstream what;
+    what << "step " << done_ << ": the loss of rank " << worst - all.begin() << " has diverged: "
+         << (*worst)[0] << " after " << (*worst)[1] << " (medians of " << Watchdog::kRecent
+         << " steps and of those before)";
+    if (options_.on_divergence == OnDivergence::rollback) {
+      if (rollbacks_ == kMostRollbacks) {
+        what << ", after " << rollbacks_ << " rollbacks";
+      } else if (const auto before = checkpoint_before_divergence(what)) {
+        return roll_back(*before, what.str());
+      }
+    }
+    if (!options_.checkpoint.empty()) {
+      writer_.begin(done_, state(), true);
+      const std::string failure = end_checkpoint();
+      what << "; " << (failure.empty() ? "its state is in " + checkpoint_ : failure);
+    }
+    throw Error(what.str());
+  }
+
+  // The newest one from before the watchdog's recent losses; none: `what` tells why.
+  std::optional<GoodCheckpoint> checkpoint_before_divergence(std::ostream& what) {
+    try {
+      return newest_checkpoint(options_.checkpoint, comm_,
+                               done_ - 2 * static_cast<std::int64_t>(Watchdog::kRecent));
+    } catch (const StateError& e) {
+      what << "; " << e.what();
+      return std::nullopt;
+    }
+  }
+
+  // The run goes on without the examples since that checkpoint.
+  void roll_back(const GoodCheckpoint& to, const std::string& what) {
+    const std::int64_t from = done_, next_examples = done_ + left_out_;
+    resume(to);
+    left_out_ = next_examples - done_;
+    watchdog_.forget(static_cast<std::size_t>(from - done_));
+    ++rollbacks_;
+    warn(what + "; back to step " + std::to_string(done_) + ", without the examples since then");
   }
 
   void warn(const std::string& what) {
@@ -349,6 +441,7 @@ class Run {
                                 {"ranks", comm_.size()},
                                 {"step", done_},
                                 {"examples", done_ * ranks_ * options_.batch},
+                                {"left_out_examples", left_out_ * ranks_ * options_.batch},
                                 {"evaluated_step", evaluation_.step},
                                 {"train_loss", evaluation_.train_loss},
                                 {"test_loss", evaluation_.test_loss},
@@ -381,10 +474,9 @@ class Run {
     }
   }
 
-  void resume() {
-    const GoodCheckpoint newest = newest_checkpoint(options_.checkpoint, comm_);
-    const fs::path& dir = newest.folder;
-    for (const std::string& fault : newest.faults) {
+  void resume(const GoodCheckpoint& from) {
+    const fs::path& dir = from.folder;
+    for (const std::string& fault : from.faults) {
       warn("checkpoint " + fault + "; taking " + dir.filename().string());
     }
     const nlohmann::json meta = read_json(dir / "meta.json");
@@ -399,6 +491,8 @@ class Run {
       }
     }
     const int old_ranks = read<int>(meta, "ranks", dir);
+    loss_sum_ = 0.0;
+    loss_count_ = 0;
     try {
       torch::load(model_, (dir / "model.pt").string());
       if (replica_) {
@@ -445,6 +539,7 @@ class Run {
     // With another number of ranks, a step has another number of examples. The run continues after
     // the examples already seen.
     done_ = read<std::int64_t>(meta, "examples", dir) / (ranks_ * options_.batch);
+    left_out_ = read<std::int64_t>(meta, "left_out_examples", dir) / (ranks_ * options_.batch);
     first_ = old_ranks == comm_.size() ? 0 : done_;
     const auto evaluated = read<std::int64_t>(meta, "evaluated_step", dir) *
                            training_ranks(options_, old_ranks) / ranks_;
@@ -508,6 +603,9 @@ class Run {
     s.dense_bytes_per_step = ring_bytes(buckets_.flat().parameters, comm_.size());
     times_.medians(s.median);
     s.skipped_steps = skips_.all;
+    s.rollbacks = rollbacks_;
+    s.waited_s = stragglers_.waited();
+    s.compared_s = stragglers_.seconds();
     s.stopped = stopped_ && (done_ < length_.total || evaluation_.step != done_);
     s.checkpoint = checkpoint_;
     s.checkpoint_failure = checkpoint_failure_;
@@ -531,7 +629,8 @@ class Run {
   std::unique_ptr<Replica> replica_;  // null: without local steps
 
   std::int64_t done_ = 0;   // steps
-  std::int64_t first_ = 0;  // bytes are counted after this step
+  std::int64_t left_out_ = 0;  // steps' worth of examples that rollbacks left out
+  std::int64_t first_ = 0;     // bytes are counted after this step
   bool stopped_ = false;
   Skips skips_{options_.skip_limit};
   double loss_sum_ = 0.0;  // since the last evaluation
@@ -539,6 +638,12 @@ class Run {
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0, union_entries_ = 0;
   Evaluation evaluation_;
   Clock::time_point last_checkpoint_;  // when it began
+  Clock::time_point last_times_;       // when the ranks last compared their times
+  double compute_s_ = 0.0;             // of this rank since then
+  Stragglers stragglers_;
+  Watchdog watchdog_{options_.divergence_factor};
+  bool diverged_ = false;  // the watchdog says so, and the other ranks do not know yet
+  int rollbacks_ = 0;
   std::string checkpoint_, checkpoint_failure_;
   std::vector<StepReport> reports_;
   Decisions decisions_;

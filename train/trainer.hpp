@@ -8,6 +8,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "skim/communicator.hpp"
 #include "skim/select.hpp"
@@ -57,6 +58,11 @@ struct Summary {
   StepRecord median;                  // median of each time on its own, on rank 0
   std::uint64_t peak_rss_bytes = 0;   // of the largest rank
   std::uint64_t skipped_steps = 0;
+  int rollbacks = 0;
+  // By training rank: the seconds that the others waited for it (Stragglers::waited), out of
+  // compared_s. In a simulation, none.
+  std::vector<double> waited_s{};
+  double compared_s = 0.0;
   bool stopped = false;      // `stop` ended the run early
   std::string checkpoint{};  // the last one written; empty: none
   std::string checkpoint_failure{};  // why the one at the end could not be written; empty: it was

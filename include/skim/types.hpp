@@ -1,6 +1,7 @@
 // The data types of the library: gradients, sparse gradients, buckets, and the group's statistics.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -68,7 +69,11 @@ struct Keep {
   std::size_t k = 0;       // entries per rank; SelectRule says how closely a selector meets it
   float threshold = 0.0F;  // if > 0: only entries at least this large
   std::size_t k_down = 0;  // entries of the result, if the exchange compresses it too; 0: k
+  // The most entries that any rank contributes, so that memory can be reserved; 0: k. Sums of
+  // several ranks have more than k (hierarchical).
+  std::size_t most = 0;
 };
+inline std::size_t most_entries(const Keep& keep) noexcept { return std::max(keep.k, keep.most); }
 
 // A sparse gradient, not owned: entry e means dense[index[e]] == value[e].
 //

@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import hashlib
+import logging
 import queue
 import re
+import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 DEFAULTS = {"value_code": "q4"}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
+COMPARED_EVERY = 100  # steps between comparisons of how long the ranks waited
 LAST_WAIT_S = 10.0  # close() waits at most this long for a thread that still waits for another rank
 _open: weakref.WeakSet[Compression] = weakref.WeakSet()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # also those of compressions that are gone
@@ -165,6 +169,7 @@ class Compression:
         self.writer = writer
         self.epoch = 0.0
         self.statistics = Report(self.comm.rank, self.comm.size)
+        self._compared_at, self._exposed_before = time.perf_counter(), 0.0
         self.error: BaseException | None = None
         self.lock = threading.RLock()  # guards the reducer and the members below
         self.buckets: list[tuple[int, ...]] | None = None  # indices of each bucket's parameters; None: not known yet
@@ -252,9 +257,19 @@ class Compression:
     def end_of_step(self) -> None:
         """Call it after the last bucket of a step. It counts the step and writes the statistics."""
         self.statistics.steps += 1
+        if self.comm.size > 1 and self.statistics.steps % COMPARED_EVERY == 0:
+            self._compare_waits()
         if self.writer is not None:
             for tag, value in self.statistics.scalars().items():
                 self.writer.add_scalar(f"skim/{tag}", value, self.reducer.step)
+
+    def _compare_waits(self) -> None:
+        now, exposed = time.perf_counter(), self.statistics.exposed_s
+        of_all = self.comm.allgather(struct.pack("<d", exposed - self._exposed_before))
+        slow = self.statistics.compare([struct.unpack("<d", m)[0] for m in of_all], now - self._compared_at)
+        if slow and self.comm.rank == 0:
+            logging.getLogger("skim").warning(slow)
+        self._compared_at, self._exposed_before = now, exposed
 
     def residuals(self, buckets: Iterable[int] | None = None) -> dict[str, torch.Tensor]:
         """A copy of this rank's residual of each parameter: a flat float32 tensor on the CPU, by name.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 
 from skim import _core
+
+# A rank is slow if the others wait for it for half of the time, and worth a warning after a minute of that.
+SLOW_SHARE, LASTING_S = 0.5, 60.0
 
 
 @dataclasses.dataclass
@@ -79,6 +83,35 @@ class Report:
     forming: BucketReport = dataclasses.field(default_factory=BucketReport)
     exposed_s: float = 0.0  # total time from the last gradient of a step to the end of its exchange
     buckets: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
+    # By rank: the seconds that the median of the others waited for it, at least, out of compared_s. Of DDP and
+    # LocalSteps, up to the last comparison.
+    waited_s: list[float] = dataclasses.field(default_factory=list)
+    compared_s: float = 0.0
+    _slow: int = -1  # the rank that was slow in the last interval
+    _slow_s: float = 0.0  # for so long without a break
+
+    def compare(self, exposed_s: list[float], seconds: float) -> str:
+        """Adds an interval of several steps. Returns a warning, once for each time that a rank is slow; "": none.
+
+        exposed_s: that of every rank in the interval. The ranks wait for the slowest one, which itself waits least.
+        """
+        self.waited_s = self.waited_s or [0.0] * self.size
+        self.compared_s += seconds
+        slowest = min(range(self.size), key=exposed_s.__getitem__)
+        others = exposed_s[:slowest] + exposed_s[slowest + 1 :]
+        waited = statistics.median(others) - exposed_s[slowest]
+        self.waited_s[slowest] += waited
+        if waited < SLOW_SHARE * seconds:
+            self._slow = -1
+            return ""
+        before = self._slow_s if self._slow == slowest else 0.0
+        self._slow, self._slow_s = slowest, before + seconds
+        if before >= LASTING_S or self._slow_s < LASTING_S:
+            return ""
+        return (
+            f"skim: rank {slowest} has been slow for {self._slow_s:.0f} s: the others waited for it "
+            f"{100 * waited / seconds:.0f} % of the time"
+        )
 
     def add(self, slot: int, r: _core.StepReport, decision: str) -> None:
         self.buckets.setdefault(slot, BucketReport()).add(r, decision)
@@ -131,6 +164,10 @@ class Report:
             + f": sent {self.sent_bytes / 1e6:.3f} MB, {self.compression:.1f} times less than dense; "
             f"{1e3 * self.exposed_s / self.steps:.2f} ms a step not hidden by backward"
         )
+        waited = sum(self.waited_s)
+        if waited > 0.05 * self.compared_s:
+            of = ", ".join(f"rank {r} {s:.1f} s" for r, s in enumerate(self.waited_s) if s >= 0.1 * waited)
+            head += f"\nthe ranks waited for slower ones in {waited:.1f} of {self.compared_s:.1f} s: {of}"
         rows: list[tuple[str, ...]] = [
             ("bucket", "entries", "kept", "sent kB", "select ms", "exchange ms", "apply ms", "captured", "decision")
         ]

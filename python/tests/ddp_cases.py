@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 
@@ -701,6 +702,21 @@ def case_fsdp_is_refused():
 
 
 # ---- what it says
+
+
+def case_the_report_names_the_rank_that_the_others_waited_for():
+    if SIZE == 1:
+        return
+    model = attached(attach={"density": 0.01})
+    slow, pause = SIZE - 1, threading.Event()
+    for step in range(200):
+        if RANK == slow:
+            pause.wait(0.01)
+        model(gradients(step)).backward()
+    report = skim.report(model)
+    assert len(report.waited_s) == SIZE and max(report.waited_s) == report.waited_s[slow], report.waited_s
+    assert 1.0 < report.waited_s[slow] <= report.compared_s, report
+    assert f"of {report.compared_s:.1f} s: " in str(report) and f"rank {slow} " in str(report), str(report)
 
 
 def case_report_writer_and_profiler():

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
@@ -133,6 +134,90 @@ class Failures(unittest.TestCase):
                         self.assertRegex(err, f"CommError: rank {rank}: .*({named})")
                         self.assertRegex(err, f"timed out after 3 s|was aborted because of rank {stalled}")
                     ranks[stalled].kill()
+
+
+class Waits(unittest.TestCase):
+    @unittest.skipUnless(HAS_TORCH, "torch is not installed")
+    def test_a_rank_that_stays_slow_is_named_once(self):
+        from skim._report import Report
+
+        report = Report(0, 3)
+        even, slow = [3.0, 2.0, 2.5], [9.0, 1.0, 8.0]  # rank 1 waits least: the others wait for it
+        self.assertEqual([report.compare(even, 10.0) for _ in range(9)], [""] * 9)
+        self.assertEqual(report.waited_s, [0.0, 9 * 0.75, 0.0])
+        told = [report.compare(slow, 10.0) for _ in range(20)]
+        self.assertEqual([i for i, text in enumerate(told) if text], [5])
+        self.assertIn("rank 1 has been slow for 60 s", told[5])
+        self.assertIn("75 %", told[5])
+        report.compare(even, 10.0)
+        self.assertEqual([i for i in range(20) if report.compare(slow, 10.0)], [5])
+
+
+# Rank 1 dies in the first attempt, between two checkpoints. The model has one parameter: DDP forms its buckets anew
+# after a restart, and until they stand, Skim compresses each parameter alone.
+RESTARTED = """
+import os, sys, pathlib, torch, torch.distributed as dist, skim
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+rank, folder, dies = dist.get_rank(), pathlib.Path(sys.argv[1]), sys.argv[2] == "dies"
+torch.manual_seed(0)
+model = DDP(nn.Linear(300, 30, bias=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+skim.attach(model, density=0.01, exchange="allgather", value_code="f32", timeout=20)
+saved, first = folder / f"{rank}.pt", 0
+if saved.exists():
+    state = torch.load(saved)
+    model.load_state_dict(state["model"])
+    skim.load_state_dict(model, state["skim"])
+    first = state["step"]
+    print(f"rank {rank} goes on after step {first}", flush=True)
+for step in range(first, 12):
+    optimizer.zero_grad()
+    batch = torch.randn(4, 300, generator=torch.Generator().manual_seed(100 * step + rank))
+    model(batch).square().sum().backward()
+    optimizer.step()
+    if step + 1 == 6:
+        dist.barrier()
+        torch.save({"model": model.state_dict(), "skim": skim.state_dict(model), "step": step + 1}, saved)
+        dist.barrier()
+    if dies and rank == 1 and step == 8 and first == 0:
+        os._exit(7)
+state = {"model": model.state_dict(), "residuals": skim.compression_of(model).residuals()}
+torch.save(state, folder / f"end-{rank}.pt")
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Restarts(unittest.TestCase):
+    def test_the_next_attempt_under_torchrun_finds_its_state(self):
+        import torch
+
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name)
+            script = folder / "script.py"
+            script.write_text(RESTARTED)
+            ends = {}
+            for attempts in (0, 1):
+                at = folder / str(attempts)
+                at.mkdir()
+                done = subprocess.run(
+                    [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+                     "--max-restarts", str(attempts), script, at, "dies" if attempts else "lives"],
+                    capture_output=True, text=True, timeout=300,
+                    env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},
+                )  # fmt: skip
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertEqual(done.stdout.count("goes on after step 6"), 3 * attempts, done.stdout)
+                ends[attempts] = [torch.load(at / f"end-{rank}.pt") for rank in range(3)]
+            for straight, restarted in zip(ends[0], ends[1]):
+                for part in ("model", "residuals"):
+                    self.assertEqual(straight[part].keys(), restarted[part].keys())
+                    for key, value in straight[part].items():
+                        self.assertTrue(torch.equal(value, restarted[part][key]), f"{part}: {key}")
 
 
 if __name__ == "__main__":

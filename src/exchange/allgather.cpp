@@ -22,7 +22,7 @@ class Allgather final : public Exchange {
       comm.set_phase({"allgather: frames"});
       frame_.clear();
       codec_.encode(mine, &stats, frame_);
-      comm.allgather(frame_, frames_, codec_.max_encoded_bytes(keep.k, mine.dim));
+      comm.allgather(frame_, frames_, codec_.max_encoded_bytes(most_entries(keep), mine.dim));
 
       parts_.resize(ranks);
       views_.resize(ranks);

@@ -22,7 +22,7 @@ class GlobalTopK final : public Exchange {
     if (comm.size() == 1) return result;
     // Every rank has the whole sum, so no rank holds another's entries. Each dropped entry goes
     // back to the ranks that selected it.
-    const std::size_t most = keep.k * static_cast<std::size_t>(comm.size());
+    const std::size_t most = most_entries(keep) * static_cast<std::size_t>(comm.size());
     dropped_.reserve(most);
     scratch_.reserve(most);
     split_top_k(result.sum, result_entries(keep), kept_, dropped_, scratch_);

@@ -56,7 +56,7 @@ class GTopK final : public Exchange {
     returned_.reset(mine.dim);
     if (comm.size() == 1) return {.sum = mine, .returned = returned_.view()};
     return or_abort(comm, [&] {
-      make_room(mine, keep.k);
+      make_room(mine, most_entries(keep));
       partial_ = mine;
       merges_ = 0;
       errors_.clear();
@@ -84,8 +84,8 @@ class GTopK final : public Exchange {
  private:
   // Reserves for the largest sizes that can occur, so a warm step allocates nothing, however much
   // the ranks' selections overlap.
-  void make_room(const SparseView& mine, std::size_t k) {
-    room_ = std::max(k, mine.nnz());
+  void make_room(const SparseView& mine, std::size_t most) {
+    room_ = std::max(most, mine.nnz());
     const std::size_t most_bytes = codec_.max_encoded_bytes(room_, mine.dim);
     for (auto* frame : {&frame_out_, &frame_in_}) frame->reserve(most_bytes);
     result_frame_.reserve(kind_ == ExchangeKind::gtopk_tree ? most_bytes : 0);

@@ -44,12 +44,15 @@ class Hierarchical final : public Exchange {
       const bool leads = host_.comm->rank() == 0;
       SparseView between_returned{{}, {}, mine.dim};
       error_.reset(mine.dim);
-      make_room(std::min(mine.dim, keep.k * static_cast<std::size_t>(comm.size())), mine.dim);
+      const auto ranks = static_cast<std::size_t>(comm.size());
+      make_room(std::min(mine.dim, ranks * most_entries(keep)), mine.dim);
       if (leads) {
         host_sum_.assign(sparse(host));
         codec_.quantize(host_sum_, id, stream_of_hop(comm, 1), error_);
         const ExchangeResult all = in(leaders_, comm, [&](Communicator& part) {
-          return between_->run(id, host_sum_.view(), keep, stats, part);
+          Keep of_hosts = keep;
+          of_hosts.most = std::min(mine.dim, most_entries(keep) * most_on_a_host_);
+          return between_->run(id, host_sum_.view(), of_hosts, stats, part);
         });
         between_returned = all.returned;
         message_.clear();
@@ -159,6 +162,11 @@ class Hierarchical final : public Exchange {
     host_.comm = comm.split(mine[0]);
     // Color 1: the other ranks, which take no part.
     leaders_.comm = comm.split(host_.comm->rank() == 0 ? 0 : 1);
+    most_on_a_host_ = 0;
+    for (const int host : hosts) {
+      const auto ranks = static_cast<std::size_t>(std::ranges::count(hosts, host));
+      most_on_a_host_ = std::max(most_on_a_host_, ranks);
+    }
     of_ = &comm;
   }
 
@@ -205,6 +213,7 @@ class Hierarchical final : public Exchange {
   Codec exact_;  // no rounding inside a host
   const Communicator* of_ = nullptr;
   Part host_, leaders_;
+  std::size_t most_on_a_host_ = 0;  // ranks
   std::vector<std::byte> message_;
   SparseBuffer entries_, host_sum_, error_, result_, returned_;
   std::array<SparseBuffer, 4> back_;

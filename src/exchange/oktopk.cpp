@@ -180,15 +180,15 @@ class OkTopK final : public Exchange {
   struct Most {
     std::size_t part_limit, part, sums, result;  // entries
   };
-  // For at most keep.k entries per rank.
+  // For at most most_entries(keep) per rank.
   Most most_of(const Keep& keep, std::size_t ranks) const {
     Most most{};
     const std::size_t k = result_entries(keep);
     // A third more than an equal share.
     most.part_limit = options_.exact ? std::numeric_limits<std::size_t>::max()
                                      : (4 * keep.k + 3 * ranks - 1) / (3 * ranks);
-    most.part = std::min(keep.k, most.part_limit);
-    most.sums = keep.k + (ranks - 1) * most.part;
+    most.part = std::min(most_entries(keep), most.part_limit);
+    most.sums = most_entries(keep) + (ranks - 1) * most.part;
     most.result = options_.exact ? k : 4 * k / 3;
     return most;
   }
@@ -204,7 +204,7 @@ class OkTopK final : public Exchange {
     part_limit_ = most.part_limit;
     most_result_ = most.result;
     const std::size_t most_part = most.part, most_sums = most.sums;
-    const std::size_t most_mine = std::max(keep.k, mine.nnz());
+    const std::size_t most_mine = std::max(most_entries(keep), mine.nnz());
     parts_.resize(ranks_);
     for (SparseBuffer& part : parts_) part.reserve(most_part);
     for (SparseBuffer* s : {&sent_, &wire_, &off_, &held_back_}) {

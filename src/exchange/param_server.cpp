@@ -14,7 +14,9 @@
 // than its share.
 //
 // With k_down = n the server returns every entry it received and holds only rounding errors. The
-// result has the union of the ranks' indices and no others.
+// result has the union of the ranks' indices and no others. If it still holds mass of runs with a
+// smaller k_down, it returns as many entries as it received: the largest of both. So a run never
+// sends more than max_sent_bytes().
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -178,7 +180,7 @@ class ParamServer final : public Exchange, public HeldMass {
       give_back(mine);
     }
 
-    const std::size_t most_mine = std::max(keep.k, mine.nnz());
+    const std::size_t most_mine = std::max(most_entries(keep), mine.nnz());
     const std::size_t most_sum = std::min(mine.dim, ranks_ * most_mine);
     const std::size_t most_result = k_ < mine.dim ? k_ : most_sum;
     parts_.resize(ranks_);
@@ -206,9 +208,9 @@ class ParamServer final : public Exchange, public HeldMass {
     for (auto& message : incoming_) message.reserve(owns_ ? up : 0);
     frame_up_.reserve(sharded() || owns_ ? 0 : up);
     frame_down_.reserve(down);
-    // Depends on k alone, because other ranks do not know how many entries this rank selected.
+    // Depends on keep alone, because other ranks do not know how many entries this rank selected.
     most_share_bytes_ = codec_.max_encoded_bytes(
-        k_ < mine.dim ? k_ : std::min(mine.dim, ranks_ * keep.k), mine.dim);
+        k_ < mine.dim ? k_ : std::min(mine.dim, ranks_ * most_entries(keep)), mine.dim);
     if (sharded()) {
       keys_.reserve(most_result);
       kth_.reserve(most_result, ranks_);
@@ -298,8 +300,8 @@ class ParamServer final : public Exchange, public HeldMass {
   // ---- the server
 
   // Adds the sums to the held mass and fills chosen_ with the k_down largest entries of this rank's
-  // range (all of them if k_down = n). chosen_ is not rounded yet. The owners decide together which
-  // of these entries go out.
+  // range (if k_down = n, as many as there are sums). chosen_ is not rounded yet. If k_down < n,
+  // the owners decide together which of these entries go out.
   void choose(StepId id) {
     State& state = *state_;
     const SparseView sums = sum_.view();
@@ -316,15 +318,20 @@ class ParamServer final : public Exchange, public HeldMass {
       }
       return;
     }
+    const bool cuts = k_ < sums.dim;
+    const std::size_t most = cuts ? std::min(k_, state.mass.size()) : sums.nnz();
+    state.leaves_out = true;
+    chosen_.reset(sums.dim);
+    if (most == 0) return;
     selector_->select({.id = id,
                        .grad = std::span(state.mass),
                        .residual = {},
                        .layout = {},
-                       .keep = {.k = std::min(k_, state.mass.size())}},
+                       .keep = {.k = most}},
                       chosen_);
     chosen_.set_dim(sums.dim);
     for (Index& i : chosen_.indices()) i += static_cast<Index>(first_);
-    state.leaves_out = k_ < sums.dim;
+    state.leaves_out = cuts || chosen_.nnz() == most;
   }
 
   // Rounds `s` and subtracts it from the held mass, which keeps the rounding error. Non-finite

@@ -134,7 +134,7 @@ class SparCML final : public Exchange {
  private:
   // Reserves for the largest sizes that can occur, so a warm run allocates nothing.
   void make_room(const SparseView& mine, const Keep& keep, int ranks, int rounds) {
-    const std::size_t all = keep.k * static_cast<std::size_t>(ranks);
+    const std::size_t all = most_entries(keep) * static_cast<std::size_t>(ranks);
     const std::size_t most = all <= mine.dim / 2 ? all : mine.dim;
     for (SparseBuffer* s : {&partial_, &incoming_, &total_}) s->reserve(most);
     for (auto* m : {&frame_, &message_}) m->reserve(codec_.max_encoded_bytes(most, mine.dim));

@@ -71,16 +71,21 @@ def reseal(path):
     (path.parent / "manifest.json").write_text(json.dumps(manifest | {"crc32": crc32(compact.encode())}))
 
 
-def open_to_strangers(pid):
-    """The sockets of a process that listen beyond this machine, as (address, port) in hexadecimal."""
+def listening(pid):
+    """The sockets on which a process listens, as "address:port" in hexadecimal."""
     own = {os.readlink(link) for link in pathlib.Path(f"/proc/{pid}/fd").iterdir() if link.exists() or link.is_symlink()}
     found = []
     for table in ("tcp", "tcp6"):
         for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own and not fields[1].startswith("0100007F"):
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
                 found.append(fields[1])
     return found
+
+
+def open_to_strangers(pid):
+    """Those of them that listen beyond this machine."""
+    return [address for address in listening(pid) if not address.startswith("0100007F")]
 
 
 def is_running(pid):
