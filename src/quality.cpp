@@ -48,7 +48,8 @@ std::string quality_note(double density, std::uint64_t steps) {
   note << "S = density x steps = " << std::setprecision(3) << sends
        << ": how often a rank sends the average entry in the run.\n";
   if (reaches(sends, kLevelSends)) {
-    note << "With momentum correction, a small GPT and a ResNet-8 ended level with dense at S = "
+    note << "With momentum correction, a small GPT and a ResNet-8 on 2 ranks ended level with dense "
+            "at S = "
          << kLevelSends << '.';
     return note.str();
   }
@@ -57,9 +58,10 @@ std::string quality_note(double density, std::uint64_t steps) {
   for (const MeasuredQuality& m : kMeasured) {
     if (reaches(sends, m.entry_sends)) at = &m;
   }
-  note << "At S = " << at->entry_sends << " a small GPT ended " << at->correction
-       << " nats behind dense with momentum correction, " << at->after_sum << " without it,\n"
-       << at->step_ahead << " with LocalSteps of one step, and " << kAloneBehind
+  note << "At S = " << at->entry_sends << " a small GPT on 2 ranks ended " << at->correction
+       << " nats behind dense with momentum correction,\n"
+       << at->after_sum << " without it, " << at->step_ahead
+       << " with LocalSteps of one step, and " << kAloneBehind
        << " on one rank that trains alone.\n";
   if (const std::optional<double> level = density_of_sends(kLevelSends, steps)) {
     note << "At S = " << kLevelSends << ", which needs density " << *level

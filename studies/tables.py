@@ -162,24 +162,35 @@ def quality_of(task, ranks):
     return load
 
 
-def entry_sends(folder):
-    """A row for each density of the GPT's sweep on 2 ranks: how far each method's validation loss is behind dense."""
-    rows = [row for row in lines(folder, "quality.jsonl") if (row["task"], row["ranks"], row["steps"]) == ("gpt", 2, 1000)]
+def entry_sends(task, *groups, rate=None):
+    """A row for each density of a sweep: how far each method's validation loss is behind dense, on each number of ranks.
 
-    def best(label):
-        mine = [row for row in rows if row["label"] == label]
-        return [row["validation_loss"] for row in mine if row["lr"] == quality.best_rate([r for r in mine if r["seed"] == 0])]
+    A key is the method's name, followed by the number of ranks if there are several. rate: of all runs; None: the best.
+    """
+    def load(folder):
+        rows = [row for row in lines(folder, "quality.jsonl")
+                if (row["task"], row["steps"]) == (task, 1000) and row["lr"] == (rate or row["lr"])]
 
-    dense, found = statistics.mean(best("dense")), []
-    for density in quality.SWEEP:
-        one = {"density": density, "sends": 1000 * density}
-        for name in quality.SWEPT:
-            label = f"{name}, 1 %" if density == quality.DENSITY["1 %"][2] else f"{name}, density {density:g}"
-            if any(row["label"] == label for row in rows):
-                one[name] = statistics.mean(best(label)) - dense
-        if len(one) > 2:
-            found.append(one)
-    return found
+        def best(label, ranks):
+            mine = [row for row in rows if (row["label"], row["ranks"]) == (label, ranks)]
+            of_best = quality.best_rate([row for row in mine if row["seed"] == 0]) if mine else None
+            return [row["validation_loss"] for row in mine if row["lr"] == of_best]
+
+        found = []
+        for density in quality.SWEEP:
+            one = {"density": density, "sends": 1000 * density}
+            for ranks in groups:
+                for name in quality.SWEPT:
+                    losses = best(f"{name}, density {density:g}", ranks)
+                    if not losses and density == quality.DENSITY["1 %"][ranks]:
+                        losses = best(f"{name}, 1 %", ranks)
+                    if losses:
+                        key = f"{name} {ranks}" if len(groups) > 1 else name
+                        one[key] = statistics.mean(losses) - statistics.mean(best("dense", ranks))
+            if len(one) > 2:
+                found.append(one)
+        return found
+    return load
 
 
 def by_steps(task, ranks):
@@ -555,8 +566,12 @@ TABLES = [
       for name in ("ddp-0.001", "ddp-0.01")),
     *(Table("quality.md", f"quality-{task}-{ranks}", quality_of(task, ranks), quality_columns(metric, form))
       for task, ranks, metric, form in QUALITY_TABLES),
-    Table("quality.md", "entry-sends", entry_sends, {
+    Table("quality.md", "entry-sends", entry_sends("gpt", 2), {
         "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in quality.SWEPT}}),
+    Table("quality.md", "entry-sends-lstm", entry_sends("lstm", 2, 4, 8, rate=0.01), {
+        "density": "{density:g}", "S": "{sends:g}",
+        **{f"{name}, P = {ranks}": "{%s %d:+.3f}" % (name, ranks)
+           for name in ("momentum correction", "step ahead") for ranks in (2, 4, 8)}}),
     Table("quality.md", "steps-gpt", by_steps("gpt", 4), {
         "steps": "{steps}", "dense": "{dense:.3f}", "S of step ahead": "{sends:.2g}",
         **{name: "{%s:+.3f}" % name for name in ("momentum correction, 1 %", "step ahead, 0.1 %",

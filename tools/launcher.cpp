@@ -237,11 +237,11 @@ Outcome explain(const RunDir& dir, int ranks, int code, const StderrFilter& of_m
   std::string dead;
   int deaths = 0;
   std::optional<Outcome> cause, effect, told;
-  const auto read = [&](int rank, const char* kind, std::optional<Outcome>& into) {
+  const auto read = [&](int rank, const char* kind, int lost, std::optional<Outcome>& into) {
     const auto line = dir.read(rank, kind);
     if (!line || into) return;
     const std::size_t space = line->find(' ');
-    into = {.code = std::atoi(line->c_str()), .failure = line->substr(space + 1), .lost_ranks = 1};
+    into = {std::atoi(line->c_str()), line->substr(space + 1), lost};
   };
   for (int r = 0; r < ranks; ++r) {
     const auto pid = dir.read(r, "pid");
@@ -250,9 +250,9 @@ Outcome explain(const RunDir& dir, int ranks, int code, const StderrFilter& of_m
       dead += (dead.empty() ? "rank " : ", rank ") + std::to_string(r) + " (pid " + *pid + ")";
       ++deaths;
     }
-    read(r, "cause", cause);
+    read(r, "cause", 0, cause);
     std::optional<Outcome> seen;
-    read(r, "effect", seen);
+    read(r, "effect", 1, seen);
     if (!seen) continue;
     auto& into = seen->failure.find("was aborted because of") == std::string::npos ? effect : told;
     if (!into) into = seen;

@@ -28,7 +28,7 @@ struct LaunchOptions {
 struct Outcome {
   int code = 0;         // the exit status for the command
   std::string failure;  // one line; empty: all ranks ended well, or a signal stopped them
-  int lost_ranks = 0;   // how many ranks the failure was about, as far as is known
+  int lost_ranks = 0;   // how many ranks have died or hang; one that failed itself is not lost
 };
 
 // Runs `arguments` as `ranks` ranks of this program on this machine. This also works as root and

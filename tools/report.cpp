@@ -259,11 +259,11 @@ nlohmann::json to_json(const Row& row, int ranks) {
 
 namespace {
 
-// Which ranks the others waited for. Empty: less than kWorthALine of the time.
+// Which ranks the others waited for. Empty: that was not worth a line.
 std::string line_on_waiting(const train::Summary& s) {
-  constexpr double kWorthALine = 0.05;
+  constexpr double kShare = 0.05, kSeconds = 0.1;
   const double all = std::accumulate(s.waited_s.begin(), s.waited_s.end(), 0.0);
-  if (!(all > kWorthALine * s.compared_s)) return {};
+  if (!(all > kShare * s.compared_s) || all < kSeconds) return {};
   std::string of_ranks;
   for (std::size_t r = 0; r < s.waited_s.size(); ++r) {
     if (s.waited_s[r] < 0.1 * all) continue;

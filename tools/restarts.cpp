@@ -49,7 +49,7 @@ std::string objection(const Outcome& outcome, const std::string& from, int ranks
     return "the failure came again from the same checkpoint, so a restart does not help";
   }
   if (ranks < options.min_ranks) {
-    return std::to_string(ranks) + " of the ranks are left, fewer than --min-ranks " +
+    return "fewer ranks are left (" + std::to_string(ranks) + ") than --min-ranks " +
            std::to_string(options.min_ranks);
   }
   return {};

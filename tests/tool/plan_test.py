@@ -128,8 +128,8 @@ class Plan(Case):
     def test_quality_of_a_run_of_that_length(self):
         level, published = "ended level with dense at S = 28.", "Published runs with S >= 50"
         for steps, s, words, others in [
-            (90, "0.9", "At S = 1 a small GPT ended ", [level, published]),
-            (2799, "28", "At S = 10 a small GPT ended ", [level, published]),
+            (90, "0.9", "At S = 1 a small GPT on 2 ranks ended ", [level, published]),
+            (2799, "28", "At S = 10 a small GPT on 2 ranks ended ", [level, published]),
             (2800, "28", level, ["behind", published]),
             (4999, "50", level, ["behind", published]),
             (5000, "50", published, ["behind"]),

@@ -77,7 +77,7 @@ class Restarts(Reliability):
         self.assertEqual(run.returncode, 128 + signal.SIGKILL, out + err)
         self.assertIn("restart 1 from step-", err)
         self.assertIn("on 2 ranks", err)
-        self.assertIn("not started again: 1 of the ranks are left, fewer than --min-ranks 2", err)
+        self.assertIn("not started again: fewer ranks are left (1) than --min-ranks 2", err)
         self.assertRegex(err.splitlines()[-1], r"^skim: rank 1 \(pid \d+\) died")
 
     def test_before_the_first_checkpoint_it_starts_from_the_beginning(self):
@@ -340,13 +340,13 @@ class Divergence(Reliability):
 @unittest.skipUnless(HAS_MPI, NEEDS_MPI)
 class Stragglers(Reliability):
     def test_the_table_names_the_rank_that_the_others_waited_for(self):
-        # Most of a step is computing, so most pauses fall into it.
+        # Many pauses fall into computing; those in an exchange do not count.
         run = self.start(*RUN, "--model", "lenet5", "--batch", 64, "--threads", 1, "--steps", 150, *self.folder("c"),
                          "--summary", self.dir / "s.json")
         self.wait_for_step_of(run, "c", 10)
         slow = pids_of(self.dir)[2]
         begin = time.monotonic()
-        for signal_, seconds in 20 * [(signal.SIGSTOP, 0.1), (signal.SIGCONT, 0.03)]:
+        for signal_, seconds in 20 * [(signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.03)]:
             os.kill(slow, signal_)
             with self.assertRaises(subprocess.TimeoutExpired, msg="the run ended early"):
                 run.wait(timeout=seconds)
@@ -355,7 +355,7 @@ class Stragglers(Reliability):
         [row] = json.loads((self.dir / "s.json").read_text())
         self.assertEqual(len(row["waited_ms"]), 3)
         self.assertEqual(max(row["waited_ms"]), row["waited_ms"][2])
-        self.assertGreater(row["waited_ms"][2], 300)
+        self.assertGreater(row["waited_ms"][2], 200)
         self.assertLess(row["waited_ms"][2], 1e3 * (time.monotonic() - begin))
         self.assertRegex(out, r"the ranks waited for slower ones in \d+\.\d of \d+\.\d s: .*rank 2 \d")
 
