@@ -568,10 +568,10 @@ TABLES = [
       for task, ranks, metric, form in QUALITY_TABLES),
     Table("quality.md", "entry-sends", entry_sends("gpt", 2), {
         "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in quality.SWEPT}}),
-    Table("quality.md", "entry-sends-lstm", entry_sends("lstm", 2, 4, 8, rate=0.01), {
+    Table("quality.md", "entry-sends-lstm", entry_sends("lstm", 2, 4, rate=0.01), {
         "density": "{density:g}", "S": "{sends:g}",
         **{f"{name}, P = {ranks}": "{%s %d:+.3f}" % (name, ranks)
-           for name in ("momentum correction", "step ahead") for ranks in (2, 4, 8)}}),
+           for name in ("momentum correction", "step ahead") for ranks in (2, 4)}}),
     Table("quality.md", "steps-gpt", by_steps("gpt", 4), {
         "steps": "{steps}", "dense": "{dense:.3f}", "S of step ahead": "{sends:.2g}",
         **{name: "{%s:+.3f}" % name for name in ("momentum correction, 1 %", "step ahead, 0.1 %",

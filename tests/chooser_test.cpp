@@ -35,12 +35,12 @@ std::string first_word(std::string_view text) {
 constexpr std::size_t kN = 100'000, kK = 100;
 
 // Buckets of one slot whose times are given: seconds(kind, bucket, rank). Returns what every rank
-// was told to take.
+// was told to take. `link` is what the chooser finds if it measures, on a virtual clock.
 using Seconds = std::function<double(K, int, int)>;
 std::vector<Kinds> drive(int ranks, int buckets, const ChooserOptions& options,
-                         const Seconds& seconds) {
+                         const Seconds& seconds, const Link& link = {1e-4, 1e-8}) {
   std::vector<Kinds> taken(static_cast<std::size_t>(ranks));
-  test::run_group(ranks, [&](Communicator& comm) {
+  test::run_simulated(ranks, {link, false}, [&](Communicator& comm) {
     const auto chooser = make_chooser({}, options);
     for (int b = 0; b < buckets; ++b) {
       const StepId id{static_cast<std::uint64_t>(b), 0};
@@ -81,7 +81,7 @@ TEST(chooser, begins_with_what_the_model_finds_cheapest) {
     if (row.delivers_all) among.push_back(row.kind);
   }
   const Choice best = cheapest(among, {}, load, kSlow, options.local_speeds);
-  // At 4 times the prediction the chooser would measure the link of this machine.
+  // At 4 times the prediction the chooser would measure the link.
   const double seconds = 3.0 * best.cost.total_s();
   const auto taken = drive(3, 50, options, [=](K, int, int) { return seconds; });
   EXPECT_EQ(count(taken[0], best.exchange), 50) << "without trials it stays";
@@ -177,7 +177,7 @@ TEST(chooser, a_link_that_slows_down_costs_little) {
       const Load load{.ranks = 3, .n = kN, .k = kK, .frame = frame_size({})};
       return predict({.kind = kind}, load, bucket < change ? fast : slow, {}).total_s();
     };
-    const auto taken = drive(3, change + kAfter, {.link = fast}, seconds)[0];
+    const auto taken = drive(3, change + kAfter, {.link = fast}, seconds, slow)[0];
     double best_s = seconds(taken[0], change, 0), lost_s = 0.0;
     for (const K kind : candidates({})) best_s = std::min(best_s, seconds(kind, change, 0));
     const K incumbent = taken[static_cast<std::size_t>(change) - 1];
