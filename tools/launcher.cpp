@@ -340,10 +340,6 @@ Outcome launch(const LaunchOptions& options) {
              " ranks started within " + seconds_text(options.start_limit) + " s";
       deadline = Clock::now();
     }
-    if (!over && all_started && is_over(dir, ranks)) {
-      over = ending = true;
-      deadline = std::min(deadline, Clock::now() + kToEnd);
-    }
     const int signals = g_signals.load();
     if (signals > seen_signals) {
       if (seen_signals == 0) {
@@ -360,7 +356,13 @@ Outcome launch(const LaunchOptions& options) {
       ending = true;
       deadline = Clock::now() + kToEnd;
     }
-    if (poll(fds.data(), fds.size(), 200) <= 0) continue;
+    if (poll(fds.data(), fds.size(), 200) <= 0) {
+      if (!over && all_started && is_over(dir, ranks)) {
+        over = ending = true;
+        deadline = std::min(deadline, Clock::now() + kToEnd);
+      }
+      continue;
+    }
     for (pollfd& fd : fds) {
       if (fd.fd < 0 || fd.revents == 0) continue;
       const ssize_t got = read(fd.fd, chunk.data(), chunk.size());

@@ -21,7 +21,7 @@ namespace fs = std::filesystem;
 namespace skim::train {
 namespace {
 
-constexpr int kFormat = 2;
+constexpr int kFormat = 3;
 constexpr std::string_view kPrefix = "step-", kDiverged = "diverged-";
 constexpr const char* kManifest = "manifest.json";
 

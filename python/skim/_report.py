@@ -87,8 +87,8 @@ class Report:
     # LocalSteps, up to the last comparison.
     waited_s: list[float] = dataclasses.field(default_factory=list)
     compared_s: float = 0.0
-    _slow: int = -1  # the rank that was slow in the last interval
-    _slow_s: float = 0.0  # for so long without a break
+    _slow: int = dataclasses.field(default=-1, repr=False)  # the rank that was slow in the last interval
+    _slow_s: float = dataclasses.field(default=0.0, repr=False)  # for so long without a break
 
     def compare(self, exposed_s: list[float], seconds: float) -> str:
         """Adds an interval of several steps. Returns a warning, once for each time that a rank is slow; "": none.

@@ -13,7 +13,9 @@ import subprocess
 import time
 import unittest
 
-from tool_test import HAS_MPI, LIMIT, SMALL, TOOL, Case, is_running, lines, listening, newest_in, pids_of, train
+from tool_test import HAS_MPI, LIMIT, SMALL, TOOL, Case, lines, newest_in, train
+
+from launched import is_running, listening, parent_of, pids_of, port_of
 
 NEEDS_MPI = "this build has no MPI: it cannot start several ranks"
 RUN = ["--ranks", 3, "--model", "mlp-64", "--steps", 120, "--momentum", 0.9, "--eval-epochs", 0, "--checkpoint-steps", 10]
@@ -104,6 +106,16 @@ class Restarts(Reliability):
         out, err = run.communicate(timeout=LIMIT)
         self.assertEqual(run.returncode, 128 + signal.SIGKILL, out + err)
         self.assertIn("not started again: 1 restart within 1:00 h did not help (--restarts)", err)
+
+    def test_restarts_of_long_ago_do_not_count(self):
+        run = self.start(*RUN, *self.folder("c"), "--restarts", 1, "--restart-within", "0.1s")
+        self.kill_a_rank(run, "c", 3, 1)
+        self.wait_until(run, lambda: 1 in pids_of(self.dir), "it did not start again")
+        os.kill(pids_of(self.dir)[1], signal.SIGKILL)
+        out, err = run.communicate(timeout=LIMIT)
+        self.assertEqual(run.returncode, 0, out + err)
+        self.assertIn("; restart 2 from", err)
+        self.assert_as_undisturbed("c")
 
     def test_a_signal_is_no_failure(self):
         run = self.start(*RUN, *self.folder("c"), "--restarts", 3)
@@ -232,7 +244,7 @@ class Leftovers(Reliability):
         segments = set().union(*map(self.memory_of, ranks))
         self.assertEqual(len(segments), 3, "the ranks share no memory there")
         left = self.folders()
-        mpirun = int(pathlib.Path(f"/proc/{ranks[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        mpirun = parent_of(ranks[0])
 
         def another():  # beside the first one
             self.assert_ok(train("--ranks", 2, "--model", "linear", "--steps", 2,
@@ -266,8 +278,7 @@ class Strangers(Reliability):
         """Open MPI's mpirun waits for his first message on the port that it has for its own ranks."""
         run = self.start(*RUN, *self.folder("c"))
         self.wait_for_step_of(run, "c", 3)
-        parent = pathlib.Path(f"/proc/{pids_of(self.dir)[0]}/stat").read_text().rsplit(")", 1)[1].split()[1]
-        ports = [int(address.split(":")[1], 16) for address in listening(parent)]
+        ports = [port_of(address) for address in listening(parent_of(pids_of(self.dir)[0]))]
         self.assertTrue(ports, "mpirun listens nowhere: this test, and what it is for, can go")
         for port in 20 * ports:
             stranger = socket.create_connection(("127.0.0.1", port))

@@ -14,10 +14,14 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
 import zlib
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "scripts"))
+from launched import is_running, listening, pids_of  # noqa: E402
 
 TOOL = os.environ["SKIM_TOOL"]
 HAS_MPI = os.environ.get("SKIM_HAS_MPI") == "1"
@@ -36,16 +40,6 @@ def train(*arguments, **options):
 
 def lines(path):
     return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
-
-
-def pids_of(folder):
-    """Ranks of the run whose launcher keeps its files under `folder`: {rank: pid}."""
-    found = {}
-    for file in pathlib.Path(folder).glob("skim-*/rank-*.pid"):
-        text = file.read_text().strip()
-        if text:
-            found[int(re.search(r"rank-(\d+)", file.name).group(1))] = int(text)
-    return found
 
 
 def newest_in(folder):
@@ -71,29 +65,9 @@ def reseal(path):
     (path.parent / "manifest.json").write_text(json.dumps(manifest | {"crc32": crc32(compact.encode())}))
 
 
-def listening(pid):
-    """The sockets on which a process listens, as "address:port" in hexadecimal."""
-    own = {os.readlink(link) for link in pathlib.Path(f"/proc/{pid}/fd").iterdir() if link.exists() or link.is_symlink()}
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                found.append(fields[1])
-    return found
-
-
 def open_to_strangers(pid):
     """Those of them that listen beyond this machine."""
     return [address for address in listening(pid) if not address.startswith("0100007F")]
-
-
-def is_running(pid):
-    """Not so: gone, or dead and waiting for a parent that may never ask."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class Case(unittest.TestCase):

@@ -139,8 +139,8 @@ TEST_F(Checkpoints, what_is_cut_off_or_missing_or_of_another_step_is_a_fault) {
             "model is damaged: its checksum is not that of the manifest");
   EXPECT_EQ(with("manifest.json", content(old / "manifest.json")), "manifest.json is of step 7");
   EXPECT_EQ(with("manifest.json", "{}"), "manifest.json is damaged");
-  EXPECT_EQ(with("manifest.json", R"({"format": 3})"),
-            "manifest.json is of format 3; this version reads format 2");
+  EXPECT_EQ(with("manifest.json", R"({"format": 2})"),
+            "manifest.json is of format 2; this version reads format 3");
   fs::remove(checkpoint / "rank-2");
   EXPECT_EQ(fault_of(checkpoint), "rank-2 is missing or cannot be read");
   fs::remove(checkpoint / "manifest.json");
