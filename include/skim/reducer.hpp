@@ -94,9 +94,11 @@ class Reducer {
   // Throws: InvalidArgument (nothing changed): a wrong argument; this step has already reduced the
   // slot.
   // After any other exception, CommError above all, the group has been told (abort), and the ranks
-  // may disagree. Restart every rank from its last save(). This also holds for every error of a
-  // user's selector or exchange. Entries of theirs that are not canonical, or not of this bucket,
-  // are such an error (InvalidArgument).
+  // may disagree. Restart every rank from its last save(), or abandon the step and go on in another
+  // group (take_over). If residuals are kept, grad then holds what the residual has not taken: all
+  // of the gradient, or zeros. This also holds for every error of a user's selector or exchange.
+  // Entries of theirs that are not canonical, or not of this bucket, are such an error
+  // (InvalidArgument).
   StepReport reduce(Slot slot, GradView grad);
 
   // start() is reduce() on one ordered communication thread, so that it overlaps with backward.
@@ -115,6 +117,9 @@ class Reducer {
   // Call this instead of end_step() if the trainer skips the step for reasons of its own. It undoes
   // the step's commits. Call it on every rank or on none.
   void rollback_step(double epoch);
+  // Call this instead of end_step() after a failure, before save(). As rollback_step, but schedules
+  // do not see the step's statistics, which may differ between ranks.
+  void abandon_step(double epoch);
 
   // Lets ranks agree, for example to stop, without an extra round. raise_signal() adds bits to the
   // frames of the next bucket, for all ranks. signals() returns the union over the ranks in the
@@ -144,6 +149,13 @@ class Reducer {
   // Nothing has changed then.
   void save(std::ostream& out) const;
   void load(std::span<std::istream* const> of_old_ranks);
+  // Continues what ranks of another group have saved in the same step. This rank's residual becomes
+  // `share` times the sum of theirs, and the mass that their exchanges held joins it. Step and
+  // statistics are those of the first state. Selector, exchange and schedule start anew. If a group
+  // of P ranks was one of Q, and each of its ranks takes its own state with the share P/Q, it owes
+  // the same mean. With a share of 0 a new rank takes the step alone.
+  // Throws: as load; InvalidArgument: no state, or a share that is not finite and >= 0.
+  void take_over(std::span<std::istream* const> states, float share);
 
  private:
   struct Impl;

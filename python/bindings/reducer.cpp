@@ -281,6 +281,14 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
           "epoch"_a = 0.0,
           "Call this instead of end_step() to skip the step, on every rank or on none. The "
           "entries that the step sent go back into the residuals.")
+      .def(
+          "abandon_step",
+          [](AnnotatedReducer& self, double epoch) {
+            self.ending([&] { self.abandon_step(epoch); });
+          },
+          "epoch"_a = 0.0,
+          "Call this instead of end_step() after a failure, before save(). As rollback_step, but "
+          "schedules do not see the step's statistics, which may differ between ranks.")
       .def("set_total_steps", member(&Reducer::set_total_steps), "steps"_a)
       .def_prop_ro("step", [](const AnnotatedReducer& self) { return self.step(); })
       .def_prop_ro("density", [](const AnnotatedReducer& self) { return self.density().up; })
@@ -333,7 +341,21 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
           "Restores a saved state. Call it after set_layout, between steps.\n"
           "of_old_ranks: what save() returned on every rank of the saved run, in rank order. If "
           "the number of ranks has changed, each residual becomes (1/P) times the sum over the P "
-          "old ranks. Raises StateError.");
+          "old ranks. Raises StateError.")
+      .def(
+          "take_over",
+          [](AnnotatedReducer& self, const std::vector<State>& states, float share) {
+            const States streams(states);
+            const nb::gil_scoped_release no_gil;
+            self.take_over(streams.streams(), share);
+            self.throw_own_failure();
+          },
+          "states"_a, "share"_a,
+          "Continues what ranks of another group have saved in the same step. The residual becomes "
+          "`share` times the sum of theirs; all else but the step starts anew. If a group of P "
+          "ranks was one of Q, and each of its ranks takes its own state with the share P/Q, it "
+          "owes the same mean. Raises StateError; InvalidArgument: no state, or a share that is "
+          "not finite and >= 0.");
 
   const auto local_steps = KeywordHelp::of<LocalStepsOptions>();
   m.def(

@@ -152,6 +152,7 @@ _TORCH = {
     "compression_of": "skim.ddp",
     "Aggregator": "skim.aggregator",
     "LocalSteps": "skim.local_steps",
+    "ElasticGroup": "skim.elastic",
     "connect": "skim._transport",
 }
 

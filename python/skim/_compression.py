@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import hashlib
 import logging
+import math
 import queue
 import re
 import struct
@@ -15,13 +16,16 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
 from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, take_out
 from skim._report import Report
+from skim._elastic import ElasticSteps
 from skim._transport import connect
+from skim.elastic import ElasticGroup
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -68,6 +72,19 @@ class Options:
         """The momentum correction that replaces the optimizer's momentum; None without an optimizer."""
         return None if self.optimizer is None else correction_for(self.optimizer)
 
+    def expect_elastic(self) -> None:
+        """Raises InvalidArgument if these options cannot work in an elastic group."""
+        for name in ("selector", "density", "exchange"):
+            value = getattr(self, name, None) or self.others.get(name)
+            if value is not None and not isinstance(value, (str, int, float, _core.DensitySchedule)):
+                raise _core.InvalidArgument(
+                    f"skim: no {name} of your own in an ElasticGroup: a rank that joins could not get its state"
+                )
+        if self.others.get("feedback") is False:
+            raise _core.InvalidArgument("skim: an ElasticGroup needs feedback: a step may have to be taken twice")
+        if self.others.get("server") == "dedicated":
+            raise _core.InvalidArgument("skim: no dedicated server in an ElasticGroup: it might be lost; use 'sharded'")
+
     def reducer(self, comm: _core.Communicator) -> _core.Reducer:
         momentum = self.momentum()
         reducer = _core.Reducer(
@@ -84,23 +101,27 @@ class Options:
         return reducer
 
 
-def same_on_all_ranks(comm: _core.Communicator, what: str, mine: Sequence[str]) -> None:
-    """Raises InvalidArgument on every rank if the lists differ between ranks. Collective.
+def expect_same(comm: _core.Communicator, what: str, mine: Sequence[str], like: int | None = None) -> None:
+    """Raises InvalidArgument if the lists differ between ranks. Collective.
 
     what: the plural noun that names the list in the message.
+    like: raises only on the ranks whose lists differ from this rank's. None: on every rank.
     """
     # Compare digests first, because they are short however long the lists are.
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(comm.allgather(digest))) == 1:
         return
-    theirs = [text.decode().split("\n") for text in comm.allgather("\n".join(mine).encode())]
-    for r, lines in enumerate(theirs):
-        for i in range(max(len(lines), len(theirs[0]))):
+    lists = [text.decode().split("\n") for text in comm.allgather("\n".join(mine).encode())]
+    right = like or 0
+    for r, lines in enumerate(lists):
+        if like is not None and r != comm.rank:
+            continue
+        for i in range(max(len(lines), len(lists[right]))):
             here = lines[i] if i < len(lines) else "nothing"
-            there = theirs[0][i] if i < len(theirs[0]) else "nothing"
+            there = lists[right][i] if i < len(lists[right]) else "nothing"
             if here != there:
                 raise _core.InvalidArgument(
-                    f"skim: {what} differ between ranks: rank 0 has {there}, rank {r} has {here}"
+                    f"skim: {what} differ between ranks: rank {right} has {there}, rank {r} has {here}"
                 )
 
 
@@ -140,7 +161,9 @@ class Compression:
         process_group: Any,
         timeout: float,
         writer: Any = None,
+        also_equal: Sequence[str] = (),
     ) -> None:
+        """also_equal: descriptions of other options, which must be equal on all ranks."""
         if not parameters:
             raise _core.InvalidArgument("skim: there is no parameter that requires a gradient")
         for name, p in parameters.items():
@@ -154,15 +177,17 @@ class Compression:
                 )
         self.names = list(parameters)
         self.lengths = [p.numel() for p in parameters.values()]
-        self.comm = connect(process_group, timeout=timeout)
+        is_elastic = isinstance(process_group, ElasticGroup)
+        if is_elastic:
+            options.expect_elastic()
+        # An elastic group begins with this rank alone, which checks the options before it joins.
+        self.comm = _core.in_process_group(1)[0] if is_elastic else connect(process_group, timeout=timeout)
         self.reducer = options.reducer(self.comm)
         self.momentum = options.momentum()
         given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "others"}
         given = {**self.reducer.options, **given}
-        same_on_all_ranks(self.comm, "options", [f"{name}={_text(value)}" for name, value in given.items()])
-        same_on_all_ranks(
-            self.comm, "parameters", [f"'{n}' of {k} entries" for n, k in zip(self.names, self.lengths)]
-        )
+        self._equal = [f"{name}={_text(value)}" for name, value in given.items()] + list(also_equal)
+        self.expect_equal()
         self.options = options
         if options.optimizer is not None:
             take_out(options.optimizer, options.of_updates)
@@ -179,6 +204,25 @@ class Compression:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._set_layout(None)
+        self.was_finite = True  # the last step that has ended
+        self._residual_norms: dict[int, float] = {}  # by slot, after its last step
+        self.elastic: ElasticSteps | None = None
+        if is_elastic:
+            self.elastic = ElasticSteps(self, process_group)
+            self.elastic.start()
+
+    def expect_equal(self, like: int | None = None) -> None:
+        """Raises InvalidArgument if options or parameters differ between ranks. Collective. like: see expect_same."""
+        expect_same(self.comm, "options", self._equal, like)
+        named = [f"'{n}' of {k} entries" for n, k in zip(self.names, self.lengths)]
+        expect_same(self.comm, "parameters", named, like)
+
+    def rebuild(self, comm: _core.Communicator) -> None:
+        """Begins anew, without residuals, on other ranks. Between steps only."""
+        self.comm = comm
+        self.reducer = self.options.reducer(comm)
+        self._set_layout(self.buckets)
+        self.statistics.rank, self.statistics.size = comm.rank, comm.size
 
     # ---- the layout -----------------------------------------------------------------------------
 
@@ -247,17 +291,55 @@ class Compression:
         is_taken_as_it_is = flat.device.type == "cpu" or self.options.local is not None
         given = flat if is_taken_as_it_is else flat.to("cpu")
         listener = _Phases() if _is_profiling() else None
-        report = self.reducer.reduce(slot, array(given), scale, on_phase=listener)
-        if given is not flat:
-            flat.copy_(given)
+        try:
+            report = self.reducer.reduce(slot, array(given), scale, on_phase=listener)
+        finally:
+            if given is not flat:
+                flat.copy_(given)
+        self._residual_norms[slot] = report.residual_norm
         self._finite = self._finite and report.finite
         first = 0 if self.buckets is None else len(self.names)
         self.statistics.add(slot - first, report, self.reducer.decision(slot))
 
+    def reduce_buckets(self, indices: Sequence[int], tensor_of: Mapping[int, torch.Tensor], scale: float) -> None:
+        """Replaces tensors by their means, as a step. Collective. tensor_of: by the index of the parameter."""
+        assert self.buckets is not None
+        buckets = self.buckets
+
+        def reduce(index: int) -> None:
+            members = buckets[index]
+            self.begin_bucket(index, members, opens_step=index == indices[0])
+            tensors = [tensor_of[i] for i in members]
+            whole = tensors[0].view(-1) if len(tensors) == 1 and tensors[0].is_contiguous() else None
+            flat = torch.cat([t.reshape(-1) for t in tensors]) if whole is None else whole
+            try:
+                for slot, offset, length in self.slots_of(members, index):
+                    self.reduce_part(slot, flat[offset : offset + length], scale)
+            finally:
+                if whole is None:
+                    for t, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors])):
+                        t.copy_(part.view(t.shape))
+
+        def clear(index: int) -> None:
+            for i in buckets[index]:
+                tensor_of[i].zero_()
+
+        if self.elastic is not None:
+            self.elastic.run(indices, reduce, clear)
+        else:
+            for index in indices:
+                reduce(index)
+
+    def reduce_nothing(self) -> None:
+        """Takes part in a step without gradients, and drops the mean. Collective."""
+        assert self.buckets is not None
+        nothing = {i: torch.zeros(length) for i, length in enumerate(self.lengths)}
+        self.reduce_buckets(range(len(self.buckets)), nothing, 1.0)
+
     def end_of_step(self) -> None:
         """Call it after the last bucket of a step. It counts the step and writes the statistics."""
         self.statistics.steps += 1
-        if self.comm.size > 1 and self.statistics.steps % COMPARED_EVERY == 0:
+        if self.elastic is None and self.comm.size > 1 and self.statistics.steps % COMPARED_EVERY == 0:
             self._compare_waits()
         if self.writer is not None:
             for tag, value in self.statistics.scalars().items():
@@ -304,6 +386,7 @@ class Compression:
             if not self._step_open:
                 return
             self._step_open = False
+            self.was_finite = self._finite
             if skip or not self._finite:
                 self.reducer.rollback_step(self.epoch)
                 self.statistics.skipped += 1
@@ -314,9 +397,29 @@ class Compression:
             self._give_back.clear()
             self._finite = True
 
+    def abandon_step(self) -> None:
+        """Ends a step in which a rank was lost: takes it back, with the statistics that ranks may not agree on."""
+        with self.lock:
+            self._step_open = False
+            self.reducer.abandon_step(self.epoch)
+            self._give_back.clear()
+            self._finite = True
+
+    @property
+    def step_is_open(self) -> bool:
+        return self._step_open
+
+    def residual_norm(self) -> float:
+        """The norm of this rank's residual after the last step, with what it holds as a server."""
+        norms = self._residual_norms
+        if self.options.others.get("exchange") == "param-server":
+            norms = {slot: float(np.linalg.norm(self.reducer.residual(slot))) for slot in norms}
+        return math.sqrt(sum(norm * norm for norm in norms.values()))
+
     def raise_if_not_finite(self) -> None:
         """Call it after end_of_step. With non_finite="raise", takes back a step with NaN or infinity, and raises."""
-        if not self._finite and self.options.non_finite == "raise":
+        finite = self._finite if self._step_open else self.was_finite
+        if not finite and self.options.non_finite == "raise":
             self.finish_step()
             raise _core.NonFiniteError("skim: a gradient entry of the group is NaN or infinite")
 
@@ -375,6 +478,21 @@ class Compression:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(LAST_WAIT_S)
+
+
+def buckets_of(tensors: Sequence[torch.Tensor], members: Sequence[int], most_bytes: float) -> list[tuple[int, ...]]:
+    """The indices of each bucket's tensors, in order. A bucket has one dtype and one device."""
+    buckets: list[list[int]] = []
+    size, kind = 0.0, None
+    for i in members:
+        t = tensors[i]
+        bytes_of = t.numel() * t.element_size()
+        if not buckets or kind != (t.dtype, t.device) or size + bytes_of > most_bytes:
+            buckets.append([])
+            size, kind = 0.0, (t.dtype, t.device)
+        buckets[-1].append(i)
+        size += bytes_of
+    return [tuple(b) for b in buckets]
 
 
 class _Phases:

@@ -1,4 +1,4 @@
-"""Makes a gloo group that only Skim uses, with the ranks of a process group of torch.distributed."""
+"""Makes gloo groups that only Skim uses."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _made: dict[str, itertools.count[int]] = {}
 class GlooTransport:
     """The transport for _core.communicator_over, which has the contract of its methods."""
 
-    def __init__(self, ranks: list[int], rank: int, name: str, timeout: float) -> None:
-        store = distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        """store: only this group writes to it. timeout: in seconds, to connect and for every wait."""
         self.rank = rank
-        self.size = len(ranks)
+        self.size = size
         self._store = store
         self._timeout = timeout
         # Nothing else refers to it. Setting it to None closes its connections, which wakes waiting ranks.
@@ -110,5 +110,5 @@ def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Comm
     ranks = dist.get_process_group_ranks(group)
     name = ",".join(map(str, ranks))
     number = next(_made.setdefault(name, itertools.count()))
-    transport = GlooTransport(ranks, dist.get_rank(group), f"skim/{name}/{number}", timeout)
-    return _core.communicator_over(transport)
+    store = distributed_c10d.PrefixStore(f"skim/{name}/{number}", distributed_c10d._get_default_store())
+    return _core.communicator_over(GlooTransport(store, dist.get_rank(group), len(ranks), timeout))

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from skim import _core
-from skim._compression import Compression, Options
+from skim._compression import Compression, Options, buckets_of
 from skim._report import Report
+from skim.elastic import ElasticGroup
 
 
 class Aggregator(Compression):
@@ -30,7 +31,8 @@ class Aggregator(Compression):
     fragments: parts of nearly equal size, cut between tensors, that reduce() takes one at a time. There may be
         fewer, if single tensors are large. A fragment's reduce() is a step of schedules and of the report.
     bucket_mb: tensors are compressed together in buckets of up to this many MB (10^6 bytes).
-    process_group: a process group of torch.distributed. None: the default one.
+    process_group: a process group of torch.distributed, or a skim.ElasticGroup, whose ranks may change. None: the
+        default group.
     of_updates: True: the tensors are not gradients but updates, by which the optimizer has moved parameters.
     density, exchange and all others: as in skim.attach. There is no scaler and no updates_of: use
         the argument scale of step() and reduce() instead, also if the optimizer is given.
@@ -57,6 +59,8 @@ class Aggregator(Compression):
         writer: Any = None,
         **options: Any,
     ) -> None:
+        if fragments > 1 and isinstance(process_group, ElasticGroup):
+            raise _core.InvalidArgument("skim.Aggregator: an ElasticGroup needs fragments=1")
         named = _named(tensors)
         compressed = Options(
             density=density, optimizer=optimizer, of_updates=of_updates, total_steps=total_steps, selector=selector,
@@ -70,7 +74,7 @@ class Aggregator(Compression):
         self._buckets_of: list[range] = []
         for members in self.fragments:
             first = len(buckets)
-            buckets += _buckets(self.tensors, members, bucket_mb * 1e6)
+            buckets += buckets_of(self.tensors, members, bucket_mb * 1e6)
             self._buckets_of.append(range(first, len(buckets)))
         self._set_layout(buckets)
 
@@ -104,19 +108,14 @@ class Aggregator(Compression):
         tensor_of = dict(zip(self.fragments[fragment], tensors))
         with self.lock:
             try:
-                assert self.buckets is not None
-                for index in self._buckets_of[fragment]:
-                    members = self.buckets[index]
-                    self.begin_bucket(index, members, opens_step=index == self._buckets_of[fragment][0])
-                    self._reduce_bucket(index, members, [tensor_of[i] for i in members], scale)
+                self.reduce_buckets(self._buckets_of[fragment], tensor_of, scale)
             except BaseException as e:
                 self.fail(e)
                 raise
             self.end_of_step()
-            self.raise_if_not_finite()
-            applied = self._finite
             self.finish_step()
-            return applied
+            self.raise_if_not_finite()
+            return self.was_finite
 
     def residuals_of(self, fragment: int) -> list[torch.Tensor]:
         """As residuals(), for the tensors of a fragment, in their order."""
@@ -131,17 +130,6 @@ class Aggregator(Compression):
     def report(self) -> Report:
         """This rank's bytes, times and decisions so far. print() shows them as a table."""
         return self.statistics
-
-    def _reduce_bucket(
-        self, index: int, members: tuple[int, ...], tensors: list[torch.Tensor], scale: float
-    ) -> None:
-        whole = tensors[0].view(-1) if len(tensors) == 1 and tensors[0].is_contiguous() else None
-        flat = torch.cat([t.reshape(-1) for t in tensors]) if whole is None else whole
-        for slot, offset, length in self.slots_of(members, index):
-            self.reduce_part(slot, flat[offset : offset + length], scale)
-        if whole is None:
-            for t, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors])):
-                t.copy_(part.view(t.shape))
 
 
 def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:
@@ -163,18 +151,3 @@ def _fragments(tensors: list[torch.Tensor], count: int) -> list[tuple[int, ...]]
         found[min(count - 1, int(count * (before + t.numel() / 2) / max(1, total)))].append(i)
         before += t.numel()
     return [tuple(members) for members in found if members]
-
-
-def _buckets(tensors: list[torch.Tensor], members: tuple[int, ...], most_bytes: float) -> list[tuple[int, ...]]:
-    """The indices of each bucket's tensors, in order. A bucket has one dtype and one device."""
-    buckets: list[list[int]] = []
-    size, kind = 0.0, None
-    for i in members:
-        t = tensors[i]
-        bytes_of = t.numel() * t.element_size()
-        if not buckets or kind != (t.dtype, t.device) or size + bytes_of > most_bytes:
-            buckets.append([])
-            size, kind = 0.0, (t.dtype, t.device)
-        buckets[-1].append(i)
-        size += bytes_of
-    return [tuple(b) for b in buckets]

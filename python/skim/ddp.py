@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options, same_on_all_ranks, set_hook
+from skim._compression import STATE, Compression, Options, buckets_of, set_hook
 from skim._report import Report
 from skim.dry_run import DryRun
+from skim.elastic import ElasticGroup
 
+BUCKET_BYTES = 25e6
 LEAST_RATE = 1e-20  # stands for a learning rate of 0 until the first rate above 0
 
 _attached: weakref.WeakKeyDictionary[DistributedDataParallel, DdpCompression] = weakref.WeakKeyDictionary()
@@ -33,6 +35,7 @@ def attach(
     non_finite: str = "pass-on",
     selector: Any = None,
     local: Any = None,
+    process_group: Any = None,
     timeout: float = 1800.0,
     writer: Any = None,
     dry_run: bool | int = False,
@@ -77,6 +80,8 @@ def attach(
         dense_below: buckets with fewer entries are summed whole.
         among, trial_share: for exchange="auto": the exchanges that it may choose, and the part of the
             time that it may spend on trials.
+    process_group: a skim.ElasticGroup, whose ranks may change. The process group of DDP is then one of this rank
+        alone, and the exchange begins when backward ends. None: the ranks are those of DDP.
     timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
     writer: a TensorBoard SummaryWriter, or any object with add_scalar(tag, value, step).
     dry_run: True (20 steps) or a number of steps >= 1. Trains without compression, as before, and
@@ -108,12 +113,32 @@ def attach(
         raise _core.InvalidArgument(
             f"skim.attach: updates_of must be an optimizer, with param_groups, not {type(updates_of).__name__}"
         )
-    compression = DdpCompression(ddp, compressed, scaler, updates_of, timeout, writer)
+    if process_group is not None:
+        _expect_elastic(ddp, process_group)
+    compression = DdpCompression(ddp, compressed, scaler, updates_of, process_group, timeout, writer)
     _attached[ddp] = compression
     if compression.comm.rank == 0 and total_steps > 0 and isinstance(density, (int, float)):
         if density * total_steps < _core.level_sends:
             warnings.warn("skim.attach: " + _core.quality_note(density, total_steps), stacklevel=2)
     return compression
+
+
+def _expect_elastic(ddp: DistributedDataParallel, group: Any) -> None:
+    if not isinstance(group, ElasticGroup):
+        raise _core.InvalidArgument(
+            f"skim.attach: process_group: a skim.ElasticGroup or None, not {type(group).__name__}; DDP has the group "
+            "of ranks that do not change"
+        )
+    if ddp.process_group.size() != 1:
+        raise _core.InvalidArgument(
+            "skim.attach: with an ElasticGroup, DDP needs a process group of this rank alone: torch.distributed."
+            'init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)'
+        )
+    if ddp.find_unused_parameters:
+        raise _core.InvalidArgument(
+            "skim.attach: no find_unused_parameters with an ElasticGroup: DDP would not apply a mean where this rank "
+            "alone has no gradient; use skim.Aggregator"
+        )
 
 
 def compression_of(model: Any) -> DdpCompression:
@@ -183,6 +208,7 @@ class DdpCompression(Compression):
         options: Options,
         scaler: Any,
         updates_of: Any,
+        elastic: ElasticGroup | None,
         timeout: float,
         writer: Any,
     ) -> None:
@@ -198,9 +224,9 @@ class DdpCompression(Compression):
                 raise _core.InvalidArgument(
                     f"skim.attach: '{name}' makes sparse gradients, which the hook cannot take; use sparse=False"
                 )
-        super().__init__(named, options, ddp.process_group, timeout, writer)
         whose = "None" if updates_of is None else type(updates_of).__name__
-        same_on_all_ranks(self.comm, "options", [f"updates_of={whose}"])
+        ranks = ddp.process_group if elastic is None else elastic
+        super().__init__(named, options, ranks, timeout, writer, also_equal=[f"updates_of={whose}"])
         self._index_of = {p: i for i, p in enumerate(named.values())}
         self._scaler = scaler
         self._updates_of = updates_of
@@ -208,12 +234,21 @@ class DdpCompression(Compression):
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
         self._seen_before: list[tuple[int, ...]] = []
+        # In an elastic group the whole step is reduced at once, because it may have to be taken twice. DDP's buckets
+        # may differ between ranks, so it has buckets of its own.
+        self._gradients: dict[int, torch.Tensor] = {}  # by the index of the parameter
+        self.held_back: list[Callable[[], None]] = []  # tell DDP that a bucket is reduced
+        if elastic is not None:
+            parameters = list(named.values())
+            self._set_layout(buckets_of(parameters, range(len(parameters)), BUCKET_BYTES))
         set_hook(ddp, _hook, self)
 
     def rollback(self) -> None:
         """Call this if your loop skips the step whose backward has just ended. Nothing of the step then
         counts as delivered, and residuals keep its gradients. Call it on every rank or on none. A step
-        that a GradScaler skips needs no call."""
+        that a GradScaler skips needs no call. Not in an ElasticGroup, where a step ends with backward."""
+        if self.elastic is not None:
+            raise _core.InvalidArgument("skim: no rollback in an ElasticGroup: the step ended with backward")
         self.finish_step(skip=True)
 
     def report(self) -> Report:
@@ -233,6 +268,16 @@ class DdpCompression(Compression):
                 self._seen_before, self._seen = self._seen, []
 
     def _reduce_bucket(self, index: int, last: bool, members: tuple[int, ...], flat: torch.Tensor) -> None:
+        if self.elastic is not None:
+            self._gradients.update(zip(members, torch.split(flat, [self.lengths[i] for i in members])))
+            if last:
+                gradients, self._gradients = self._gradients, {}
+                with self.lock:
+                    assert self.buckets is not None
+                    self.reduce_buckets(range(len(self.buckets)), gradients, self._scale())
+                    self.end_of_step()
+                    self.raise_if_not_finite()
+            return
         with self.lock:
             self.begin_bucket(index, members, opens_step=index == 0)
             self._seen.append(members)
@@ -294,7 +339,11 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
         except BaseException as e:  # noqa: BLE001 - backward raises it
             compression.fail(e)
             failure.append(e)
-        done.set_result(flat)
+        compression.held_back.append(lambda: done.set_result(flat))
+        if last or compression.elastic is None:
+            held_back, compression.held_back = compression.held_back, []
+            for tell in held_back:
+                tell()
 
     def finish(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         if failure:

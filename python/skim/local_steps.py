@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +18,7 @@ from skim import _core
 from skim._momentum import correction_for, inner_optimizer
 from skim._report import Report
 from skim.aggregator import Aggregator
+from skim.elastic import ElasticGroup
 
 OF_RANK = re.compile(r"(replica|sent_from)_(\d+)_(\d+)$")
 
@@ -133,6 +134,8 @@ class LocalSteps:
                 raise _core.InvalidArgument(
                     f"skim.LocalSteps: no {name} here: the optimizer has its momentum on every rank"
                 )
+        if isinstance(process_group, ElasticGroup) and (delay > 0 or fragments > 1):
+            raise _core.InvalidArgument("skim.LocalSteps: an ElasticGroup needs delay=0 and fragments=1")
         own = _core.local_steps_options(
             **{name: options.pop(name) for name in _core.local_steps_options() if name in options}
         )
@@ -147,11 +150,20 @@ class LocalSteps:
             optimizer=optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None, of_updates=True,
             **options,
         )  # fmt: skip
+        self._elastic = self._aggregator.elastic
         with torch.no_grad():
-            for p in self._parameters:
-                dist.broadcast(p, dist.get_global_rank(process_group, 0) if process_group else 0, group=process_group)
+            if self._elastic is None:
+                first = dist.get_global_rank(process_group, 0) if process_group else 0
+                for p in self._parameters:
+                    dist.broadcast(p, first, group=process_group)
             self._shared = [p.detach().clone().to(torch.float32) for p in self._parameters]
             self._momentum = [torch.zeros_like(x) for x in self._shared] if self.outer_momentum > 0.0 else []
+            if self._elastic is not None:
+                if "outer_momentum" in self._elastic.received:
+                    _into(self._momentum, self._elastic.received["outer_momentum"])
+                self._elastic.more = lambda: {"outer_momentum": _flat(self._momentum)} if self._momentum else {}
+                self._elastic.last_exchange = self._last_exchange
+                self._elastic.before_change = self._moved
         self._fragments = self._aggregator.fragments
         self._flights: dict[int, _Flight] = {}  # by fragment
         self._steps = 0  # of the open round
@@ -170,14 +182,16 @@ class LocalSteps:
         idle: True: this rank has no batch for this step, and its parameters stay as they are. It still takes
         part in the exchange. So ranks with unequal numbers of batches can take equally many steps.
         """
+        self._expect_training("step")
+        self._meet_before_round()
         if not idle:
-            self._expect_training("step")
             self.optimizer.step()
         self.after_step()
 
     def after_step(self) -> None:
         """Call it instead of step() if the optimizer has already made its step, as after GradScaler.step."""
         self._expect_training("step")
+        self._meet_before_round()
         self._steps += 1
         for flight in self._flights.values():
             flight.steps_left -= 1
@@ -188,6 +202,31 @@ class LocalSteps:
             self._steps = 0
         for f in due:
             self._depart(f, self.delay)
+
+    @torch.no_grad()
+    def _moved(self) -> Callable[[], None]:
+        """The other ranks are about to change, and with them the residual. Returns a function that afterwards moves
+        this rank's parameters to where the same local steps from its new start would have led."""
+        parameters = list(enumerate(self._parameters))
+        moves = [p.to(torch.float32) - self._start(i, e) for (i, p), e in zip(parameters, self._residuals(0))]
+
+        @torch.no_grad()
+        def move() -> None:
+            for (i, p), moved, e in zip(parameters, moves, self._residuals(0)):
+                p.copy_(self._start(i, e) + moved)
+
+        return move
+
+    def _last_exchange(self) -> None:
+        if self._finished:
+            self._aggregator.reduce_nothing()
+        else:
+            self.exchange()
+
+    def _meet_before_round(self) -> None:
+        """In an elastic group, ranks leave and join before a round."""
+        if self._elastic is not None and self._steps == 0:
+            self._elastic.meet()
 
     def exchange(self) -> bool:
         """Ends the round now. Collective. Ranks may have taken different numbers of steps in it.
@@ -332,8 +371,10 @@ class LocalSteps:
         if self._finished:
             return
         self._land(self._flights)
-        is_open = self._aggregator.comm.allgather(bytes([self._steps > 0 or len(self._fragments) > 1]))
-        if any(of_rank[0] for of_rank in is_open):
+        is_open = self._steps > 0 or len(self._fragments) > 1
+        if self._elastic is None:  # in an elastic group all ranks have taken equally many steps
+            is_open = any(of[0] for of in self._aggregator.comm.allgather(bytes([is_open])))
+        if is_open:
             self.exchange()
         with torch.no_grad():
             for p, x in zip(self._parameters, self._shared):

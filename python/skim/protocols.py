@@ -140,8 +140,9 @@ class OwnLocalHalf(Protocol):
         of_old_ranks: what save() returned on every rank of the saved run, in rank order. If their number is
             `size`, take back this rank's own state. Otherwise set each residual to `share` times the sum over
             the old ranks.
-        rank, size: this rank and the number of ranks now.
-        share: 1/P of the P old ranks that had gradients, so that the model receives what they still owed it.
+        rank, size: this rank and the number of ranks now. size 0: the states are of single ranks.
+        share: usually 1/P of the P old ranks that had gradients, so that the model receives what they still
+            owed it.
         """
         ...
 

@@ -88,6 +88,7 @@ struct Reducer::Impl {
     report.group.sent_bytes = sent_before;
     report.group.signals = raised.exchange(0);
     Phases phases(options.on_phase, comm);
+    was_taken = false;
     try {
       Exchange* const exchange = choose(report);
       comm.set_phase({"reduce: selection"});
@@ -99,6 +100,7 @@ struct Reducer::Impl {
     } catch (...) {
       // For example from a user's selector. No peer must wait for this rank.
       comm.abort(comm.rank());
+      leave_untaken(report.id, grad);
       throw;
     }
     count_traffic(report, before, comm.traffic());
@@ -120,6 +122,7 @@ struct Reducer::Impl {
     phases.enter("select", report.select_ns);
     const SelectReport chosen =
         local->select({report.id, grad, keep, density.at_most_k, comm.size()}, mine);
+    was_taken = true;
     expect_entries("the selector", mine.view(), grad.n);
     codec.quantize(mine, report.id, comm.rank());
     tell_group(report, chosen, chosen.kept_norm2);
@@ -142,6 +145,7 @@ struct Reducer::Impl {
     phases.enter("select", report.select_ns);
     const SelectReport accumulated =
         local->accumulate({.id = report.id, .grad = grad, .keep = {}, .ranks = comm.size()});
+    was_taken = true;
     take_held(report.id.slot);
     const std::span<float> data = local->whole(report.id, grad);
     tell_group(report, accumulated, accumulated.total_norm2);
@@ -172,6 +176,13 @@ struct Reducer::Impl {
   bool apply(StepId id, const ExchangeResult& result, const GradView& grad) {
     return result.dense_sum.empty() ? apply(id, result.sum, grad)
                                     : apply(id, result.dense_sum.span(), grad);
+  }
+
+  // After a failure. The gradient may be half overwritten; what the residual took must not come
+  // again.
+  void leave_untaken(StepId id, const GradView& grad) {
+    if (!was_taken || local->residual(id.slot).empty()) return;
+    local->apply(id, SparseView{{}, {}, grad.n}, 0.0F, grad);
   }
 
   void expect_reducible(Slot slot, const GradView& grad) const {
@@ -244,6 +255,9 @@ struct Reducer::Impl {
   void next_step(double epoch) {
     progress.last = step_stats;
     progress.used = density;
+    open_step(epoch);
+  }
+  void open_step(double epoch) {
     sent_before = sent_bytes;
     ended_signals = step_stats.signals;
     step_stats = {};
@@ -266,6 +280,11 @@ struct Reducer::Impl {
       if (exchange) exchange->rollback_step();
     }
   }
+  void go_on_from(const SavedProgress& saved) {
+    progress = saved.progress;
+    sent_bytes = sent_before = saved.sent_bytes;
+    density = schedule->density(progress);
+  }
   SavedParts saved_parts() { return {*local, holder, exchanges, *schedule}; }
 
   ReducerOptions options;
@@ -285,6 +304,7 @@ struct Reducer::Impl {
   bool step_is_finite = true;
   std::vector<Slot> reduced;  // in the open step
   bool was_chosen = false;    // the chooser chose the bucket's exchange
+  bool was_taken = false;     // the residual has taken the bucket's gradient
   std::uint32_t ended_signals = 0;
   std::atomic<std::uint32_t> raised{0};
 
@@ -348,6 +368,12 @@ void Reducer::rollback_step(double epoch) {
   impl_->next_step(epoch);
 }
 
+void Reducer::abandon_step(double epoch) {
+  impl_->expect_nothing_open("abandon_step");
+  impl_->undo_step();
+  impl_->open_step(epoch);
+}
+
 void Reducer::raise_signal(std::uint32_t bits) noexcept { impl_->raised.fetch_or(bits); }
 std::uint32_t Reducer::signals() const noexcept { return impl_->ended_signals; }
 int Reducer::ranks() const noexcept { return impl_->comm.size(); }
@@ -370,11 +396,16 @@ void Reducer::save(std::ostream& out) const {
 void Reducer::load(std::span<std::istream* const> of_old_ranks) {
   impl_->expect_between_steps("load");
   SKIM_EXPECTS(!of_old_ranks.empty(), "load: needs the state of at least one rank");
-  const SavedProgress saved = load_state(of_old_ranks, impl_->progress, impl_->saved_parts(),
-                                         impl_->comm.rank(), impl_->comm.size());
-  impl_->progress = saved.progress;
-  impl_->sent_bytes = impl_->sent_before = saved.sent_bytes;
-  impl_->density = impl_->schedule->density(saved.progress);
+  impl_->go_on_from(load_state(of_old_ranks, impl_->progress, impl_->saved_parts(),
+                               impl_->comm.rank(), impl_->comm.size()));
+}
+
+void Reducer::take_over(std::span<std::istream* const> states, float share) {
+  impl_->expect_between_steps("take_over");
+  SKIM_EXPECTS(!states.empty(), "take_over: needs the state of at least one rank");
+  SKIM_EXPECTS(std::isfinite(share) && share >= 0.0F,
+               "take_over: share must be finite and >= 0 (" + std::to_string(share) + ")");
+  impl_->go_on_from(take_over_state(states, impl_->progress, impl_->saved_parts(), share));
 }
 
 }  // namespace skim

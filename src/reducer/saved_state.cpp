@@ -38,6 +38,26 @@ float share_of(HeldMass* holder, int old_size, int rank, int size) {
   return rank < servers ? 0.0F : 1.0F / static_cast<float>(holder->contributors(old_size));
 }
 
+// Size 0: the states are of single ranks, not of a whole group.
+SavedProgress load_all(std::span<std::istream* const> states, const Progress& now,
+                       const SavedParts& parts, int rank, int size, float share) {
+  const SavedProgress saved = load_progress(states, now, rank, size);
+  const LoadedMass held = load_held(states, parts.local, rank, size, share);
+  // One part may be damaged while those before it were not. Then all go back.
+  std::stringstream before;
+  save_parts(parts, before);
+  try {
+    load_parts(states, parts, rank, size, share);
+  } catch (...) {
+    const std::array<std::istream*, 1> own{&before};
+    load_parts(own, parts, 0, 1, 1.0F);
+    throw;
+  }
+  const bool same_group = states.size() == static_cast<std::size_t>(size);
+  hold_or_keep(held, parts.local, same_group ? parts.holder : nullptr);
+  return saved;
+}
+
 }  // namespace
 
 void save_state(const SavedProgress& progress, const SavedParts& parts, std::ostream& out) {
@@ -48,22 +68,19 @@ void save_state(const SavedProgress& progress, const SavedParts& parts, std::ost
 
 SavedProgress load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
                          const SavedParts& parts, int rank, int size) {
-  const SavedProgress saved = load_progress(of_old_ranks, now, rank, size);
   const float share = share_of(parts.holder, static_cast<int>(of_old_ranks.size()), rank, size);
-  const LoadedMass held = load_held(of_old_ranks, parts.local, rank, size, share);
-  // One part may be damaged while those before it were not. Then all go back.
-  std::stringstream before;
-  save_parts(parts, before);
-  try {
-    load_parts(of_old_ranks, parts, rank, size, share);
-  } catch (...) {
-    const std::array<std::istream*, 1> own{&before};
-    load_parts(own, parts, 0, 1, 1.0F);
-    throw;
+  SavedProgress saved = load_all(of_old_ranks, now, parts, rank, size, share);
+  // Every rank has read the bytes that all ranks sent, so none are unknown.
+  if (of_old_ranks.size() != static_cast<std::size_t>(size)) {
+    saved.progress.last.sent_bytes = saved.sent_bytes;
+    saved.progress.used = {.up = 0.0};
   }
-  const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
-  hold_or_keep(held, parts.local, same_group ? parts.holder : nullptr);
   return saved;
+}
+
+SavedProgress take_over_state(std::span<std::istream* const> states, const Progress& now,
+                              const SavedParts& parts, float share) {
+  return load_all(states, now, parts, 0, 0, share);
 }
 
 }  // namespace skim

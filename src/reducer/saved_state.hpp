@@ -19,9 +19,11 @@ struct SavedParts {
   DensitySchedule& schedule;
 };
 
-// Reducer::save and Reducer::load have the contract. now: the progress of the loading run.
+// Reducer::save, load and take_over have the contract. now: the progress of the loading run.
 void save_state(const SavedProgress& progress, const SavedParts& parts, std::ostream& out);
 SavedProgress load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
                          const SavedParts& parts, int rank, int size);
+SavedProgress take_over_state(std::span<std::istream* const> states, const Progress& now,
+                              const SavedParts& parts, float share);
 
 }  // namespace skim

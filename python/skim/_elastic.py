@@ -1,0 +1,209 @@
+"""Takes the steps of a compression in a group whose ranks change."""
+
+from __future__ import annotations
+
+import io
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skim import _core
+from skim.elastic import ElasticGroup, Unconnected
+
+if TYPE_CHECKING:
+    from skim._compression import Compression
+
+# So many failures in a row, without any rank being lost, end the run: the ranks cannot reach one another.
+MOST_FAILURES = 10
+
+
+class ElasticSteps:
+    """Either all ranks count a step as done or none does, whenever a rank is lost.
+
+    The ranks meet before each step, where some may leave and others join. A rank counts a step as done when it knows
+    that all ranks have reduced it (a barrier). If a rank is lost, some may know that and others not. They tell one
+    another in the next epoch: if one rank has counted the step, or if all have reduced it, it is done. Otherwise all
+    abandon it and take it again.
+    """
+
+    def __init__(self, compression: Compression, group: ElasticGroup) -> None:
+        group.bind(self)
+        self.group = group
+        self.more: Callable[[], Mapping[str, torch.Tensor]] = dict  # what else a rank that joins gets
+        self.received: dict[str, torch.Tensor] = {}  # the same, on the rank that joins
+        # Takes part in a step that the others have begun, before this rank leaves.
+        self.last_exchange: Callable[[], object] = compression.reduce_nothing
+        # Called when residuals are about to change with the ranks. What it returns is called afterwards.
+        self.before_change: Callable[[], Callable[[], None]] = lambda: lambda: None
+        self._of = weakref.ref(compression)
+        self._has_state = False  # has trained, or has the state of those that have
+        self._met = False  # has met the others for the step to come
+        self._reduced = False  # has reduced the open step, and does not know if all have
+        self._done = False
+        self._epoch_ranks: list[str] = []  # of the last epoch that trained
+        self._size = 1  # what residuals count for: the mean is over so many ranks
+        self._taken: list[bytes] = []  # from ranks that have left
+
+    @property
+    def compression(self) -> Compression:
+        found = self._of()
+        assert found is not None
+        return found
+
+    def start(self) -> None:
+        """Joins the group."""
+        try:
+            try:
+                self._settle(self.group.join())
+            except (Unconnected, Unsettled) as e:
+                self._go_on(e)
+        except BaseException:
+            self.group.close("failed")
+            raise
+
+    def meet(self) -> None:
+        """Meets the others before a step, unless that has happened."""
+        while not self._met:
+            try:
+                self._meet(leaves=False)
+            except _core.CommError as e:
+                self._go_on(e)
+
+    def run(self, buckets: Sequence[int], reduce: Callable[[int], None], clear: Callable[[int], None]) -> None:
+        """Takes a step. clear: sets the gradients of a bucket to zero, because residuals have taken them."""
+        self._done, failures = False, 0
+        while not self._done:
+            self.meet()
+            reduced: list[int] = []
+            try:
+                for bucket in buckets:
+                    reduce(bucket)
+                    reduced.append(bucket)
+                self._reduced = True
+                self.compression.comm.barrier()
+                self._finish()
+                self._met = False
+            except _core.CommError as e:
+                before = self.group.members
+                self._go_on(e)
+                failures = failures + 1 if before == self.group.members else 0
+                if failures >= MOST_FAILURES:
+                    raise
+                if not self._done:
+                    for bucket in reduced:
+                        clear(bucket)
+
+    def leave(self) -> None:
+        """Ends this rank's part in the run."""
+        while True:
+            try:
+                if self._met:
+                    self.last_exchange()
+                    continue
+                if self._meet(leaves=True):
+                    return
+            except _core.CommError as e:
+                self._go_on(e)
+
+    def _finish(self) -> None:
+        self.compression.finish_step()
+        self._reduced, self._done = False, True
+
+    def _meet(self, *, leaves: bool) -> bool:
+        """Returns whether this rank has left."""
+        group, c = self.group, self.compression
+        leavers, joiners = group.meet(c.comm, c.residual_norm(), leaves)
+        stay = [name for name in group.members if name not in leavers]
+        if not stay:
+            return True
+        for i, leaver in enumerate(leavers):
+            taker = stay[i % len(stay)]
+            if leaver == group.name:
+                if group.hand_over(c.reducer.save(), taker):
+                    return True
+                raise _core.CommError(f"skim: {taker} was lost before it had this rank's residual")
+            if taker == group.name:
+                self._taken.append(group.take(leaver))
+        if leavers or joiners:
+            self._settle(group.regroup([*stay, *joiners]))
+        self._met = True
+        return False
+
+    def _go_on(self, failure: _core.CommError | None = None) -> None:
+        """After a failure: goes on with the ranks that are left."""
+        failures = 0
+        while True:
+            before = self.group.members
+            self.group.disconnect()
+            try:
+                self._settle(self.group.regroup())
+                return
+            except (Unconnected, Unsettled) as e:
+                failures = failures + 1 if before == self.group.members else 0
+                if failures >= MOST_FAILURES:
+                    raise e if failure is None else failure from None
+
+    def _settle(self, comm: _core.Communicator) -> None:
+        """Goes on with the ranks of a new epoch. Collective."""
+        try:
+            self._settle_with(comm)
+        except _core.CommError as e:
+            raise Unsettled(str(e)) from None
+        self.group.tell(self._epoch_ranks)
+        self._epoch_ranks = self.group.members
+        self._has_state = self._met = True
+
+    def _settle_with(self, comm: _core.Communicator) -> None:
+        c, rank = self.compression, comm.rank
+        mine = {
+            "has_state": self._has_state, "step": c.reducer.step, "is_open": c.step_is_open, "reduced": self._reduced,
+        }  # fmt: skip
+        of_all = [json.loads(m) for m in comm.allgather(json.dumps(mine).encode())]
+        # If nobody has trained, rank 0's state becomes that of all.
+        holders = [r for r, of in enumerate(of_all) if of["has_state"]] or [0]
+        latest = max(of_all[r]["step"] for r in holders)
+        current = [r for r in holders if of_all[r]["step"] == latest]
+        if self._has_state:
+            if mine["step"] < latest:  # others know that all have reduced the step
+                self._finish()
+            if len(current) == len(holders) and all(of_all[r]["reduced"] for r in current):
+                self._finish()
+            elif any(of_all[r]["is_open"] for r in current):
+                c.abandon_step()
+                self._reduced = False
+            states = [c.reducer.save(), *self._taken]
+            after_change = self.before_change()
+            c.rebuild(comm)
+            c.reducer.take_over(states, comm.size / self._size)
+            self._taken = []
+            after_change()
+        else:
+            c.rebuild(comm)
+        self._size = comm.size
+        c.expect_equal(like=current[0])
+        newcomers = [r for r, of in enumerate(of_all) if not of["has_state"] and r != current[0]]
+        for i, r in enumerate(newcomers):
+            source = current[i % len(current)]
+            if rank == source:
+                self.group.send(self._packed(), r)
+            elif rank == r:
+                self._unpack(self.group.receive(source))
+
+    def _packed(self) -> bytearray:
+        saved = torch.frombuffer(bytearray(self.compression.reducer.save()), dtype=torch.uint8)
+        out = io.BytesIO()
+        torch.save({"state": self.group.packed_state(), "reducer": saved, "more": dict(self.more())}, out)
+        return bytearray(out.getbuffer())
+
+    def _unpack(self, message: bytearray) -> None:
+        found = torch.load(io.BytesIO(message), weights_only=True)
+        self.group.unpack_state(found["state"])
+        self.compression.reducer.take_over([bytes(found["reducer"].numpy())], 0.0)
+        self.received = found["more"]
+
+
+class Unsettled(_core.CommError):
+    """A rank was lost while the ranks of a new epoch told one another where they are."""

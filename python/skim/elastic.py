@@ -1,0 +1,473 @@
+"""Groups whose ranks may leave, be lost and join while the others go on training.
+
+The ranks of one time are an epoch. A store (torch.distributed.TCPStore), which a process of its own keeps, has the list
+of each epoch's ranks. Whoever writes the list first decides it, so no two ranks see different epochs. Messages between
+ranks go over gloo, in a group that each epoch makes anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from skim import _core
+from skim._transport import GlooTransport
+
+if TYPE_CHECKING:
+    from skim._elastic import ElasticSteps
+
+# Keys of the store. {} is the number of an epoch, of a ticket, or the name of a rank.
+LATEST = "latest"  # the number of the newest epoch
+RANKS = "ranks/{}"  # an epoch's ranks: a list of names in the order of rank
+PRESENT = "present/{}/{}"  # a rank of the epoch before is ready for this one
+TICKETS = "tickets"  # how many ranks have ever asked to join
+TICKET = "ticket/{}"  # the name of such a rank
+ADMITTED = "admitted/{}"  # the epoch with which a rank joins
+PULSE = "pulse/{}"  # counts up while the rank lives; then LEFT or FAILED
+TAKEN = "taken/{}"  # "yes" or "no": another rank has what this one, which leaves, has kept
+LEFT, FAILED = "left", "failed"
+STATE_TAG = 1 << 20  # of messages that are not the communicator's; its tags are small
+
+_names = itertools.count()
+_open: weakref.WeakSet[ElasticGroup] = weakref.WeakSet()
+
+
+class _Store:
+    """A connection to the store. Raises CommError if the store has ended."""
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        self._where = host, port, timeout
+        limit = datetime.timedelta(seconds=timeout)
+        self.tcp = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+    def another(self) -> _Store:
+        """Another connection, for another thread."""
+        return _Store(*self._where)
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self.tcp.set(key, value))
+
+    def get(self, key: str) -> str:
+        return str(self._ask(lambda: self.tcp.get(key)).decode())
+
+    def has(self, key: str) -> bool:
+        return bool(self._ask(lambda: self.tcp.check([key])))
+
+    def add(self, key: str, count: int) -> int:
+        return int(self._ask(lambda: self.tcp.add(key, count)))
+
+    def decide(self, key: str, value: str, before: str = "") -> str:
+        """Sets the key if its value is `before` ("": none). Returns its value then."""
+        return str(self._ask(lambda: self.tcp.compare_set(key, before, value)).decode())
+
+    def has_soon(self, key: str, seconds: float) -> bool:
+        """Waits for a key, for at most so long. Returns whether it is there."""
+        ends = time.monotonic() + seconds
+        while not self.has(key):
+            if time.monotonic() >= ends:
+                return False
+            time.sleep(0.01)  # the store's own wait writes warnings to stderr
+        return True
+
+    def _ask(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except RuntimeError as e:
+            raise _core.CommError(f"skim: the store of the group has ended: {str(e).splitlines()[0]}") from None
+
+
+class _Pulse:
+    """Shows that this rank lives, on a thread and a connection of its own."""
+
+    def __init__(self, store: _Store, name: str, every: float) -> None:
+        self._store, self._key, self._every = store.another(), PULSE.format(name), every
+        self._ends = threading.Event()
+        self._store.set(self._key, "0")
+        self._thread = threading.Thread(target=self._beat, name="skim-pulse", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        try:
+            for count in itertools.count(1):
+                if self._ends.wait(self._every):
+                    return
+                self._store.set(self._key, str(count))
+        except _core.CommError:
+            return
+
+    def end(self, how: str) -> None:
+        self._ends.set()
+        self._thread.join()
+        with contextlib.suppress(_core.CommError):
+            self._store.set(self._key, how)
+
+
+class _Watch:
+    """Tells which ranks live, by their pulses since the watch began."""
+
+    def __init__(self, store: _Store, lost_after: float) -> None:
+        self._store, self._lost_after = store, lost_after
+        self._seen: dict[str, tuple[str, float, bool]] = {}  # pulse; when it was new; has it changed since
+
+    def lives(self, name: str) -> bool:
+        """The pulse has changed since the first look at it, and not long ago."""
+        self._look(name)
+        return self._seen[name][2] and not self.is_gone(name)
+
+    def is_gone(self, name: str) -> bool:
+        """The rank has ended, or its pulse has not changed for lost_after seconds."""
+        value, since = self._look(name)
+        return value in (LEFT, FAILED) or time.monotonic() - since >= self._lost_after
+
+    def _look(self, name: str) -> tuple[str, float]:
+        value, now = self._store.get(PULSE.format(name)), time.monotonic()
+        old = self._seen.get(name)
+        if old is None or old[0] != value:
+            self._seen[name] = (value, now, old is not None)
+        return self._seen[name][:2]
+
+
+class ElasticGroup:
+    """The ranks of a run that goes on while ranks leave, are lost, and join.
+
+        # once, on a machine that all ranks reach, for the whole run:  python -m skim.store 29400
+        progress = {"step": 0}
+        group = skim.ElasticGroup(
+            "10.0.0.1:29400", min_ranks=2, state={"model": model, "optimizer": optimizer, "progress": progress}
+        )
+        local = skim.LocalSteps(model, optimizer, every=15, process_group=group)
+        while progress["step"] < 10_000:
+            ...
+            local.step()
+            progress["step"] += 1
+        group.leave()
+
+    Give it to skim.LocalSteps, skim.Aggregator or skim.attach as process_group, each group to one of them. Its
+    constructor then waits until the ranks that train admit this one, at the start of their next step (LocalSteps:
+    round), or until min_ranks new ranks are there. A rank that joins gets the others' `state`, and starts with a
+    residual of zeros. If no rank is left that trains, new ranks start with the state of the lowest of them.
+
+    - A rank that calls leave() hands its residual over to another rank.
+    - If a rank is lost, the others take the open step again without it, with the gradients that they have. What its
+      residual held is lost. A warning says how much that was, as the norm of the residual after its last step.
+    - Residuals of the ranks that stay are multiplied by (ranks now) / (ranks before). So the mean over the ranks of all
+      that waits to be sent stays as it was, except for what was lost.
+
+    rank, size, members: of the moment; they change. events: a line for each change, as the logger `skim` has them.
+
+    address: "host:port" of the store. Without the store a run goes on until its ranks change.
+    state: what a rank that joins must have: objects with state_dict() and load_state_dict(), and dicts. It must be all
+        that is equal on all ranks: the model, the optimizer, a learning-rate scheduler, the place in the data. Tensors,
+        numbers, strings, lists and dicts can be sent, as torch.load(weights_only=True) reads them.
+    min_ranks: fewer ranks wait for new ones.
+    timeout: seconds that a rank waits for a message before it looks which ranks are left.
+    lost_after: seconds without a sign of life after which a rank counts as lost.
+    patience: seconds that ranks wait for new ranks, or for a rank that lives and does not come.
+
+    Raises InvalidArgument if an option cannot work, CommError if the store cannot be reached.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        state: Mapping[str, Any],
+        *,
+        min_ranks: int = 1,
+        timeout: float = 60.0,
+        lost_after: float = 10.0,
+        patience: float = 1800.0,
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise _core.InvalidArgument(f"skim.ElasticGroup: address: must be 'host:port', not '{address}'")
+        for name, value, least in (
+            ("min_ranks", min_ranks, 1),
+            ("timeout", timeout, 1e-3),
+            ("lost_after", lost_after, 1e-3),
+            ("patience", patience, 0),
+        ):
+            if not value >= least:
+                raise _core.InvalidArgument(f"skim.ElasticGroup: {name}: must be at least {least}, not {value}")
+        for name, part in state.items():
+            if not isinstance(part, dict) and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise _core.InvalidArgument(
+                    f"skim.ElasticGroup: state: '{name}' must be a dict or have state_dict() and load_state_dict(), "
+                    f"but is {type(part).__name__}"
+                )
+        self.state, self.min_ranks, self.timeout, self.patience = dict(state), min_ranks, timeout, patience
+        self.lost_after = lost_after
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{next(_names)}"
+        self.epoch, self.members = 0, [self.name]
+        self.events: list[str] = []
+        try:
+            self._store = _Store(host, int(port), timeout)
+        except RuntimeError:
+            raise _core.CommError(
+                f"skim.ElasticGroup: no store at {address}; start one with: python -m skim.store {port}"
+            ) from None
+        self._pulse: _Pulse | None = None
+        self._watch = _Watch(self._store, lost_after)  # of those who want to join
+        self._transport: GlooTransport | None = None
+        self._steps: weakref.ref[ElasticSteps] | None = None
+        self._tickets_seen = 0
+        self._waiting: list[str] = []  # names of ranks that have asked to join, as far as seen
+        self._norms: dict[str, float] = {}  # by name: of the residuals, when the ranks last met
+        self._left = False
+
+    @property
+    def rank(self) -> int:
+        return self.members.index(self.name)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def __enter__(self) -> ElasticGroup:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.leave()
+        else:
+            self.close(FAILED)
+
+    def leave(self) -> None:
+        """Leaves in good order: after the open step, hands this rank's residual over to a rank that stays.
+
+        Returns when that rank has it, which may be one step (LocalSteps: one round) later. If all ranks leave at
+        once, as at the end of a run, nobody takes anything. Training is over after it. Not inside a step.
+        """
+        steps = None if self._steps is None else self._steps()
+        if steps is None or self._left:
+            return
+        steps.leave()
+        self.close(LEFT)
+
+    # ---- for ElasticSteps -----------------------------------------------------------------------
+
+    def bind(self, steps: ElasticSteps) -> None:
+        if self._steps is not None:
+            raise _core.InvalidArgument("skim.ElasticGroup: it has a model already; make a group for each model")
+        self._steps = weakref.ref(steps)
+
+    def join(self) -> _core.Communicator:
+        """Waits to be admitted. Returns the communicator of the epoch."""
+        self._pulse = _Pulse(self._store, self.name, min(1.0, self.lost_after / 50))
+        _open.add(self)
+        self._store.set(TICKET.format(self._store.add(TICKETS, 1)), self.name)
+        mine, ends = ADMITTED.format(self.name), time.monotonic() + self.patience
+        old = _Watch(self._store, self.lost_after)
+        while not self._has(mine):
+            latest = self._latest()
+            if all(old.is_gone(name) for name in self._ranks_of(latest)):  # nobody is there who could admit
+                self._propose(latest + 1, [], ends)
+                if self.name in self._ranks_of(latest + 1):
+                    return self._connect(latest + 1)
+            elif time.monotonic() >= ends:
+                raise _core.CommError(f"skim: not admitted within {self.patience:g} s")
+        return self._connect(int(self._store.get(mine)))
+
+    def regroup(self, ranks: Sequence[str] | None = None) -> _core.Communicator:
+        """Agrees on the next epoch. Returns its communicator.
+
+        ranks: its ranks, if all ranks know them. None: after a failure, those that are left.
+        """
+        epoch, ends = self.epoch + 1, time.monotonic() + self.patience
+        if ranks is None:
+            self._store.set(PRESENT.format(epoch, self.name), "")
+            watch = _Watch(self._store, self.lost_after)
+            while not self._has(RANKS.format(epoch)):
+                missing = [r for r in self.members if not self._store.has(PRESENT.format(epoch, r))]
+                if time.monotonic() >= ends or all(watch.is_gone(r) for r in missing):
+                    self._propose(epoch, [r for r in self.members if r not in missing], ends)
+        else:
+            self._propose(epoch, ranks, ends)
+        return self._connect(epoch)
+
+    def meet(self, comm: _core.Communicator, norm: float, leaves: bool) -> tuple[list[str], list[str]]:
+        """(those who leave, those who join), the same on all ranks. Collective.
+
+        norm: of this rank's residual.
+        """
+        joins: list[str] = []
+        if comm.rank == 0:
+            with contextlib.suppress(_core.CommError):  # without a store nobody can join
+                joins = self._candidates()
+        message = {"norm": norm, "leaves": leaves, "joins": joins}
+        of_all = [json.loads(m) for m in comm.allgather(json.dumps(message).encode())]
+        self._norms = {name: m["norm"] for name, m in zip(self.members, of_all)}
+        return [n for n, m in zip(self.members, of_all) if m["leaves"]], of_all[0]["joins"]
+
+    def hand_over(self, state: bytes, to: str) -> bool:
+        """Sends what this rank has kept to a rank of this epoch. Returns whether that rank has it."""
+        assert self._transport is not None
+        try:
+            self.send(bytearray(state), self.members.index(to))
+        except _core.CommError:
+            pass  # the other rank knows what has arrived
+        key, watch = TAKEN.format(self.name), _Watch(self._store, self.lost_after)
+        while not self._has(key):
+            if watch.is_gone(to) or self._store.has(PRESENT.format(self.epoch + 1, to)):
+                self._store.decide(key, "no")
+        return self._store.get(key) == "yes"
+
+    def take(self, source: str) -> bytes:
+        """The other end of hand_over. Raises CommError if the state has not arrived whole; then its owner keeps it."""
+        key = TAKEN.format(source)
+        try:
+            state = self.receive(self.members.index(source))
+        except _core.CommError:
+            self._store.decide(key, "no")
+            raise
+        if self._store.decide(key, "yes") != "yes":
+            raise _core.CommError(f"skim: {source} did not wait until its residual was taken")
+        return bytes(state)
+
+    def send(self, message: bytearray, to: int) -> None:
+        length = bytearray(len(message).to_bytes(8, "little"))
+        for part in (length, message):
+            self._wait(lambda t, part=part: t.send(memoryview(part), to, STATE_TAG))
+
+    def receive(self, source: int) -> bytearray:
+        length = bytearray(8)
+        self._wait(lambda t: t.receive(memoryview(length), source, STATE_TAG))
+        message = bytearray(int.from_bytes(length, "little"))
+        self._wait(lambda t: t.receive(memoryview(message), source, STATE_TAG))
+        return message
+
+    def packed_state(self) -> dict[str, Any]:
+        return {name: dict(p) if isinstance(p, dict) else p.state_dict() for name, p in self.state.items()}
+
+    def unpack_state(self, found: Mapping[str, Any]) -> None:
+        for name, part in self.state.items():
+            if isinstance(part, dict):
+                part.clear()
+                part.update(found[name])
+            else:
+                part.load_state_dict(found[name])
+
+    def tell(self, before: Sequence[str]) -> None:
+        """Records how the ranks have changed. before: those of the last epoch that trained; none: this rank is new."""
+        lines = []
+        for name in before:
+            if name in self.members:
+                continue
+            if self._store.has(TAKEN.format(name)) and self._store.get(TAKEN.format(name)) == "yes":
+                lines.append(f"{name} left and handed over its residual")
+            else:
+                norm = f"{self._norms[name]:.3g}" if name in self._norms else "unknown"
+                lines.append(f"{name} is lost, and with it a residual of norm {norm}")
+        lines += [f"{name} joined" for name in self.members if before and name not in before]
+        if not before:
+            lines.append(f"{self.name} is rank {self.rank}")
+        log = logging.getLogger("skim")
+        for line in lines:
+            self.events.append(f"skim: {line}; {self.size} rank{'s' if self.size > 1 else ''} now")
+            log.log(logging.WARNING if self.rank == 0 else logging.DEBUG, self.events[-1])
+
+    def disconnect(self) -> None:
+        """Ends this epoch's connections, which wakes the ranks that wait for this one."""
+        if self._transport is not None:
+            self._transport.abort(self._transport.rank, "", True)
+
+    # ---- the store ------------------------------------------------------------------------------
+
+    def _has(self, key: str) -> bool:
+        return self._store.has_soon(key, min(0.2, self.lost_after / 10))
+
+    def _latest(self) -> int:
+        return int(self._store.get(LATEST)) if self._store.has(LATEST) else 0
+
+    def _ranks_of(self, epoch: int) -> list[str]:
+        return list(json.loads(self._store.get(RANKS.format(epoch)))) if epoch > 0 else []
+
+    def _candidates(self) -> list[str]:
+        """Names of ranks that live and wait to join."""
+        count = self._store.add(TICKETS, 0)
+        for number in range(self._tickets_seen + 1, count + 1):
+            if not self._store.has(TICKET.format(number)):
+                break  # about to be written
+            self._waiting.append(self._store.get(TICKET.format(number)))
+            self._tickets_seen = number
+        self._waiting = [
+            n for n in self._waiting if not self._watch.is_gone(n) and not self._store.has(ADMITTED.format(n))
+        ]
+        return [n for n in self._waiting if self._watch.lives(n)]
+
+    def _propose(self, epoch: int, ranks: Sequence[str], ends: float) -> None:
+        """Decides an epoch's ranks, unless another rank has: `ranks`, and new ones as long as they are too few."""
+        key = RANKS.format(epoch)
+        ranks = list(ranks)
+        while len(ranks) < self.min_ranks:
+            ranks += [n for n in self._candidates() if n not in ranks]
+            if len(ranks) >= self.min_ranks:
+                break
+            if self._has(key):
+                return
+            if time.monotonic() >= ends:
+                raise _core.CommError(
+                    f"skim: {len(ranks)} rank(s), but min_ranks is {self.min_ranks}, and no others came in "
+                    f"{self.patience:g} s"
+                )
+        self._store.decide(key, json.dumps(ranks))
+
+    def _connect(self, epoch: int) -> _core.Communicator:
+        """The communicator of an epoch that is decided. Raises CommError if this rank is not in it."""
+        ranks = self._ranks_of(epoch)
+        if self.name not in ranks:
+            raise _core.CommError(
+                f"skim: the others went on without this rank, which gave no sign of life for {self.lost_after:g} s; "
+                "start it again, and it joins"
+            )
+        self._store.decide(LATEST, str(epoch), before="" if epoch == 1 else str(epoch - 1))
+        for name in ranks:
+            if name not in self.members or self.epoch == 0:
+                self._store.decide(ADMITTED.format(name), str(epoch))
+        self.epoch, self.members = epoch, ranks
+        store = dist.PrefixStore(f"epoch/{epoch}", self._store.tcp)
+        try:
+            self._transport = GlooTransport(store, self.rank, self.size, self.timeout)
+        except RuntimeError as e:
+            raise Unconnected(str(e)) from None
+        return _core.communicator_over(self._transport)
+
+    def _wait(self, start: Callable[[GlooTransport], Any]) -> None:
+        transport = self._transport
+        assert transport is not None
+        try:
+            transport.wait(start(transport))
+        except (RuntimeError, OSError, TimeoutError) as e:
+            raise _core.CommError(f"skim: {e}") from None
+
+    def close(self, how: str) -> None:
+        if self._left:
+            return
+        self._left = True
+        if self._pulse is not None:
+            self._pulse.end(how)
+        self.disconnect()
+        _open.discard(self)
+
+
+class Unconnected(_core.CommError):
+    """A rank of a new epoch was lost before all were connected."""
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ranks that end without leave() are lost. This tells the others at once."""
+    for group in list(_open):
+        group.close(FAILED)

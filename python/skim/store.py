@@ -1,0 +1,33 @@
+"""The store of skim.ElasticGroup, in a process of its own: python -m skim.store PORT
+
+PORT: the TCP port; 0: any that is free. The first line of output says which it is. Ends with SIGINT or SIGTERM.
+
+Keep it on a machine that lives as long as the run. It holds the list of ranks, not what they train. Anyone who reaches
+the port can change that list, so keep it inside a trusted network, as any store of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+import torch.distributed as dist
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m skim.store", description="The store of skim.ElasticGroup.")
+    parser.add_argument("port", type=int, help="TCP port; 0: any that is free")
+    port = parser.parse_args().port
+    signals = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before the store's threads begin, which inherit it
+    try:
+        store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    except (RuntimeError, ValueError) as e:
+        parser.exit(1, f"skim.store: port {port} cannot be used: {str(e).splitlines()[0]}\n")
+    print(f"skim.store: listens on port {store.port}; Ctrl-C ends it", flush=True)
+    signal.sigwait(signals)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

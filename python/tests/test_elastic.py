@@ -1,0 +1,449 @@
+"""skim.ElasticGroup: what ranks have and owe is conserved while ranks leave, are lost and join."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import unittest
+import unittest.mock
+
+import numpy as np
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # PyTorch tells of each lost connection at length
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+if HAS_TORCH:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import skim
+    from skim import elastic
+
+N = 400  # entries of the model
+EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "elastic.py"
+CLOSE = 2e-3  # of sums of some 100 steps in float32
+SECONDS = 120  # in which a test must end, on a busy machine
+
+
+class Lost(BaseException):
+    """Stands for the sudden end of a rank that is a thread."""
+
+
+if HAS_TORCH:
+
+    class LosableTransport(elastic.GlooTransport):
+        """Loses the rank whose thread sends, when its sends_left has come to 0."""
+
+        def send(self, *what):
+            rank = threading.current_thread()
+            if rank.sends_left == 0:
+                rank.lose()
+                raise ConnectionError("lost")
+            if rank.sends_left is not None:
+                rank.sends_left -= 1
+            return super().send(*what)
+
+
+class Rank(threading.Thread):
+    """A rank in a thread. It trains with gradients of its own until the run ends, or until it leaves or is lost."""
+
+    def __init__(self, run, *, kind="aggregator", joins=False, min_ranks=1, sends_left=None, **options):
+        super().__init__(daemon=True)
+        self.in_run, self.kind, self.joins, self.options = run, kind, joins, options
+        self.number = len(run.ranks)
+        self.settings = {"min_ranks": min_ranks, "lost_after": 5.0, "timeout": 20.0}
+        self.is_to_leave, self.is_to_be_lost = False, None  # None, or after how many sends from the next step on
+        self.sends_left = sends_left  # until it is lost; None: it is not
+        self.error, self.owed_before = None, []  # what the mean owes this rank, before each step
+        self.steps_taken = []  # (number of the step, number of ranks)
+        self.progress = {"step": 0}
+        self.model = nn.Linear(N, 1, bias=False)
+        run.ranks.append(self)
+        self.start()
+
+    def run(self):
+        try:
+            self.train()
+        except Lost:
+            self.group.close("failed")
+        except BaseException as e:  # noqa: BLE001 - the test looks at it
+            self.error = e
+        with self.in_run.changed:
+            self.in_run.changed.notify_all()
+
+    def gradient(self, step):
+        if step >= self.in_run.quiet:
+            return torch.zeros(1, N)
+        numbers = np.random.default_rng([step, self.number]).standard_normal((1, N))
+        return torch.from_numpy(numbers.astype(np.float32))
+
+    def train(self):
+        with torch.no_grad():
+            self.model.weight.fill_(float("nan") if self.joins else 0.0)  # whoever joins gets the others'
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        state = {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
+        self.group = skim.ElasticGroup(self.in_run.address, state, **self.settings)
+        options = {"density": 0.02, "value_code": "f32", "process_group": self.group, "dense_below": 0, **self.options}
+        if self.kind == "aggregator":
+            self.compression = skim.Aggregator(self.model.named_parameters(), **options)
+        else:
+            self.compression = skim.LocalSteps(self.model, self.optimizer, **options)
+        while self.progress["step"] < self.in_run.steps and not self.is_to_leave:
+            step = self.progress["step"]
+            self.step(step)
+            with self.in_run.changed:
+                self.progress["step"] += 1
+                self.steps_taken.append((step, self.group.size))
+                self.in_run.changed.notify_all()
+        if self.kind == "local" and not self.is_to_leave:
+            self.compression.finish()
+        self.kept = self.residual()
+        self.group.leave()
+
+    def step(self, step):
+        self.owed_before.append(self.residual() / self.group.size)
+        if self.is_to_be_lost is not None and self.sends_left is None:
+            self.sends_left = self.is_to_be_lost
+        self.model.weight.grad = self.gradient(step)
+        if self.kind == "aggregator":
+            assert self.compression.step()
+            self.optimizer.step()
+        else:
+            self.compression.step()
+
+    def lose(self):
+        self.group.close("failed")
+        self.group.regroup = self.group.hand_over = self.group.take = self.end
+
+    def end(self, *_):
+        raise Lost
+
+    def residual(self):
+        return next(iter(self.compression.residuals().values())).double()
+
+    def trains(self):
+        return len(self.steps_taken) > 2
+
+    def x(self):
+        return self.model.weight.detach().double().flatten()
+
+
+class Run:
+    """Ranks that share a store, and a model that starts at 0."""
+
+    def __init__(self):
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.address = f"localhost:{self.store.port}"
+        self.steps = self.quiet = 10**9  # the run ends; gradients are zeros: from this step on
+        self.ranks = []
+        self.changed = threading.Condition()  # after every step of a rank
+
+    def wait_until(self, holds):
+        with self.changed:
+            if not self.changed.wait_for(lambda: holds() or any(r.error for r in self.ranks), SECONDS):
+                raise AssertionError("it does not come about")
+
+    def let_soon(self, what):
+        """Sets `steps` or `quiet` to a step that no rank has reached. A rank looks at it again after its open step."""
+        with self.changed:
+            setattr(self, what, max(r.progress["step"] for r in self.ranks) + 3)
+
+    def end(self):
+        self.let_soon("steps")
+        for r in self.ranks:
+            r.join(SECONDS)
+            if r.error:
+                raise r.error
+            if r.is_alive():
+                raise AssertionError(f"rank {r.number} hangs")
+
+    def given(self):
+        """The sum over the steps of the means of gradients."""
+        total = torch.zeros(N, dtype=torch.float64)
+        for r in self.ranks:
+            for step, size in r.steps_taken:
+                total += r.gradient(step).double().flatten() / size
+        return total
+
+
+KINDS = [
+    ("aggregator", {"exchange": "allgather"}),
+    ("aggregator", {"exchange": "gtopk"}),
+    ("aggregator", {"exchange": "param-server", "server": "sharded"}),
+    ("aggregator", {"exchange": "auto"}),
+    ("local", {"every": 1, "outer_lr": 1.0}),
+    ("local", {"every": 3, "outer_lr": 1.0}),
+    ("local", {"every": 3, "outer_lr": 1.0, "ahead": 0.0}),
+]
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Elastic(unittest.TestCase):
+    def setUp(self):
+        patch = unittest.mock.patch.object(elastic, "GlooTransport", LosableTransport)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def check_law(self, run, stayed):
+        """What the model has got and what is still owed are what was given. Returns what was not."""
+        owed = sum(r.kept for r in stayed) / len(stayed)
+        self.assertGreater(run.given().abs().max().item(), 1.0)
+        for r in stayed:
+            self.assertTrue(torch.equal(r.x(), stayed[0].x()))
+            self.assertTrue(torch.isfinite(r.x()).all())
+        return run.given() + stayed[0].x() - owed
+
+    def test_ranks_leave_and_join(self):
+        for kind, options in KINDS:
+            with self.subTest(kind=kind, **options):
+                run = Run()
+                first, second = (Rank(run, kind=kind, min_ranks=2, **options) for _ in range(2))
+                run.wait_until(lambda: first.trains() and second.trains())
+                third = Rank(run, kind=kind, joins=True, **options)
+                run.wait_until(third.trains)
+                second.is_to_leave = True
+                run.wait_until(lambda: not second.is_alive())
+                fourth = Rank(run, kind=kind, joins=True, **options)
+                run.wait_until(fourth.trains)
+                run.end()
+                missing = self.check_law(run, [first, third, fourth])
+                self.assertLess(missing.abs().max().item(), CLOSE)
+                self.assertEqual(
+                    first.group.events[1:],
+                    [
+                        f"skim: {third.group.name} joined; 3 ranks now",
+                        f"skim: {second.group.name} left and handed over its residual; 2 ranks now",
+                        f"skim: {fourth.group.name} joined; 3 ranks now",
+                    ],
+                )
+
+
+    def test_a_rank_that_is_lost_takes_only_what_it_kept(self):
+        for kind, options in KINDS[:3] + KINDS[5:6]:
+            for sends in (0, 2, 3, 4, 5):
+                with self.subTest(kind=kind, **options, sends=sends):
+                    run = Run()
+                    ranks = [Rank(run, kind=kind, min_ranks=3, **options)]
+                    ranks += [Rank(run, kind=kind, min_ranks=2, **options) for _ in range(2)]
+                    run.wait_until(lambda: all(r.trains() for r in ranks))
+                    # Without gradients it does not matter whether the step counts with the old ranks or the new.
+                    run.let_soon("quiet")
+                    run.wait_until(lambda: ranks[2].progress["step"] > run.quiet + 3)  # a round
+                    ranks[2].is_to_be_lost = sends  # after so many more messages
+                    run.wait_until(lambda: not ranks[2].is_alive())
+                    run.end()
+                    lost, owed = self.check_law(run, ranks[:2]), ranks[2].owed_before
+                    # If all had reduced the step, what the rank sent in it has arrived, and what gtopk's other ranks
+                    # gave it back is lost.
+                    arrived = ((lost - owed[-1]).abs() > CLOSE).sum().item()
+                    self.assertLessEqual(arrived, 3 * 0.02 * N)
+                    # The ranks tell their norms when they meet, before each step.
+                    norms = [f"norm {3 * o.norm().item():.3g};" for o in owed[-2:]]
+                    for r in ranks[:2]:
+                        told = [e for e in r.group.events if "is lost" in e]
+                        self.assertTrue(any(n in told[0] for n in norms), (told, norms))
+                        self.assertEqual(len(told), 1)
+                    for r in ranks[:2]:
+                        self.assertEqual([step for step, _ in r.steps_taken], list(range(run.steps)))
+
+
+    def test_a_rank_is_lost_while_another_leaves(self):
+        for sends in range(6):
+            with self.subTest(sends=sends):
+                run = Run()
+                first, leaver, lost = ranks = [Rank(run, min_ranks=m) for m in (3, 2, 2)]
+                run.wait_until(lambda: all(r.trains() for r in ranks))
+                run.let_soon("quiet")
+                run.wait_until(lambda: first.progress["step"] > run.quiet)
+                first.settings["min_ranks"] = first.group.min_ranks = 1
+                leaver.group.min_ranks = lost.group.min_ranks = 1
+                leaver.is_to_leave, lost.is_to_be_lost = True, sends
+                run.wait_until(lambda: not leaver.is_alive() and not lost.is_alive())
+                run.end()
+                missing = self.check_law(run, [first])
+                # The lost rank may have taken what the other one kept.
+                explained = [lost.owed_before[-1], lost.owed_before[-1] + leaver.kept / 3]
+                differ = [((missing - e).abs() > CLOSE).sum().item() for e in explained]
+                self.assertLessEqual(min(differ), 2 * 0.02 * N, first.group.events)
+
+    def test_a_rank_that_is_lost_while_it_joins_takes_nothing(self):
+        for sends in range(0, 14, 2):
+            with self.subTest(sends=sends):
+                run = Run()
+                ranks = [Rank(run, min_ranks=2) for _ in range(2)]
+                run.wait_until(lambda: all(r.trains() for r in ranks))
+                run.let_soon("quiet")
+                run.wait_until(lambda: ranks[0].progress["step"] > run.quiet)
+                lost = Rank(run, joins=True, sends_left=sends)
+                run.wait_until(lambda: not lost.is_alive())
+                run.end()
+                missing = self.check_law(run, ranks)
+                self.assertLessEqual((missing.abs() > CLOSE).sum().item(), 0.02 * N)
+
+    def test_too_few_ranks_wait_for_new_ones(self):
+        run = Run()
+        first, lost = (Rank(run, min_ranks=2) for _ in range(2))
+        run.wait_until(lambda: first.trains() and lost.trains())
+        lost.is_to_be_lost = 1
+        run.wait_until(lambda: not lost.is_alive())
+        before = len(first.steps_taken)
+        new = Rank(run, joins=True)
+        run.wait_until(new.trains)
+        run.end()
+        self.assertTrue(torch.equal(first.x(), new.x()))
+        self.assertEqual({size for _, size in first.steps_taken[before:]}, {2})
+        self.assertEqual([step for step, _ in first.steps_taken], list(range(run.steps)))
+
+    def test_new_ranks_begin_where_no_rank_is_left(self):
+        run = Run()
+        first = Rank(run)
+        run.wait_until(first.trains)
+        first.is_to_be_lost = 0
+        first.sends_left = 0
+        second = Rank(run)  # is admitted, which needs messages
+        run.wait_until(second.trains)
+        run.end()
+        self.assertEqual(second.steps_taken[0][0], 0)
+        self.assertIn("is rank 0; 1 rank now", second.group.events[0])
+
+    def test_without_its_store_a_run_goes_on(self):
+        run = Run()
+        ranks = [Rank(run, min_ranks=2) for _ in range(2)]
+        run.wait_until(lambda: all(r.trains() for r in ranks))
+        run.store = None  # the last reference to the server
+        then = ranks[0].progress["step"] + 20
+        run.wait_until(lambda: ranks[0].progress["step"] > then)
+        run.end()
+        self.assertTrue(torch.equal(ranks[0].x(), ranks[1].x()))
+
+    def test_a_rank_with_other_options_is_refused_and_the_others_go_on(self):
+        run = Run()
+        ranks = [Rank(run, min_ranks=2) for _ in range(2)]
+        run.wait_until(lambda: all(r.trains() for r in ranks))
+        other = Rank(run, joins=True, residual_decay=0.5)
+        run.wait_until(lambda: other.error)
+        self.assertIsInstance(other.error, skim.InvalidArgument)
+        self.assertRegex(str(other.error), "rank 0 has residual_decay=1.0, rank 2 has residual_decay=0.5")
+        other.error = None
+        run.end()
+        self.assertTrue(torch.equal(ranks[0].x(), ranks[1].x()))
+        self.assertEqual([step for step, _ in ranks[0].steps_taken], list(range(run.steps)))
+
+    def test_usage(self):
+        run, model = Run(), nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def group(**how):
+            return skim.ElasticGroup(how.pop("address", run.address), how.pop("state", {"model": model}), **how)
+
+        def local(**how):
+            return skim.LocalSteps(model, optimizer, process_group=group(), **how)
+
+        def aggregator(**how):
+            return skim.Aggregator(model.parameters(), process_group=group(), **how)
+
+        class Own:
+            def select(self, accumulated, k, step, slot):
+                return np.arange(k)
+
+        for error, message, make, how in (
+            (skim.InvalidArgument, "address: must be 'host:port', not 'x'", group, {"address": "x"}),
+            (skim.CommError, "no store at localhost:1; start one", group, {"address": "localhost:1", "timeout": 1}),
+            (skim.InvalidArgument, "min_ranks: must be at least 1, not 0", group, {"min_ranks": 0}),
+            (skim.InvalidArgument, "lost_after: must be at least 0.001, not nan", group, {"lost_after": float("nan")}),
+            (skim.InvalidArgument, "state: 'step' must be a dict or have", group, {"state": {"step": 3}}),
+            (skim.InvalidArgument, "delay=0 and fragments=1", local, {"every": 3, "delay": 1}),
+            (skim.InvalidArgument, "needs fragments=1", aggregator, {"fragments": 2}),
+            (skim.InvalidArgument, "no selector of your own", aggregator, {"selector": Own()}),
+            (skim.InvalidArgument, "needs feedback", aggregator, {"feedback": False}),
+            (skim.InvalidArgument, "no dedicated server", aggregator, {"exchange": "param-server", "server": "dedicated"}),
+        ):  # fmt: skip
+            with self.subTest(message=message), self.assertRaisesRegex(error, message):
+                make(**how)
+        one = group()
+        skim.Aggregator(model.parameters(), process_group=one)
+        with self.assertRaisesRegex(skim.InvalidArgument, "it has a model already"):
+            skim.Aggregator(model.parameters(), process_group=one)
+        one.leave()
+        one.leave()  # nothing more
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Processes(unittest.TestCase):
+    """examples/elastic.py, whose ranks are killed and stopped."""
+
+    def setUp(self):
+        self.store = self.start("-m", "skim.store", "0")
+        self.address = "localhost:" + re.search(r"port (\d+)", self.store.stdout.readline())[1]
+
+    def start(self, *arguments):
+        p = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**{k: v for k, v in os.environ.items() if k != "SKIM_DATA"}, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.addCleanup(p.communicate)
+        self.addCleanup(p.kill)
+        return p
+
+    def rank(self, *arguments):
+        p = self.start(str(EXAMPLE), self.address, "--lost-after", "3", *map(str, arguments))
+        return p
+
+    def read_until(self, process, pattern):
+        for line in process.stdout:
+            if found := re.search(pattern, line):
+                return found
+        self.fail(f"it ends without '{pattern}': {process.communicate()[1]}")
+
+    def ends_well(self, *processes):
+        lines = set()
+        for p in processes:
+            out, err = p.communicate(timeout=SECONDS)
+            self.assertEqual(p.returncode, 0, err)
+            lines.add(re.search("test accuracy .*", out)[0])
+            told = err
+        self.assertEqual(len(lines), 1, lines)  # the loss to the last digit
+        return lines.pop(), told
+
+    def test_a_killed_rank_is_replaced_under_ddp(self):
+        ranks = [self.rank("--steps", 300, "--min-ranks", 3) for _ in range(3)]
+        for p in ranks:
+            p.began = self.read_until(p, r"begins at step (\d+) as rank (\d)")
+        killed, *left = sorted(ranks, key=lambda p: int(p.began[2]), reverse=True)
+        self.read_until(left[1], "step 20: .* 3 ranks")  # rank 0 tells
+        killed.kill()
+        new = self.rank("--steps", 300, "--min-ranks", 3)
+        self.assertGreaterEqual(int(self.read_until(new, r"begins at step (\d+)")[1]), 20)
+        line, _ = self.ends_well(*left, new)
+        self.assertGreater(float(re.search(r"accuracy (\S+)", line)[1]), 90)
+
+    def test_a_stopped_rank_is_left_behind_and_told(self):
+        ranks = [self.rank("--steps", 400, "--local-steps", 5, "--min-ranks", 2) for _ in range(3)]
+        for p in ranks:
+            p.began = self.read_until(p, r"begins at step (\d+) as rank (\d)")
+        stopped, *left = sorted(ranks, key=lambda p: int(p.began[2]), reverse=True)
+        self.read_until(left[1], "3 ranks")
+        stopped.send_signal(signal.SIGSTOP)
+        self.read_until(left[1], "2 ranks")
+        stopped.send_signal(signal.SIGCONT)
+        _, err = stopped.communicate(timeout=SECONDS)
+        self.assertEqual(stopped.returncode, 1, err)
+        self.assertIn("the others went on without this rank", err)
+        self.ends_well(*left)
+
+    def test_the_store_ends_by_a_signal_and_refuses_a_taken_port(self):
+        taken = self.start("-m", "skim.store", self.address.split(":")[1])
+        _, err = taken.communicate(timeout=SECONDS)
+        self.assertEqual(taken.returncode, 1)
+        self.assertRegex(err.splitlines()[-1], r"skim.store: port \d+ cannot be used")
+        self.store.send_signal(signal.SIGINT)
+        self.assertEqual(self.store.wait(SECONDS), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
