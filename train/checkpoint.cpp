@@ -112,6 +112,21 @@ void agree(const std::string& failure, Communicator& comm) {
   }
 }
 
+// The bytes that a user may still write to the disk of `dir`, which need not exist yet.
+std::uint64_t free_bytes(fs::path dir) {
+  dir = fs::absolute(dir);
+  while (!fs::exists(dir) && dir.has_parent_path() && dir != dir.parent_path()) {
+    dir = dir.parent_path();
+  }
+  return fs::space(dir).available;
+}
+
+std::string in_mb(std::uint64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f MB", static_cast<double>(bytes) / 1e6);
+  return text;
+}
+
 // Removes all checkpoints but the newest `keep` up to this step.
 void prune(const fs::path& dir, std::int64_t step, std::int64_t keep) {
   for (const fs::path& c : checkpoints_of(dir)) {
@@ -123,6 +138,25 @@ void prune(const fs::path& dir, std::int64_t step, std::int64_t keep) {
 
 CheckpointWriter::CheckpointWriter(fs::path dir, std::int64_t keep, Communicator& comm)
     : dir_(std::move(dir)), keep_(keep), comm_(comm) {}
+
+void CheckpointWriter::expect_space(std::uint64_t least_bytes) {
+  comm_.set_phase({"checkpoint: room on the disk"});
+  std::uint64_t needed = 0;
+  for (const std::string& text : gather(std::to_string(least_bytes), comm_)) {
+    needed += std::stoull(text);
+  }
+  std::string failure;
+  if (comm_.rank() == 0) {
+    failure = failure_of([&] {
+      const std::uint64_t there = free_bytes(dir_);
+      if (there >= needed) return;
+      throw Error("'" + dir_.string() + "' has room for " + in_mb(there) +
+                  ", but a checkpoint takes at least " + in_mb(needed) +
+                  "; free some space, or give another folder");
+    });
+  }
+  agree(failure, comm_);
+}
 
 void CheckpointWriter::begin(std::int64_t step, std::vector<CheckpointFile> files, bool diverged) {
   step_ = step;

@@ -41,6 +41,10 @@ class CheckpointWriter {
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
+  // For a check before the run. least_bytes: this rank's files have at least so many. Throws: Error
+  // on all ranks if the disk of `dir` has less room than the files of all ranks need.
+  void expect_space(std::uint64_t least_bytes);
+
   // Begins a checkpoint with these files of this rank. Needs !is_open().
   void begin(std::int64_t step, std::vector<CheckpointFile> files, bool diverged = false);
   // Whether a checkpoint has begun and finish() has not ended it. Equal on all ranks.

@@ -136,6 +136,7 @@ class Run {
   }
 
   Summary operator()() {
+    if (!options_.checkpoint.empty()) writer_.expect_space(least_checkpoint_bytes());
     if (options_.resume) resume(newest_checkpoint(options_.checkpoint, comm_));
     evaluate_if_due();  // if the earlier run was stopped after a step, before its evaluation
     last_checkpoint_ = last_times_ = Clock::now();
@@ -424,6 +425,16 @@ class Run {
     } catch (const Error& e) {
       return e.what();
     }
+  }
+
+  // Of this rank's files: the residual, and on rank 0 the model. Others come on top.
+  std::uint64_t least_checkpoint_bytes() {
+    std::size_t floats = comm_.rank() == 0 ? buckets_.flat().parameters : 0;
+    LocalHalf& local = reducer_.local();
+    for (const Slot slot : local.slots()) {
+      floats += local.residual(slot).n + local.velocity(slot).n;
+    }
+    return sizeof(float) * floats;
   }
 
   // This rank's files of a checkpoint. Rank 0 also has those for everyone.

@@ -747,6 +747,18 @@ class Checkpoints(Case):
         self.assertEqual(sorted(f.name for f in folder.iterdir()), ["step-00000002"])
         self.assert_ok(train(*arguments, "--steps", 4, "--resume"))
 
+    def test_a_disk_that_is_too_small_is_found_before_the_first_step(self):
+        small = self.dir / "small"
+        small.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small]
+        if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+            self.skipTest("needs root, to mount a small disk")
+        self.addCleanup(subprocess.run, ["umount", small], check=True)
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            done = train("--ranks", ranks, "--model", "mlp", "--steps", 3, "--checkpoint", small / "run")
+            self.assert_refused(done, "checkpoint", "has room for 1.0 MB", "takes at least", status=1)
+            self.assertNotIn("train loss", done.stdout)
+
     def test_a_folder_that_cannot_be_written(self):
         blocked = self.dir / "file"
         blocked.write_text("")
