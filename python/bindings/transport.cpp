@@ -68,7 +68,7 @@ class TransportCommunicator final : public Communicator {
   ~TransportCommunicator() override {
     const nb::gil_scoped_acquire gil;
     if (!transfers_.empty()) abort(-1);  // memory of open transfers must not be written to any more
-    transfers_.for_each([](Transfer& t) { t.first_work = t.rest_work = {}; });
+    end_transfers();
     family_.reset();
   }
 
@@ -98,9 +98,14 @@ class TransportCommunicator final : public Communicator {
                                        family_->word.has_value());
     } catch (...) {  // a peer that cannot be told will run into its timeout
     }
+    end_transfers();  // they would keep connections open
   }
 
  private:
+  void end_transfers() {
+    transfers_.for_each([](Transfer& t) { t.first_work = t.rest_work = {}; });
+  }
+
   Ticket do_isend(Bytes message, int to) override {
     const nb::gil_scoped_acquire gil;
     check_alive();

@@ -137,7 +137,7 @@ class ElasticSteps:
         failures = 0
         while True:
             before = self.group.members
-            self.group.disconnect()
+            self.group.abort()
             try:
                 self._settle(self.group.regroup())
                 return

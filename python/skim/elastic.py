@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Keys of the store. {} is the number of an epoch, of a ticket, or the name of a rank.
 LATEST = "latest"  # the number of the newest epoch
 RANKS = "ranks/{}"  # an epoch's ranks: a list of names in the order of rank
-PRESENT = "present/{}/{}"  # a rank of the epoch before is ready for this one
+PRESENT = "present/{}/{}"  # a rank is ready for this epoch
 TICKETS = "tickets"  # how many ranks have ever asked to join
 TICKET = "ticket/{}"  # the name of such a rank
 ADMITTED = "admitted/{}"  # the epoch with which a rank joins
@@ -221,6 +221,7 @@ class ElasticGroup:
         self._pulse: _Pulse | None = None
         self._watch = _Watch(self._store, lost_after)  # of those who want to join
         self._transport: GlooTransport | None = None
+        self._comm: _core.Communicator | None = None  # over it; None: this epoch has ended
         self._steps: weakref.ref[ElasticSteps] | None = None
         self._tickets_seen = 0
         self._waiting: list[str] = []  # names of ranks that have asked to join, as far as seen
@@ -378,10 +379,11 @@ class ElasticGroup:
             self.events.append(f"skim: {line}; {self.size} rank{'s' if self.size > 1 else ''} now")
             log.log(logging.WARNING if self.rank == 0 else logging.DEBUG, self.events[-1])
 
-    def disconnect(self) -> None:
-        """Ends this epoch's connections, which wakes the ranks that wait for this one."""
-        if self._transport is not None:
-            self._transport.abort(self._transport.rank, "", True)
+    def abort(self) -> None:
+        """Ends this epoch, and wakes the ranks that wait for this one."""
+        if self._comm is not None:
+            self._comm.abort(self._comm.rank)
+            self._comm = None
 
     # ---- the store ------------------------------------------------------------------------------
 
@@ -437,12 +439,20 @@ class ElasticGroup:
             if name not in self.members or self.epoch == 0:
                 self._store.decide(ADMITTED.format(name), str(epoch))
         self.epoch, self.members = epoch, ranks
+        # gloo would wait for its timeout if a rank were lost before it connects.
+        self._store.set(PRESENT.format(epoch, self.name), "")
+        watch, ends = _Watch(self._store, self.lost_after), time.monotonic() + self.patience
+        for name in ranks:
+            while not self._has(PRESENT.format(epoch, name)):
+                if watch.is_gone(name) or time.monotonic() >= ends:
+                    raise Unconnected(f"skim: {name} was lost before it had joined")
         store = dist.PrefixStore(f"epoch/{epoch}", self._store.tcp)
         try:
             self._transport = GlooTransport(store, self.rank, self.size, self.timeout)
         except RuntimeError as e:
             raise Unconnected(str(e)) from None
-        return _core.communicator_over(self._transport)
+        self._comm = _core.communicator_over(self._transport)
+        return self._comm
 
     def _wait(self, start: Callable[[GlooTransport], Any]) -> None:
         transport = self._transport
@@ -458,7 +468,9 @@ class ElasticGroup:
         self._left = True
         if self._pulse is not None:
             self._pulse.end(how)
-        self.disconnect()
+        if how == FAILED:
+            self.abort()
+        self._comm = self._transport = None
         _open.discard(self)
 
 

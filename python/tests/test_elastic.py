@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import random
 import re
 import signal
 import subprocess
@@ -116,7 +117,8 @@ class Rank(threading.Thread):
             self.compression.step()
 
     def lose(self):
-        self.group.close("failed")
+        self.sends_left = None
+        self.group.close("failed")  # which tells the others, as the end of a process closes its connections
         self.group.regroup = self.group.hand_over = self.group.take = self.end
 
     def end(self, *_):
@@ -145,6 +147,7 @@ class Run:
     def wait_until(self, holds):
         with self.changed:
             if not self.changed.wait_for(lambda: holds() or any(r.error for r in self.ranks), SECONDS):
+                self.steps = 0  # so that no rank goes on beside the next test
                 raise AssertionError("it does not come about")
 
     def let_soon(self, what):
@@ -284,6 +287,43 @@ class Elastic(unittest.TestCase):
                 missing = self.check_law(run, ranks)
                 self.assertLessEqual((missing.abs() > CLOSE).sum().item(), 0.02 * N)
 
+    def test_random_changes(self):
+        for seed in range(8):
+            with self.subTest(seed=seed):
+                self.change_at_random(random.Random(seed))
+
+    def change_at_random(self, draw):
+        kind, options = draw.choice(KINDS)
+        run = Run()
+        first, second = (Rank(run, kind=kind, min_ranks=2, **options) for _ in range(2))
+        run.wait_until(lambda: first.trains() and second.trains())
+        first.group.min_ranks = second.group.min_ranks = 1
+
+        stayed = [first, second]
+        for _ in range(6):
+            for _ in range(draw.choice((1, 1, 2, 3))):  # at about the same time
+                others = [r for r in stayed[1:] if r.trains()]
+                what = draw.choice(("joins", "is lost while it joins", "leaves", "is lost"))
+                if what == "is lost while it joins":
+                    Rank(run, kind=kind, joins=True, sends_left=draw.randrange(12), **options)
+                elif what == "joins" or not others:
+                    stayed.append(Rank(run, kind=kind, joins=True, **options))
+                else:
+                    goes = draw.choice(others)
+                    stayed.remove(goes)
+                    if what == "leaves":
+                        goes.is_to_leave = True
+                    else:
+                        goes.is_to_be_lost = draw.randrange(10)
+            then = first.progress["step"] + draw.choice((3, 10))
+            run.wait_until(lambda then=then: first.progress["step"] > then)
+        run.wait_until(lambda: all(r.trains() for r in stayed))
+        run.end()
+        for r in stayed:
+            self.assertTrue(torch.equal(r.x(), first.x()))
+            self.assertTrue(torch.isfinite(r.x()).all())
+        self.assertEqual([step for step, _ in first.steps_taken], list(range(run.steps)))
+
     def test_too_few_ranks_wait_for_new_ones(self):
         run = Run()
         first, lost = (Rank(run, min_ranks=2) for _ in range(2))
@@ -360,7 +400,7 @@ class Elastic(unittest.TestCase):
             (skim.InvalidArgument, "needs fragments=1", aggregator, {"fragments": 2}),
             (skim.InvalidArgument, "no selector of your own", aggregator, {"selector": Own()}),
             (skim.InvalidArgument, "needs feedback", aggregator, {"feedback": False}),
-            (skim.InvalidArgument, "no dedicated server", aggregator, {"exchange": "param-server", "server": "dedicated"}),
+            (skim.InvalidArgument, "no dedicated", aggregator, {"exchange": "param-server", "server": "dedicated"}),
         ):  # fmt: skip
             with self.subTest(message=message), self.assertRaisesRegex(error, message):
                 make(**how)
