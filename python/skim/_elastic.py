@@ -43,7 +43,6 @@ class ElasticSteps:
         self._met = False  # has met the others for the step to come
         self._reduced = False  # has reduced the open step, and does not know if all have
         self._done = False
-        self._epoch_ranks: list[str] = []  # of the last epoch that trained
         self._size = 1  # what residuals count for: the mean is over so many ranks
         self._taken: list[bytes] = []  # from ranks that have left
 
@@ -152,8 +151,7 @@ class ElasticSteps:
             self._settle_with(comm)
         except _core.CommError as e:
             raise Unsettled(str(e)) from None
-        self.group.tell(self._epoch_ranks)
-        self._epoch_ranks = self.group.members
+        self.group.tell()
         self._has_state = self._met = True
 
     def _settle_with(self, comm: _core.Communicator) -> None:

@@ -81,7 +81,8 @@ def attach(
         among, trial_share: for exchange="auto": the exchanges that it may choose, and the part of the
             time that it may spend on trials.
     process_group: a skim.ElasticGroup, whose ranks may change. The process group of DDP is then one of this rank
-        alone, and the exchange begins when backward ends. None: the ranks are those of DDP.
+        alone, and the exchange begins when backward ends. The group has its own timeout. None: the ranks are those
+        of DDP.
     timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
     writer: a TensorBoard SummaryWriter, or any object with add_scalar(tag, value, step).
     dry_run: True (20 steps) or a number of steps >= 1. Trains without compression, as before, and

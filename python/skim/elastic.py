@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -30,18 +31,16 @@ if TYPE_CHECKING:
     from skim._elastic import ElasticSteps
 
 # Keys of the store. {} is the number of an epoch, of a ticket, or the name of a rank.
-LATEST = "latest"  # the number of the newest epoch
+RECENT = "recent"  # the number of an epoch, not much older than the newest
 RANKS = "ranks/{}"  # an epoch's ranks: a list of names in the order of rank
 PRESENT = "present/{}/{}"  # a rank is ready for this epoch
-TICKETS = "tickets"  # how many ranks have ever asked to join
-TICKET = "ticket/{}"  # the name of such a rank
+ASKED = "asked"  # the names of all ranks that have ever asked to join, in lines
 ADMITTED = "admitted/{}"  # the epoch with which a rank joins
 PULSE = "pulse/{}"  # counts up while the rank lives; then LEFT or FAILED
-TAKEN = "taken/{}"  # "yes" or "no": another rank has what this one, which leaves, has kept
+TAKEN = "taken/{}/{}"  # in this epoch: "yes" or "no": another rank has the residual of this one, which leaves
 LEFT, FAILED = "left", "failed"
 STATE_TAG = 1 << 20  # of messages that are not the communicator's; its tags are small
 
-_names = itertools.count()
 _open: weakref.WeakSet[ElasticGroup] = weakref.WeakSet()
 
 
@@ -51,7 +50,12 @@ class _Store:
     def __init__(self, host: str, port: int, timeout: float) -> None:
         self._where = host, port, timeout
         limit = datetime.timedelta(seconds=timeout)
-        self.tcp = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        try:
+            self.tcp = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        except RuntimeError:
+            raise _core.CommError(
+                f"skim.ElasticGroup: no store at {host}:{port}; start one with: python -m skim.store {port}"
+            ) from None
 
     def another(self) -> _Store:
         """Another connection, for another thread."""
@@ -66,12 +70,12 @@ class _Store:
     def has(self, key: str) -> bool:
         return bool(self._ask(lambda: self.tcp.check([key])))
 
-    def add(self, key: str, count: int) -> int:
-        return int(self._ask(lambda: self.tcp.add(key, count)))
+    def append(self, key: str, text: str) -> None:
+        self._ask(lambda: self.tcp.append(key, text))
 
-    def decide(self, key: str, value: str, before: str = "") -> str:
-        """Sets the key if its value is `before` ("": none). Returns its value then."""
-        return str(self._ask(lambda: self.tcp.compare_set(key, before, value)).decode())
+    def decide(self, key: str, value: str) -> str:
+        """Sets the key, unless it has a value. Returns its value then."""
+        return str(self._ask(lambda: self.tcp.compare_set(key, "", value)).decode())
 
     def has_soon(self, key: str, seconds: float) -> bool:
         """Waits for a key, for at most so long. Returns whether it is there."""
@@ -209,22 +213,17 @@ class ElasticGroup:
                 )
         self.state, self.min_ranks, self.timeout, self.patience = dict(state), min_ranks, timeout, patience
         self.lost_after = lost_after
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{next(_names)}"
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self.epoch, self.members = 0, [self.name]
         self.events: list[str] = []
-        try:
-            self._store = _Store(host, int(port), timeout)
-        except RuntimeError:
-            raise _core.CommError(
-                f"skim.ElasticGroup: no store at {address}; start one with: python -m skim.store {port}"
-            ) from None
+        self._store = _Store(host, int(port), timeout)
         self._pulse: _Pulse | None = None
-        self._watch = _Watch(self._store, lost_after)  # of those who want to join
+        self._watch = self._new_watch()  # of those who want to join
         self._transport: GlooTransport | None = None
         self._comm: _core.Communicator | None = None  # over it; None: this epoch has ended
         self._steps: weakref.ref[ElasticSteps] | None = None
-        self._tickets_seen = 0
-        self._waiting: list[str] = []  # names of ranks that have asked to join, as far as seen
+        self._known = 0  # so many of those who have asked to join have been admitted, or are gone
+        self._told: tuple[int, list[str]] = 0, []  # the last epoch that tell() has told of, and its ranks
         self._norms: dict[str, float] = {}  # by name: of the residuals, when the ranks last met
         self._left = False
 
@@ -268,16 +267,15 @@ class ElasticGroup:
         """Waits to be admitted. Returns the communicator of the epoch."""
         self._pulse = _Pulse(self._store, self.name, min(1.0, self.lost_after / 50))
         _open.add(self)
-        self._store.set(TICKET.format(self._store.add(TICKETS, 1)), self.name)
-        mine, ends = ADMITTED.format(self.name), time.monotonic() + self.patience
-        old = _Watch(self._store, self.lost_after)
+        self._store.append(ASKED, self.name + "\n")
+        mine, ends, watch = ADMITTED.format(self.name), time.monotonic() + self.patience, self._new_watch()
         while not self._has(mine):
-            latest = self._latest()
-            if all(old.is_gone(name) for name in self._ranks_of(latest)):  # nobody is there who could admit
-                self._propose(latest + 1, [], ends)
-                if self.name in self._ranks_of(latest + 1):
-                    return self._connect(latest + 1)
-            elif time.monotonic() >= ends:
+            newest = self._newest()
+            if all(watch.is_gone(name) for name in self._ranks_of(newest)):  # nobody is there who could admit
+                self._propose(newest + 1, [], ends)
+                if self.name in self._ranks_of(newest + 1):
+                    return self._connect(newest + 1)
+            if time.monotonic() >= ends:
                 raise _core.CommError(f"skim: not admitted within {self.patience:g} s")
         return self._connect(int(self._store.get(mine)))
 
@@ -289,7 +287,7 @@ class ElasticGroup:
         epoch, ends = self.epoch + 1, time.monotonic() + self.patience
         if ranks is None:
             self._store.set(PRESENT.format(epoch, self.name), "")
-            watch = _Watch(self._store, self.lost_after)
+            watch = self._new_watch()
             while not self._has(RANKS.format(epoch)):
                 missing = [r for r in self.members if not self._store.has(PRESENT.format(epoch, r))]
                 if time.monotonic() >= ends or all(watch.is_gone(r) for r in missing):
@@ -319,7 +317,7 @@ class ElasticGroup:
             self.send(bytearray(state), self.members.index(to))
         except _core.CommError:
             pass  # the other rank knows what has arrived
-        key, watch = TAKEN.format(self.name), _Watch(self._store, self.lost_after)
+        key, watch = TAKEN.format(self.epoch, self.name), self._new_watch()
         while not self._has(key):
             if watch.is_gone(to) or self._store.has(PRESENT.format(self.epoch + 1, to)):
                 self._store.decide(key, "no")
@@ -327,7 +325,7 @@ class ElasticGroup:
 
     def take(self, source: str) -> bytes:
         """The other end of hand_over. Raises CommError if the state has not arrived whole; then its owner keeps it."""
-        key = TAKEN.format(source)
+        key = TAKEN.format(self.epoch, source)
         try:
             state = self.receive(self.members.index(source))
         except _core.CommError:
@@ -360,13 +358,15 @@ class ElasticGroup:
             else:
                 part.load_state_dict(found[name])
 
-    def tell(self, before: Sequence[str]) -> None:
-        """Records how the ranks have changed. before: those of the last epoch that trained; none: this rank is new."""
+    def tell(self) -> None:
+        """Records how the ranks have changed since the last call."""
         lines = []
+        told, before = self._told
         for name in before:
             if name in self.members:
                 continue
-            if self._store.has(TAKEN.format(name)) and self._store.get(TAKEN.format(name)) == "yes":
+            keys = [TAKEN.format(epoch, name) for epoch in range(told, self.epoch)]
+            if any(self._store.has(key) and self._store.get(key) == "yes" for key in keys):
                 lines.append(f"{name} left and handed over its residual")
             else:
                 norm = f"{self._norms[name]:.3g}" if name in self._norms else "unknown"
@@ -378,6 +378,7 @@ class ElasticGroup:
         for line in lines:
             self.events.append(f"skim: {line}; {self.size} rank{'s' if self.size > 1 else ''} now")
             log.log(logging.WARNING if self.rank == 0 else logging.DEBUG, self.events[-1])
+        self._told = self.epoch, self.members
 
     def abort(self) -> None:
         """Ends this epoch, and wakes the ranks that wait for this one."""
@@ -390,24 +391,26 @@ class ElasticGroup:
     def _has(self, key: str) -> bool:
         return self._store.has_soon(key, min(0.2, self.lost_after / 10))
 
-    def _latest(self) -> int:
-        return int(self._store.get(LATEST)) if self._store.has(LATEST) else 0
+    def _new_watch(self) -> _Watch:
+        return _Watch(self._store, self.lost_after)
+
+    def _newest(self) -> int:
+        epoch = int(self._store.get(RECENT)) if self._store.has(RECENT) else 0
+        while self._store.has(RANKS.format(epoch + 1)):
+            epoch += 1
+        return epoch
 
     def _ranks_of(self, epoch: int) -> list[str]:
         return list(json.loads(self._store.get(RANKS.format(epoch)))) if epoch > 0 else []
 
     def _candidates(self) -> list[str]:
         """Names of ranks that live and wait to join."""
-        count = self._store.add(TICKETS, 0)
-        for number in range(self._tickets_seen + 1, count + 1):
-            if not self._store.has(TICKET.format(number)):
-                break  # about to be written
-            self._waiting.append(self._store.get(TICKET.format(number)))
-            self._tickets_seen = number
-        self._waiting = [
-            n for n in self._waiting if not self._watch.is_gone(n) and not self._store.has(ADMITTED.format(n))
+        asked = self._store.get(ASKED).splitlines()
+        waiting = [
+            n for n in asked[self._known :] if not self._store.has(ADMITTED.format(n)) and not self._watch.is_gone(n)
         ]
-        return [n for n in self._waiting if self._watch.lives(n)]
+        self._known = asked.index(waiting[0]) if waiting else len(asked)
+        return [n for n in waiting if self._watch.lives(n)]
 
     def _propose(self, epoch: int, ranks: Sequence[str], ends: float) -> None:
         """Decides an epoch's ranks, unless another rank has: `ranks`, and new ones as long as they are too few."""
@@ -434,14 +437,14 @@ class ElasticGroup:
                 f"skim: the others went on without this rank, which gave no sign of life for {self.lost_after:g} s; "
                 "start it again, and it joins"
             )
-        self._store.decide(LATEST, str(epoch), before="" if epoch == 1 else str(epoch - 1))
+        self._store.set(RECENT, str(epoch))
         for name in ranks:
             if name not in self.members or self.epoch == 0:
                 self._store.decide(ADMITTED.format(name), str(epoch))
         self.epoch, self.members = epoch, ranks
         # gloo would wait for its timeout if a rank were lost before it connects.
         self._store.set(PRESENT.format(epoch, self.name), "")
-        watch, ends = _Watch(self._store, self.lost_after), time.monotonic() + self.patience
+        watch, ends = self._new_watch(), time.monotonic() + self.patience
         for name in ranks:
             while not self._has(PRESENT.format(epoch, name)):
                 if watch.is_gone(name) or time.monotonic() >= ends:
