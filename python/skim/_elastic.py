@@ -197,7 +197,7 @@ class ElasticSteps:
         return bytearray(out.getbuffer())
 
     def _unpack(self, message: bytearray) -> None:
-        found = torch.load(io.BytesIO(message), weights_only=True)
+        found = torch.load(io.BytesIO(message), map_location="cpu", weights_only=True)
         self.group.unpack_state(found["state"])
         self.compression.reducer.take_over([bytes(found["reducer"].numpy())], 0.0)
         self.received = found["more"]

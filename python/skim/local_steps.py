@@ -207,6 +207,8 @@ class LocalSteps:
     def _moved(self) -> Callable[[], None]:
         """The other ranks are about to change, and with them the residual. Returns a function that afterwards moves
         this rank's parameters to where the same local steps from its new start would have led."""
+        if self._finished:
+            return lambda: None
         parameters = list(enumerate(self._parameters))
         moves = [p.to(torch.float32) - self._start(i, e) for (i, p), e in zip(parameters, self._residuals(0))]
 
