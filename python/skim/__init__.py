@@ -9,7 +9,9 @@ schedules, the cost model, and skim.analysis. Arrays are NumPy arrays, or any ob
 or the buffer protocol. All exceptions derive from skim.Error.
 """
 
-from typing import Any
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING, Any
 
 from skim import analysis, protocols
 from skim._core import (
@@ -142,6 +144,18 @@ __all__ = [
     "with_down_density",
 ]
 
+if TYPE_CHECKING:
+    from skim._transport import connect as connect
+    from skim.aggregator import Aggregator as Aggregator
+    from skim.ddp import attach as attach
+    from skim.ddp import compression_of as compression_of
+    from skim.ddp import load_state_dict as load_state_dict
+    from skim.ddp import report as report
+    from skim.ddp import state_dict as state_dict
+    from skim.ddp import state_template as state_template
+    from skim.elastic import ElasticGroup as ElasticGroup
+    from skim.local_steps import LocalSteps as LocalSteps
+
 # These names need torch, and are imported on first use. The rest of the package works without torch.
 _TORCH = {
     "attach": "skim.ddp",
@@ -157,12 +171,19 @@ _TORCH = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _TORCH:
-        raise AttributeError(f"module 'skim' has no attribute '{name}'")
-    import importlib
+if _find_spec("torch") is not None:
+    __all__ += list(_TORCH)
 
-    return getattr(importlib.import_module(_TORCH[name]), name)
+if not TYPE_CHECKING:  # a type checker would take it for a module that has every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _TORCH:
+            raise AttributeError(f"module 'skim' has no attribute '{name}'")
+        return getattr(_import_module(_TORCH[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_TORCH})
 
 
 for _error in (Error, InvalidArgument, CommError, DecodeError, NonFiniteError, StateError):

@@ -7,11 +7,13 @@ import dataclasses
 import hashlib
 import logging
 import math
+import numbers
 import queue
 import re
 import struct
 import threading
 import time
+import typing
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
 from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, take_out
+from skim._options import CompressionOptions
 from skim._report import Report
 from skim._elastic import ElasticSteps
 from skim._transport import connect
@@ -33,6 +36,14 @@ if TYPE_CHECKING:
 # These defaults differ from those of skim.Reducer. At equal bytes, 4-bit values carry three times the entries,
 # and training ends closer to dense (docs/results/quality.md).
 DEFAULTS = {"value_code": "q4"}
+TYPES = {**typing.get_type_hints(CompressionOptions), "exchange": str}  # of options, by name
+# What an option of a type must be, in words and in types.
+KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
+    bool: ("True or False", (bool,)),
+    int: ("a whole number", (int, np.integer)),
+    float: ("a number", (numbers.Real,)),
+    str: ("a string", (str,)),
+}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
 COMPARED_EVERY = 100  # steps between comparisons of how long the ranks waited
@@ -56,6 +67,13 @@ class Options:
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keywords of skim.Reducer
 
     def __post_init__(self) -> None:
+        given = {"total_steps": self.total_steps, "non_finite": self.non_finite, **self.others}
+        for name, value in given.items():
+            what, kinds = KINDS.get(TYPES.get(name), ("", ()))
+            if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+                raise _core.InvalidArgument(f"skim: {name}: must be {what}, not {value!r}")
+        if self.total_steps < 0:
+            raise _core.InvalidArgument(f"skim: total_steps: must be 0 (not known) or more, not {self.total_steps}")
         if self.non_finite not in ("pass-on", "raise"):
             raise _core.InvalidArgument(f"non_finite: no '{self.non_finite}'; there are: pass-on, raise")
         if self.optimizer is None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from skim import _core
 from skim._compression import Compression, Options, buckets_of
 from skim._report import Report
 from skim.elastic import ElasticGroup
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from skim._options import ReducerOptions
+    from skim.protocols import OwnLocalHalf, OwnSchedule, OwnSelector
 
 
 class Aggregator(Compression):
@@ -43,21 +50,21 @@ class Aggregator(Compression):
     def __init__(
         self,
         tensors: Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-        density: Any = 0.01,
-        exchange: Any = "auto",
+        density: float | _core.DensitySchedule | OwnSchedule = 0.01,
+        exchange: str = "auto",
         *,
-        optimizer: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
         of_updates: bool = False,
         total_steps: int = 0,
         non_finite: str = "pass-on",
-        selector: Any = None,
-        local: Any = None,
+        selector: OwnSelector | None = None,
+        local: Callable[[], OwnLocalHalf] | None = None,
         fragments: int = 1,
         bucket_mb: float = 25.0,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | ElasticGroup | None = None,
         timeout: float = 1800.0,
         writer: Any = None,
-        **options: Any,
+        **options: Unpack[ReducerOptions],
     ) -> None:
         if fragments > 1 and isinstance(process_group, ElasticGroup):
             raise _core.InvalidArgument("skim.Aggregator: an ElasticGroup needs fragments=1")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -17,30 +18,54 @@ from skim._report import Report
 from skim.dry_run import DryRun
 from skim.elastic import ElasticGroup
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from skim._options import AttachOptions, ReducerOptions
+    from skim.protocols import OwnLocalHalf, OwnSchedule, OwnSelector
+
 BUCKET_BYTES = 25e6
 LEAST_RATE = 1e-20  # stands for a learning rate of 0 until the first rate above 0
 
 _attached: weakref.WeakKeyDictionary[DistributedDataParallel, DdpCompression] = weakref.WeakKeyDictionary()
 
 
+@overload
 def attach(
-    model: Any,
-    density: Any = 0.01,
-    exchange: Any = "auto",
+    model: torch.nn.Module,
+    density: float | _core.DensitySchedule | OwnSchedule = 0.01,
+    exchange: str = "auto",
     *,
-    optimizer: Any = None,
+    dry_run: Literal[False] = False,
+    **options: Unpack[AttachOptions],
+) -> DdpCompression: ...
+@overload
+def attach(
+    model: torch.nn.Module,
+    density: float | _core.DensitySchedule | OwnSchedule = 0.01,
+    exchange: str = "auto",
+    *,
+    dry_run: Literal[True] | int,
+    **options: Unpack[AttachOptions],
+) -> DryRun: ...
+def attach(
+    model: torch.nn.Module,
+    density: float | _core.DensitySchedule | OwnSchedule = 0.01,
+    exchange: str = "auto",
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
-    updates_of: Any = None,
+    updates_of: torch.optim.Optimizer | None = None,
     total_steps: int = 0,
     non_finite: str = "pass-on",
-    selector: Any = None,
-    local: Any = None,
-    process_group: Any = None,
+    selector: OwnSelector | None = None,
+    local: Callable[[], OwnLocalHalf] | None = None,
+    process_group: ElasticGroup | None = None,
     timeout: float = 1800.0,
     writer: Any = None,
     dry_run: bool | int = False,
-    **options: Any,
-) -> Any:
+    **options: Unpack[ReducerOptions],
+) -> DdpCompression | DryRun:
     """Compresses the gradients of a DistributedDataParallel model from now on.
 
     Call it once, on every rank, with the same arguments, before or between training steps. Each rank
@@ -142,7 +167,7 @@ def _expect_elastic(ddp: DistributedDataParallel, group: Any) -> None:
         )
 
 
-def compression_of(model: Any) -> DdpCompression:
+def compression_of(model: torch.nn.Module) -> DdpCompression:
     """The DdpCompression that attach(model) returned. Raises InvalidArgument if the model is not attached."""
     found = _attached.get(_unwrapped(model))
     if found is None:
@@ -150,18 +175,18 @@ def compression_of(model: Any) -> DdpCompression:
     return found
 
 
-def report(model: Any) -> Report:
+def report(model: torch.nn.Module) -> Report:
     """This rank's bytes, times and decisions so far. print() shows them as a table."""
     return compression_of(model).report()
 
 
-def state_dict(model: Any) -> dict[str, torch.Tensor]:
+def state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """This rank's residuals and all other state of compression: one tensor of bytes, under the key
     rank_R_of_P. Every rank must save its own."""
     return compression_of(model).state_dict()
 
 
-def load_state_dict(model: Any, state: Mapping[str, torch.Tensor]) -> None:
+def load_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Restores what state_dict returned.
 
     state: the state of this rank. If the number of ranks has changed: the states of all P ranks of the
@@ -173,7 +198,7 @@ def load_state_dict(model: Any, state: Mapping[str, torch.Tensor]) -> None:
     compression_of(model).load_state_dict(state)
 
 
-def state_template(checkpoint_id: Any, prefix: str = "skim") -> dict[str, torch.Tensor]:
+def state_template(checkpoint_id: str | os.PathLike[str], prefix: str = "skim") -> dict[str, torch.Tensor]:
     """Empty tensors into which torch.distributed.checkpoint can load the states of all ranks:
 
         state = {"skim": skim.state_template(folder)}

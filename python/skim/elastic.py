@@ -39,6 +39,7 @@ ADMITTED = "admitted/{}"  # the epoch with which a rank joins
 PULSE = "pulse/{}"  # counts up while the rank lives; then LEFT or FAILED
 TAKEN = "taken/{}/{}"  # in this epoch: "yes" or "no": another rank has the residual of this one, which leaves
 LEFT, FAILED = "left", "failed"
+STORE_WAIT_S = 10.0  # a rank may start a little before its store
 STATE_TAG = 1 << 20  # of messages that are not the communicator's; its tags are small
 
 _open: weakref.WeakSet[ElasticGroup] = weakref.WeakSet()
@@ -49,13 +50,26 @@ class _Store:
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
         self._where = host, port, timeout
+        self._expect_listener(min(timeout, STORE_WAIT_S))
         limit = datetime.timedelta(seconds=timeout)
-        try:
-            self.tcp = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        except RuntimeError:
-            raise _core.CommError(
-                f"skim.ElasticGroup: no store at {host}:{port}; start one with: python -m skim.store {port}"
-            ) from None
+        self.tcp = self._ask(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+
+    def _expect_listener(self, patience: float) -> None:
+        """TCPStore itself would write pages to stderr."""
+        host, port, _ = self._where
+        ends = time.monotonic() + patience
+        while True:
+            try:
+                socket.create_connection((host, port), patience).close()
+                return
+            except OSError as e:
+                if isinstance(e, ConnectionRefusedError) and time.monotonic() < ends:
+                    time.sleep(0.1)  # it may be about to start
+                    continue
+                raise _core.CommError(
+                    f"skim.ElasticGroup: no store at {host}:{port} ({e.strerror}); start one with: "
+                    f"python -m skim.store {port}"
+                ) from None
 
     def another(self) -> _Store:
         """Another connection, for another thread."""

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,12 @@ from skim._momentum import correction_for, inner_optimizer
 from skim._report import Report
 from skim.aggregator import Aggregator
 from skim.elastic import ElasticGroup
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from skim._options import LocalStepsOptions
+    from skim.protocols import OwnSchedule
 
 OF_RANK = re.compile(r"(replica|sent_from)_(\d+)_(\d+)$")
 
@@ -109,14 +115,15 @@ class LocalSteps:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         every: int = 1,
-        density: Any = 0.01,
+        density: float | _core.DensitySchedule | OwnSchedule = 0.01,
         *,
         delay: int = 0,
         fragments: int = 1,
-        exchange: Any = "auto",
-        process_group: Any = None,
-        **options: Any,
+        exchange: str = "auto",
+        process_group: dist.ProcessGroup | ElasticGroup | None = None,
+        **keywords: Unpack[LocalStepsOptions],
     ) -> None:
+        options: dict[str, Any] = dict(keywords)
         if isinstance(model, DistributedDataParallel):
             raise _core.InvalidArgument(
                 "skim.LocalSteps: DistributedDataParallel exchanges the gradients of every step; give the model "
@@ -153,6 +160,7 @@ class LocalSteps:
         self._elastic = self._aggregator.elastic
         with torch.no_grad():
             if self._elastic is None:
+                assert not isinstance(process_group, ElasticGroup)
                 first = dist.get_global_rank(process_group, 0) if process_group else 0
                 for p in self._parameters:
                     dist.broadcast(p, first, group=process_group)

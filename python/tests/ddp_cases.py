@@ -660,6 +660,19 @@ def case_refusals():
     expect(wrong, "'0' makes sparse gradients", skim.attach, DDP(sparse))
     expect(wrong, "no 'ring'; there are: dense,", skim.attach, DDP(Linear()), exchange="ring")
     expect(wrong, "density", skim.attach, DDP(Linear()), density=0.0)
+    for name, value, what in (
+        ("density", None, "must be a number in (0, 1]"),
+        ("density", True, "must be a number in (0, 1]"),
+        ("exchange", 3, "must be a string, not 3"),
+        ("value_code", 4, "must be a string, not 4"),
+        ("total_steps", "x", "must be a whole number, not 'x'"),
+        ("total_steps", -1, "must be 0 (not known) or more, not -1"),
+        ("dense_below", 0.5, "must be a whole number, not 0.5"),
+        ("residual_decay", "0.9", "must be a number, not '0.9'"),
+        ("feedback", 1, "must be True or False, not 1"),
+        ("select_block", True, "must be a whole number, not True"),
+    ):
+        expect(wrong, f"{name}: {what}", skim.attach, DDP(Linear()), **{name: value})
     expect(wrong, "no option 'value_cod'; did you mean 'value_code'?", skim.attach, DDP(Linear()), value_cod="f16")
     expect(wrong, "among: needs exchange='auto'", skim.attach, DDP(Linear()), exchange="gtopk", among=["gtopk"])
     expect(wrong, "decay", skim.attach, DDP(Linear()), residual_decay=1.5)
