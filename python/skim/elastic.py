@@ -50,6 +50,7 @@ class _Store:
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
         self._where = host, port, timeout
+        self.has_ended = False
         self._expect_listener(min(timeout, STORE_WAIT_S))
         limit = datetime.timedelta(seconds=timeout)
         self.tcp = self._ask(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
@@ -101,10 +102,12 @@ class _Store:
         return True
 
     def _ask(self, ask: Callable[[], Any]) -> Any:
-        try:
-            return ask()
-        except RuntimeError as e:
-            raise _core.CommError(f"skim: the store of the group has ended: {str(e).splitlines()[0]}") from None
+        if not self.has_ended:  # PyTorch writes a page to stderr for each call that fails
+            try:
+                return ask()
+            except RuntimeError:
+                self.has_ended = True
+        raise _core.CommError("skim: the store of the group has ended")
 
 
 class _Pulse:
@@ -317,8 +320,10 @@ class ElasticGroup:
         """
         joins: list[str] = []
         if comm.rank == 0:
-            with contextlib.suppress(_core.CommError):  # without a store nobody can join
+            try:
                 joins = self._candidates()
+            except _core.CommError as e:
+                self._record(f"{e}; no rank can join any more", once=True)
         message = {"norm": norm, "leaves": leaves, "joins": joins}
         of_all = [json.loads(m) for m in comm.allgather(json.dumps(message).encode())]
         self._norms = {name: m["norm"] for name, m in zip(self.members, of_all)}
@@ -388,11 +393,15 @@ class ElasticGroup:
         lines += [f"{name} joined" for name in self.members if before and name not in before]
         if not before:
             lines.append(f"{self.name} is rank {self.rank}")
-        log = logging.getLogger("skim")
         for line in lines:
-            self.events.append(f"skim: {line}; {self.size} rank{'s' if self.size > 1 else ''} now")
-            log.log(logging.WARNING if self.rank == 0 else logging.DEBUG, self.events[-1])
+            self._record(f"skim: {line}; {self.size} rank{'s' if self.size > 1 else ''} now")
         self._told = self.epoch, self.members
+
+    def _record(self, event: str, once: bool = False) -> None:
+        if once and event in self.events:
+            return
+        self.events.append(event)
+        logging.getLogger("skim").log(logging.WARNING if self.rank == 0 else logging.DEBUG, event)
 
     def abort(self) -> None:
         """Ends this epoch, and wakes the ranks that wait for this one."""

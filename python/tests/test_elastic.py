@@ -360,6 +360,8 @@ class Elastic(unittest.TestCase):
         run.wait_until(lambda: ranks[0].progress["step"] > then)
         run.end()
         self.assertTrue(torch.equal(ranks[0].x(), ranks[1].x()))
+        told = [e for r in ranks for e in r.group.events if "is rank" not in e]
+        self.assertEqual(told, ["skim: the store of the group has ended; no rank can join any more"])
 
     def test_a_rank_with_other_options_is_refused_and_the_others_go_on(self):
         run = Run()
