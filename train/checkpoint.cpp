@@ -115,9 +115,7 @@ void agree(const std::string& failure, Communicator& comm) {
 // The bytes that a user may still write to the disk of `dir`, which need not exist yet.
 std::uint64_t free_bytes(fs::path dir) {
   dir = fs::absolute(dir);
-  while (!fs::exists(dir) && dir.has_parent_path() && dir != dir.parent_path()) {
-    dir = dir.parent_path();
-  }
+  while (!fs::exists(dir)) dir = dir.parent_path();
   return fs::space(dir).available;
 }
 

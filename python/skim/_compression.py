@@ -26,7 +26,7 @@ from skim import _core
 from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, take_out
 from skim._options import CompressionOptions
 from skim._report import Report
-from skim._elastic import ElasticSteps
+from skim._elastic_steps import ElasticSteps
 from skim._transport import connect
 from skim.elastic import ElasticGroup
 

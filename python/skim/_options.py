@@ -1,4 +1,4 @@
-"""The keywords that skim.attach, Aggregator and LocalSteps pass on, for type checkers only.
+"""The types of the keywords that skim.attach, Aggregator and LocalSteps pass on: for type checkers, and for messages.
 
 skim.Reducer has their meanings, ranges and defaults; a test compares the names.
 """

@@ -28,9 +28,9 @@ from skim import _core
 from skim._transport import GlooTransport
 
 if TYPE_CHECKING:
-    from skim._elastic import ElasticSteps
+    from skim._elastic_steps import ElasticSteps
 
-# Keys of the store. {} is the number of an epoch, of a ticket, or the name of a rank.
+# Keys of the store. {} is the number of an epoch or the name of a rank.
 RECENT = "recent"  # the number of an epoch, not much older than the newest
 RANKS = "ranks/{}"  # an epoch's ranks: a list of names in the order of rank
 PRESENT = "present/{}/{}"  # a rank is ready for this epoch
@@ -471,12 +471,12 @@ class ElasticGroup:
         for name in ranks:
             while not self._has(PRESENT.format(epoch, name)):
                 if watch.is_gone(name) or time.monotonic() >= ends:
-                    raise Unconnected(f"skim: {name} was lost before it had joined")
+                    raise EpochFailed(f"skim: {name} was lost before it had joined")
         store = dist.PrefixStore(f"epoch/{epoch}", self._store.tcp)
         try:
             self._transport = GlooTransport(store, self.rank, self.size, self.timeout)
         except RuntimeError as e:
-            raise Unconnected(str(e)) from None
+            raise EpochFailed(str(e)) from None
         self._comm = _core.communicator_over(self._transport)
         return self._comm
 
@@ -500,8 +500,8 @@ class ElasticGroup:
         _open.discard(self)
 
 
-class Unconnected(_core.CommError):
-    """A rank of a new epoch was lost before all were connected."""
+class EpochFailed(_core.CommError):
+    """A rank of a new epoch was lost before the epoch could train. The ranks that are left agree on another one."""
 
 
 @atexit.register

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skim import _core
-from skim.elastic import ElasticGroup, Unconnected
+from skim.elastic import ElasticGroup, EpochFailed
 
 if TYPE_CHECKING:
     from skim._compression import Compression
 
-# So many failures in a row, without any rank being lost, end the run: the ranks cannot reach one another.
+# So many failures without a step that is done, and with the same ranks, end the run: they cannot reach one another.
 MOST_FAILURES = 10
 
 
@@ -43,6 +43,7 @@ class ElasticSteps:
         self._met = False  # has met the others for the step to come
         self._reduced = False  # has reduced the open step, and does not know if all have
         self._done = False
+        self._failures = 0  # since the last step that was done, or the last change of ranks
         self._size = 1  # what residuals count for: the mean is over so many ranks
         self._taken: list[bytes] = []  # from ranks that have left
 
@@ -57,7 +58,7 @@ class ElasticSteps:
         try:
             try:
                 self._settle(self.group.join())
-            except (Unconnected, Unsettled) as e:
+            except EpochFailed as e:
                 self._go_on(e)
         except BaseException:
             self.group.close("failed")
@@ -73,7 +74,7 @@ class ElasticSteps:
 
     def run(self, buckets: Sequence[int], reduce: Callable[[int], None], clear: Callable[[int], None]) -> None:
         """Takes a step. clear: sets the gradients of a bucket to zero, because residuals have taken them."""
-        self._done, failures = False, 0
+        self._done = False
         while not self._done:
             self.meet()
             reduced: list[int] = []
@@ -86,11 +87,7 @@ class ElasticSteps:
                 self._finish()
                 self._met = False
             except _core.CommError as e:
-                before = self.group.members
                 self._go_on(e)
-                failures = failures + 1 if before == self.group.members else 0
-                if failures >= MOST_FAILURES:
-                    raise
                 if not self._done:
                     for bucket in reduced:
                         clear(bucket)
@@ -109,7 +106,7 @@ class ElasticSteps:
 
     def _finish(self) -> None:
         self.compression.finish_step()
-        self._reduced, self._done = False, True
+        self._reduced, self._done, self._failures = False, True, 0
 
     def _meet(self, *, leaves: bool) -> bool:
         """Returns whether this rank has left."""
@@ -131,26 +128,29 @@ class ElasticSteps:
         self._met = True
         return False
 
-    def _go_on(self, failure: _core.CommError | None = None) -> None:
+    def _go_on(self, failure: _core.CommError) -> None:
         """After a failure: goes on with the ranks that are left."""
-        failures = 0
         while True:
+            self._failures += 1
+            if self._failures > MOST_FAILURES:
+                raise failure
             before = self.group.members
             self.group.abort()
             try:
                 self._settle(self.group.regroup())
                 return
-            except (Unconnected, Unsettled) as e:
-                failures = failures + 1 if before == self.group.members else 0
-                if failures >= MOST_FAILURES:
-                    raise e if failure is None else failure from None
+            except EpochFailed as e:
+                failure = e
+            finally:
+                if self.group.members != before:
+                    self._failures = 0
 
     def _settle(self, comm: _core.Communicator) -> None:
         """Goes on with the ranks of a new epoch. Collective."""
         try:
             self._settle_with(comm)
         except _core.CommError as e:
-            raise Unsettled(str(e)) from None
+            raise EpochFailed(str(e)) from None
         self.group.tell()
         self._has_state = self._met = True
 
@@ -201,7 +201,3 @@ class ElasticSteps:
         self.group.unpack_state(found["state"])
         self.compression.reducer.take_over([bytes(found["reducer"].numpy())], 0.0)
         self.received = found["more"]
-
-
-class Unsettled(_core.CommError):
-    """A rank was lost while the ranks of a new epoch told one another where they are."""
