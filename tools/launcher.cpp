@@ -49,6 +49,8 @@ constexpr const char* kColumns = "SKIM_TERMINAL_COLUMNS";  // "out,err"
 constexpr std::chrono::seconds kToEnd{12};
 // Open files that mpirun needs for itself and for each rank: twice what Open MPI 4.1 did with.
 constexpr rlim_t kDescriptors = 64, kDescriptorsOfARank = 16;
+// Address space that a rank needs beside what the launcher has: a small model took 230 to 370 MB.
+constexpr rlim_t kMemoryOfARank = rlim_t{256} << 20;
 
 std::atomic<int> g_signals{0}, g_last_signal{0};
 void on_signal(int signal) {
@@ -178,6 +180,21 @@ void expect_descriptors(int ranks) {
                         ": raise the limit with ulimit -n " + std::to_string(needed));
 }
 
+// MPI says little if it gets no memory. Throws: InvalidArgument: a process may have too little.
+void expect_memory() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
+  std::ifstream sizes("/proc/self/statm");
+  rlim_t pages = 0;
+  sizes >> pages;
+  const rlim_t needed = pages * static_cast<rlim_t>(sysconf(_SC_PAGESIZE)) + kMemoryOfARank;
+  if (limit.rlim_cur >= needed) return;
+  const std::string kib = std::to_string(needed >> 10);
+  throw InvalidArgument("a rank needs at least " + kib + " KiB of address space, and a process may " +
+                        "have " + std::to_string(limit.rlim_cur >> 10) +
+                        ": raise the limit with ulimit -v " + kib + " or more");
+}
+
 std::string seconds_text(std::chrono::milliseconds t) {
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), "%g", 1e-3 * static_cast<double>(t.count()));
@@ -294,6 +311,7 @@ int terminal_columns(bool to_stderr) {
 Outcome launch(const LaunchOptions& options) {
   const int ranks = options.ranks;
   expect_descriptors(ranks);
+  expect_memory();
   const RunDir dir;
   std::array<int, 2> out{}, err{}, report{};
   if (pipe(out.data()) != 0 || pipe(err.data()) != 0 || pipe2(report.data(), O_CLOEXEC) != 0) {

@@ -36,7 +36,8 @@ struct Outcome {
 // step. A second signal, or the end of `grace`, ends them at once. The code is 0 if all ranks ended
 // well, otherwise the ranks' own status, or status_of_signal(). The environment variable
 // SKIM_MPIRUN overrides the mpirun that the build found. Prints no failure.
-// Throws: InvalidArgument: too few open files are allowed; Error: there is no mpirun.
+// Throws: InvalidArgument: too few open files or too little memory is allowed; Error: there is no
+// mpirun.
 Outcome launch(const LaunchOptions& options);
 
 // The exit status of a run that a signal stopped: for SIGUSR1 EX_TEMPFAIL of sysexits.h (75), which

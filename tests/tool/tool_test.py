@@ -890,6 +890,26 @@ class Failures(Case):
         self.assert_refused(done, "--ranks 3", "open files", "allows 32", "ulimit -n")
         self.assert_ok(train(*case, preexec_fn=limit(4096)))  # it raises its own limit
 
+    def test_too_little_memory(self):
+        """Whatever the limit, there is one line and no abort."""
+        def limit(mb):
+            return lambda: resource.setrlimit(resource.RLIMIT_AS, (mb << 20, mb << 20))
+
+        refused_at_start = 0
+        for mb in range(300, 460, 10):
+            done = skim("version", preexec_fn=limit(mb))
+            with self.subTest(mb=mb):
+                # 127: the system's loader has found no room for a library, and says so
+                self.assertIn(done.returncode, (0, 2, 127))
+                self.assertEqual(len(done.stderr.splitlines()), 0 if done.returncode == 0 else 1, done.stderr)
+            if done.returncode == 2:
+                self.assertIn("limit on memory is too low to start", done.stderr)
+                self.assertIn("ulimit -v", done.stderr)
+                refused_at_start += 1
+        self.assertGreater(refused_at_start, 0)
+        done = train("--ranks", 2, "--model", "linear", "--steps", 3, preexec_fn=limit(500))
+        self.assert_refused(done, "a rank needs at least", "512000", "ulimit -v")
+
     def test_ranks_that_do_not_start(self):
         idle = self.dir / "mpirun"
         idle.write_text("#!/bin/sh\nexec sleep 1000\n")
