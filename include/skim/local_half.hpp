@@ -89,6 +89,8 @@ class LocalHalf {
   // Empty if none is kept. Valid until set_layout.
   virtual DenseView residual(Slot slot) = 0;
   virtual DenseView velocity(Slot /*slot*/) { return {}; }
+  // Whether residuals are kept. Override it where residual() is dear.
+  virtual bool keeps_residual(Slot slot) { return !residual(slot).empty(); }
 
   // The bucket's length. Throws: InvalidArgument: unknown slot.
   std::size_t size(Slot slot) const {

@@ -1,5 +1,5 @@
 // Error feedback: its residuals are arrays that share memory with the library.
-#include "skim/feedback.hpp"
+#include "python/bindings/feedback.hpp"
 
 #include <nanobind/stl/optional.h>
 
@@ -10,14 +10,6 @@ namespace skim::python {
 namespace {
 
 using namespace nb::literals;
-
-// Arrays over residuals keep this object alive. None may be left when the residuals move.
-struct Feedback {
-  explicit Feedback(const FeedbackOptions& options) : feedback(options) {}
-
-  ErrorFeedback feedback;
-  std::size_t views = 0;
-};
 
 void expect_no_views(const Feedback& self, const char* who) {
   if (self.views == 0) return;

@@ -1,10 +1,13 @@
 // The local half of a step as a Python object.
 #include "skim/local_half.hpp"
 
+#include <algorithm>
+#include <array>
 #include <exception>
 #include <utility>
 
 #include "python/bindings/arrays.hpp"
+#include "python/bindings/feedback.hpp"
 #include "python/bindings/own_local_half.hpp"
 
 namespace skim::python {
@@ -12,9 +15,11 @@ namespace {
 
 using namespace nb::literals;
 
-constexpr std::array kMethods{"set_layout",    "select", "accumulate",  "whole",     "commit",
-                              "commit_all",    "apply",  "apply_dense", "apply_nan", "end_step",
-                              "rollback_step", "save",   "load",        "residual"};
+constexpr std::array kMethods{"set_layout", "select",   "accumulate",    "whole",
+                              "commit",     "commit_all", "apply",         "apply_dense",
+                              "apply_nan",  "end_step", "rollback_step", "residual"};
+// Of the state: in the library's format, or in one of the object's own.
+constexpr std::array kOfFeedback{"feedback", "take"}, kOfBytes{"save", "load"};
 
 // The library's memory, read-only, for one call.
 template <class T>
@@ -64,11 +69,14 @@ SelectReport report(const char* who, const nb::object& answer) {
 
 OwnLocalHalf::OwnLocalHalf(nb::object object)
     : OwnPart(std::move(object)), layout_(FeedbackOptions{.enabled = false}) {
-  for (const char* method : kMethods) {
+  const auto expect = [this](const char* method) {
     SKIM_EXPECTS(nb::hasattr(object_, method),
                  "local: needs an object with the methods of skim.protocols.OwnLocalHalf; " +
                      repr(object_) + " has no " + method + "()");
-  }
+  };
+  std::ranges::for_each(kMethods, expect);
+  if (nb::hasattr(object_, kOfFeedback[0])) selector_ = make_selector({});
+  std::ranges::for_each(selector_ ? kOfFeedback : kOfBytes, expect);
   has_check_ = nb::hasattr(object_, "check");
 }
 
@@ -197,15 +205,38 @@ void OwnLocalHalf::rollback_step() {
   object_.attr("rollback_step")();
 }
 
+void OwnLocalHalf::save(std::ostream& out) const {
+  if (!selector_) return save_own(out);
+  const nb::gil_scoped_acquire gil;
+  const nb::object kept = object_.attr("feedback")();
+  nb::cast<const Feedback&>(kept).feedback.save(out);
+  selector_->save(out);
+}
 void OwnLocalHalf::load(std::span<std::istream* const> of_old_ranks, int rank, int size,
                         float share) {
   const nb::gil_scoped_acquire gil;
+  if (selector_) {
+    const nb::object kept = object_.attr("feedback")();
+    nb::cast<Feedback&>(kept).feedback.load(of_old_ranks, rank, size, share);
+    const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
+    if (same_group) selector_->load(*of_old_ranks[static_cast<std::size_t>(rank)]);
+    object_.attr("take")(kept);
+    return;
+  }
   nb::list states;
   for (std::istream* in : of_old_ranks) {
     const std::string state = read_state(*in);
     states.append(nb::bytes(state.data(), state.size()));
   }
   object_.attr("load")(states, rank, size, share);
+}
+
+bool OwnLocalHalf::keeps_residual(Slot slot) {
+  {
+    const nb::gil_scoped_acquire gil;
+    if (nb::hasattr(object_, "keeps_residuals")) return nb::cast<bool>(object_.attr("keeps_residuals"));
+  }
+  return !residual(slot).empty();
 }
 
 DenseView OwnLocalHalf::residual(Slot slot) {

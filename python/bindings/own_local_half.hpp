@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <iosfwd>
+#include <memory>
 #include <span>
 
 #include "python/bindings/arrays.hpp"
@@ -32,9 +33,10 @@ class OwnLocalHalf final : public LocalHalf, public OwnPart {
   void apply_nan(const GradView& grad) override;
   void end_step() noexcept override;
   void rollback_step() override;
-  void save(std::ostream& out) const override { save_own(out); }
+  void save(std::ostream& out) const override;
   void load(std::span<std::istream* const> of_old_ranks, int rank, int size, float share) override;
   DenseView residual(Slot slot) override;
+  bool keeps_residual(Slot slot) override;
 
   // Throws what the object raised in end_step(), which may not throw.
   void throw_failure();
@@ -42,6 +44,9 @@ class OwnLocalHalf final : public LocalHalf, public OwnPart {
  private:
   ErrorFeedback layout_;  // without residuals: it checks and keeps the layout
   bool has_check_ = false;
+  // Of an object with feedback() and take(), which saves and loads in the library's own format. It
+  // has no thresholds to save, so this selector never selects. Null: the format is the object's.
+  std::unique_ptr<Selector> selector_;
   std::exception_ptr failure_;
   FloatArray whole_;  // what whole() returned, until the sum is applied
   Floats residual_;   // what residual() returned last

@@ -155,6 +155,7 @@ if TYPE_CHECKING:
     from skim.ddp import state_template as state_template
     from skim.elastic import ElasticGroup as ElasticGroup
     from skim.local_steps import LocalSteps as LocalSteps
+    from skim.tensor_half import TensorLocalHalf as TensorLocalHalf
 
 # These names need torch, and are imported on first use. The rest of the package works without torch.
 _TORCH = {
@@ -167,6 +168,7 @@ _TORCH = {
     "Aggregator": "skim.aggregator",
     "LocalSteps": "skim.local_steps",
     "ElasticGroup": "skim.elastic",
+    "TensorLocalHalf": "skim.tensor_half",
     "connect": "skim._transport",
 }
 

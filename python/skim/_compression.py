@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -15,7 +16,7 @@ import threading
 import time
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -24,18 +25,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
 from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, take_out
-from skim._options import CompressionOptions
+from skim._options import CompressionOptions, FeedbackOptions
 from skim._report import Report
 from skim._elastic_steps import ElasticSteps
 from skim._transport import connect
 from skim.elastic import ElasticGroup
+from skim.tensor_half import FLOATS, TensorLocalHalf
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from skim.protocols import OwnLocalHalf
+
 # These defaults differ from those of skim.Reducer. At equal bytes, 4-bit values carry three times the entries,
 # and training ends closer to dense (docs/results/quality.md).
 DEFAULTS = {"value_code": "q4"}
+FEEDBACK = FeedbackOptions.__annotations__
 TYPES = {**typing.get_type_hints(CompressionOptions), "exchange": str}  # of options, by name
 # What an option of a type must be, in words and in types.
 KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
@@ -44,7 +49,6 @@ KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
     float: ("a number", (numbers.Real,)),
     str: ("a string", (str,)),
 }
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
 COMPARED_EVERY = 100  # steps between comparisons of how long the ranks waited
 LAST_WAIT_S = 10.0  # close() waits at most this long for a thread that still waits for another rank
@@ -61,7 +65,7 @@ class Options:
     of_updates: bool = False  # the optimizer has already turned gradients into updates
     total_steps: int = 0
     selector: Any = None
-    local: Any = None
+    local: Any = None  # "device", "host", a function that makes a local half, or None
     # If a gradient is NaN or infinite: "pass-on" or "raise".
     non_finite: str = "pass-on"
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keywords of skim.Reducer
@@ -76,15 +80,21 @@ class Options:
             raise _core.InvalidArgument(f"skim: total_steps: must be 0 (not known) or more, not {self.total_steps}")
         if self.non_finite not in ("pass-on", "raise"):
             raise _core.InvalidArgument(f"non_finite: no '{self.non_finite}'; there are: pass-on, raise")
+        if self.local not in (None, "device", "host") and not callable(self.local):
+            raise _core.InvalidArgument(
+                f"skim: local: must be 'device', 'host', None or a function that makes a local half, not {self.local!r}"
+            )
+        if self.local == "device" and (missing := self._not_on_a_device()):
+            raise _core.InvalidArgument(f"skim: local='device' has no {missing}; use local='host'")
         if self.optimizer is None:
             return
         object.__setattr__(self, "optimizer", inner_optimizer(self.optimizer))
-        for name in ("momentum_correction", "momentum_dampening", "nesterov_correction", "local"):
-            if self.others.get(name) or getattr(self, name, None):
-                raise _core.InvalidArgument(
-                    f"skim: optimizer and {name} exclude each other: momentum correction is then the optimizer's "
-                    "momentum"
-                )
+        excluded = [name for name in FEEDBACK if "momentum" in name or "nesterov" in name]
+        second = [name for name in excluded if self.others.get(name)] + ["local"] * callable(self.local)
+        if second:
+            raise _core.InvalidArgument(
+                f"skim: optimizer and {second[0]} exclude each other: momentum correction is then the optimizer's momentum"
+            )
 
     def momentum(self) -> Correction | None:
         """The momentum correction that replaces the optimizer's momentum; None without an optimizer."""
@@ -103,16 +113,36 @@ class Options:
         if self.others.get("server") == "dedicated":
             raise _core.InvalidArgument("skim: no dedicated server in an ElasticGroup: it might be lost; use 'sharded'")
 
-    def reducer(self, comm: _core.Communicator) -> _core.Reducer:
+    def _not_on_a_device(self) -> str:
+        """An option that TensorLocalHalf does not have; "": there is none."""
+        if self.selector is not None:
+            return "selector of your own"
+        rule = self.others.get("select", "exact")
+        return f"select={rule!r}" if rule != "exact" else "per_parameter" * bool(self.others.get("per_parameter"))
+
+    def local_half(self, device: torch.device) -> OwnLocalHalf | None:
+        """Makes the local half for gradients on this device. None: the built-in one, in host memory."""
+        if callable(self.local):
+            made: OwnLocalHalf = self.local()
+            return made
+        if self.local == "host" or (self.local is None and (device.type == "cpu" or self._not_on_a_device())):
+            return None
+        return TensorLocalHalf(**cast(FeedbackOptions, {k: v for k, v in self._keywords().items() if k in FEEDBACK}))
+
+    def _keywords(self) -> dict[str, Any]:
         momentum = self.momentum()
+        return {**DEFAULTS, **self.others, **({} if momentum is None else dataclasses.asdict(momentum))}
+
+    def reducer(self, comm: _core.Communicator, local: OwnLocalHalf | None) -> _core.Reducer:
+        """local: what local_half() made."""
+        has_feedback = isinstance(local, TensorLocalHalf) and not callable(self.local)
         reducer = _core.Reducer(
             comm,
             density=self.density,
             selector=self.selector,
-            local=None if self.local is None else self.local(),
+            local=local,
             non_finite="pass-on",  # self.non_finite is heeded when the step ends
-            **{**DEFAULTS, **self.others},
-            **({} if momentum is None else dataclasses.asdict(momentum)),
+            **{k: v for k, v in self._keywords().items() if not (has_feedback and k in FEEDBACK)},
         )
         if self.total_steps:
             reducer.set_total_steps(self.total_steps)
@@ -189,10 +219,8 @@ class Compression:
                 raise _core.InvalidArgument(
                     f"skim: parameter '{name}' is {p.dtype}; gradients must be float32, float16 or bfloat16"
                 )
-            if p.device.type not in ("cpu", "cuda"):
-                raise _core.InvalidArgument(
-                    f"skim: parameter '{name}' is on '{p.device}'; gradients must be on cpu or cuda"
-                )
+            if p.device.type == "meta":
+                raise _core.InvalidArgument(f"skim: parameter '{name}' is on 'meta', without memory")
         self.names = list(parameters)
         self.lengths = [p.numel() for p in parameters.values()]
         is_elastic = isinstance(process_group, ElasticGroup)
@@ -200,9 +228,13 @@ class Compression:
             options.expect_elastic()
         # An elastic group begins with this rank alone, which checks the options before it joins.
         self.comm = _core.in_process_group(1)[0] if is_elastic else connect(process_group, timeout=timeout)
-        self.reducer = options.reducer(self.comm)
+        self._device = next(iter(parameters.values())).device
+        self.local = options.local_half(self._device)
+        self.reducer = options.reducer(self.comm, self.local)
         self.momentum = options.momentum()
         given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "others"}
+        if isinstance(self.local, TensorLocalHalf):
+            given = {**self.local.options, **given}
         given = {**self.reducer.options, **given}
         self._equal = [f"{name}={_text(value)}" for name, value in given.items()] + list(also_equal)
         self.expect_equal()
@@ -219,6 +251,8 @@ class Compression:
         self._step_open = False
         self._finite = True
         self._give_back: list[tuple[int, int, torch.Tensor, float]] = []
+        self._moved_before = 0
+        self._stream: torch.Stream | None = None  # for the work of `local`
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._set_layout(None)
@@ -238,7 +272,8 @@ class Compression:
     def rebuild(self, comm: _core.Communicator) -> None:
         """Begins anew, without residuals, on other ranks. Between steps only."""
         self.comm = comm
-        self.reducer = self.options.reducer(comm)
+        self.local, self._moved_before = self.options.local_half(self._device), 0
+        self.reducer = self.options.reducer(comm, self.local)
         self._set_layout(self.buckets)
         self.statistics.rank, self.statistics.size = comm.rank, comm.size
 
@@ -306,7 +341,7 @@ class Compression:
 
     def reduce_part(self, slot: int, flat: torch.Tensor, scale: float) -> None:
         """Replaces flat [n], on any device, by the mean over the ranks. scale: the loss scale in flat. Collective."""
-        is_taken_as_it_is = flat.device.type == "cpu" or self.options.local is not None
+        is_taken_as_it_is = flat.device.type == "cpu" or self.local is not None
         given = flat if is_taken_as_it_is else flat.to("cpu")
         listener = _Phases() if _is_profiling() else None
         try:
@@ -318,6 +353,9 @@ class Compression:
         self._finite = self._finite and report.finite
         first = 0 if self.buckets is None else len(self.names)
         self.statistics.add(slot - first, report, self.reducer.decision(slot))
+        if isinstance(self.local, TensorLocalHalf):
+            self.statistics.moved_bytes += self.local.moved_bytes - self._moved_before
+            self._moved_before = self.local.moved_bytes
 
     def reduce_buckets(self, indices: Sequence[int], tensor_of: Mapping[int, torch.Tensor], scale: float) -> None:
         """Replaces tensors by their means, as a step. Collective. tensor_of: by the index of the parameter."""
@@ -371,25 +409,53 @@ class Compression:
             logging.getLogger("skim").warning(slow)
         self._compared_at, self._exposed_before = now, exposed
 
-    def residuals(self, buckets: Iterable[int] | None = None) -> dict[str, torch.Tensor]:
-        """A copy of this rank's residual of each parameter: a flat float32 tensor on the CPU, by name.
+    @contextlib.contextmanager
+    def after(self, ready: torch.Event | None, device: torch.device) -> Iterator[None]:
+        """In the block, this thread's work on the device comes after the event, and beside other work there."""
+        if ready is None:
+            yield
+        elif self.local is None:
+            ready.synchronize()
+            yield
+        else:
+            of_device = getattr(torch, device.type)
+            if self._stream is None or self._stream.device != device:
+                self._stream = of_device.Stream(device)
+            with of_device.stream(self._stream):
+                ready.wait()
+                yield
 
-        buckets: the indices of the buckets whose parameters to return. None: all.
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """A copy of this rank's residual of each parameter: a flat float32 tensor on the CPU, by name.
 
         Ends the open step, if there is one. Summed over the P ranks, the residuals are all gradients so
         far minus P times the means that were delivered.
         """
+        found = {name: residual.cpu() for name, residual in self.residuals_of_buckets().items()}
+        return {name: found[name] for name in self.names}
+
+    def residuals_of_buckets(self, indices: Iterable[int] | None = None) -> dict[str, torch.Tensor]:
+        """As residuals(), in the order of the buckets, and on the device where the residuals are. indices: of buckets."""
         self.finish_step()
         with self.lock:
             found = {}
             groups = self.buckets if self.buckets is not None else [(i,) for i in range(len(self.names))]
-            for index in range(len(groups)) if buckets is None else buckets:
+            for index in range(len(groups)) if indices is None else indices:
                 members = groups[index]
-                parts = self.slots_of(members, index) if self.buckets is not None else [(members[0], 0, 0)]
-                kept = torch.from_numpy(self.reducer.residual(parts[0][0]))
+                slot = self.slots_of(members, index)[0][0] if self.buckets is not None else members[0]
+                if isinstance(self.local, TensorLocalHalf) and not self._holds_mass:
+                    kept = self.local.residual_tensor(slot).clone()
+                else:
+                    kept = torch.from_numpy(self.reducer.residual(slot))
                 for i, part in zip(members, torch.split(kept, [self.lengths[i] for i in members])):
                     found[self.names[i]] = part
-            return {name: found[name] for name in self.names if name in found}
+            return found
+
+    @property
+    def _holds_mass(self) -> bool:
+        """Whether this rank may hold mass as a server. Reducer.residual() counts it."""
+        row = _core.exchanges.get(str(self.options.others.get("exchange")))
+        return row is not None and row.holds_mass
 
     def give_back(self, slot: int, offset: int, mean: torch.Tensor, scale: float) -> None:
         """Adds mean / scale to this rank's residual when the step ends, because nobody applies this mean.
@@ -430,7 +496,7 @@ class Compression:
     def residual_norm(self) -> float:
         """The norm of this rank's residual after the last step, with what it holds as a server."""
         norms = self._residual_norms
-        if self.options.others.get("exchange") == "param-server":
+        if self._holds_mass:
             norms = {slot: float(np.linalg.norm(self.reducer.residual(slot))) for slot in norms}
         return math.sqrt(sum(norm * norm for norm in norms.values()))
 

@@ -6,7 +6,7 @@ skim.Reducer has their meanings, ranges and defaults; a test compares the names.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -15,7 +15,17 @@ from skim.elastic import ElasticGroup
 from skim.protocols import OwnLocalHalf, OwnSelector
 
 
-class ReducerOptions(TypedDict, total=False):
+class FeedbackOptions(TypedDict, total=False):
+    feedback: bool
+    momentum_correction: float
+    momentum_dampening: float
+    nesterov_correction: bool
+    factor_masking: bool
+    local_clip: float
+    residual_decay: float
+
+
+class ReducerOptions(FeedbackOptions, total=False):
     select: str
     select_threshold: float
     select_block: int
@@ -37,13 +47,6 @@ class ReducerOptions(TypedDict, total=False):
     trial_share: float
     link: _core.Link | None
     local_speeds: _core.LocalSpeeds
-    feedback: bool
-    momentum_correction: float
-    momentum_dampening: float
-    nesterov_correction: bool
-    factor_masking: bool
-    local_clip: float
-    residual_decay: float
     dense_sum: str
     dense_below: int
 
@@ -52,7 +55,7 @@ class CompressionOptions(ReducerOptions, total=False):
     total_steps: int
     non_finite: str
     selector: OwnSelector | None
-    local: Callable[[], OwnLocalHalf] | None
+    local: Callable[[], OwnLocalHalf] | Literal["device", "host"] | None
     timeout: float
     writer: Any
 

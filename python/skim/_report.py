@@ -81,6 +81,7 @@ class Report:
     skipped: int = 0  # steps that were taken back
     # The first steps, in which every parameter was a bucket because DDP's buckets were not settled yet.
     forming: BucketReport = dataclasses.field(default_factory=BucketReport)
+    moved_bytes: int = 0  # between device and host, if the residuals are on a device
     exposed_s: float = 0.0  # total time from the last gradient of a step to the end of its exchange
     buckets: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
     # By rank: the seconds that the median of the others waited for it, at least, out of compared_s. Of DDP and
@@ -147,6 +148,7 @@ class Report:
         weights = sum(b.n * b.steps for b in parts) or 1
         return {
             "sent_bytes": float(self.sent_bytes),
+            "moved_bytes": float(self.moved_bytes),
             "compression": self.compression,
             "exposed_ms": 1e3 * self.exposed_s / each,
             "select_ms": 1e3 * sum(b.select_s for b in parts) / each,
@@ -164,6 +166,8 @@ class Report:
             + f": sent {self.sent_bytes / 1e6:.3f} MB, {self.compression:.1f} times less than dense; "
             f"{1e3 * self.exposed_s / self.steps:.2f} ms a step not hidden by backward"
         )
+        if self.moved_bytes:
+            head += f"\n{self.moved_bytes / self.steps / 1e3:.2f} kB a step between device and host"
         waited = sum(self.waited_s)
         if waited > 0.05 * self.compared_s:
             of = ", ".join(f"rank {r} {s:.1f} s" for r, s in enumerate(self.waited_s) if s >= 0.1 * waited)

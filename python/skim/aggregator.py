@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class Aggregator(Compression):
         total_steps: int = 0,
         non_finite: str = "pass-on",
         selector: OwnSelector | None = None,
-        local: Callable[[], OwnLocalHalf] | None = None,
+        local: Callable[[], OwnLocalHalf] | Literal["device", "host"] | None = None,
         fragments: int = 1,
         bucket_mb: float = 25.0,
         process_group: dist.ProcessGroup | ElasticGroup | None = None,
@@ -125,8 +125,8 @@ class Aggregator(Compression):
             return self.was_finite
 
     def residuals_of(self, fragment: int) -> list[torch.Tensor]:
-        """As residuals(), for the tensors of a fragment, in their order."""
-        return list(self.residuals(self._buckets_of[fragment]).values())
+        """As residuals(), for the tensors of a fragment, in their order, on the device where the residuals are."""
+        return list(self.residuals_of_buckets(self._buckets_of[fragment]).values())
 
     def densities(self, fragment: int = 0) -> list[float]:
         """k / n of the bucket of each tensor of a fragment, in its last reduce(); 1: it went dense. Equal on all ranks."""

@@ -59,7 +59,7 @@ def attach(
     total_steps: int = 0,
     non_finite: str = "pass-on",
     selector: OwnSelector | None = None,
-    local: Callable[[], OwnLocalHalf] | None = None,
+    local: Callable[[], OwnLocalHalf] | Literal["device", "host"] | None = None,
     process_group: ElasticGroup | None = None,
     timeout: float = 1800.0,
     writer: Any = None,
@@ -80,7 +80,7 @@ def attach(
         moment). The optimizer's own momentum becomes 0, so that no momentum counts twice. For SGD,
         residuals also hold updates (updates_of), and weight_decay is multiplied by
         (1 - dampening) / (1 - momentum), because momentum no longer sums it up. Not together with
-        momentum_correction, momentum_dampening, nesterov_correction and local.
+        momentum_correction, momentum_dampening, nesterov_correction and a local half of your own.
     scaler: the GradScaler, if you use one. Residuals are then kept unscaled.
     updates_of: the optimizer (SGD). Residuals then hold updates: gradients times the learning rate of
         the optimizer's first group. A learning rate that falls then does not shrink entries that wait.
@@ -91,9 +91,12 @@ def attach(
         "pass-on": the mean then holds a NaN, for a GradScaler or your loop to see. "raise": backward
         raises on all ranks.
     selector: an object of your own that selects the entries (skim.protocols).
-    local: a function without arguments that makes a local half of your own (skim.protocols). It is
-        called once for this model. The local half gets the gradients as tensors on their device. It
-        selects and keeps residuals itself, so leave out the options for that.
+    local: where residuals are kept and entries are selected. "device": where the gradients are
+        (skim.TensorLocalHalf; it selects as select="exact" does). "host": in host memory, to which each
+        gradient is copied whole. None: "device" on a GPU if it has the options, otherwise "host".
+        Or a function without arguments that makes a local half of your own (skim.protocols). It is
+        called once for this model. It gets the gradients as tensors on their device, and selects and
+        keeps residuals itself, so leave out the options for that.
     options: any option of skim.Reducer, which help(skim.Reducer) lists. Among them:
         select: the rule that selects the entries: one of skim.select_rules.
         value_code: of values on the wire: one of skim.value_codes. The default here is "q4": 4-bit values
@@ -256,6 +259,7 @@ class DdpCompression(Compression):
         self._index_of = {p: i for i, p in enumerate(named.values())}
         self._scaler = scaler
         self._updates_of = updates_of
+        self._scale_now = 1.0  # of this step
         self._rate = LEAST_RATE  # learning rate of the last step in which it was above 0
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
@@ -306,8 +310,10 @@ class DdpCompression(Compression):
             return
         with self.lock:
             self.begin_bucket(index, members, opens_step=index == 0)
+            if index == 0:  # once a step, because a scaler on a GPU waits for it
+                self._scale_now = self._scale()
             self._seen.append(members)
-            scale = self._scale()
+            scale = self._scale_now
             unused = self._unused_by_all(members, flat) if self._finds_unused else []
             for slot, offset, length in self.slots_of(members, index):
                 self.reduce_part(slot, flat[offset : offset + length], scale)
@@ -352,24 +358,23 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     devices = None if flat.device.type == "cpu" else [flat.device]
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     failure: list[BaseException] = []
-    ready = None if devices is None else torch.cuda.current_stream(flat.device).record_event()
+    ready = None if devices is None else getattr(torch, flat.device.type).current_stream(flat.device).record_event()
     start = time.perf_counter_ns()
 
     def job() -> None:
-        try:
-            if ready is not None:
-                ready.synchronize()
-            compression._reduce_bucket(index, last, members, flat)
-            if last:
-                compression.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
-        except BaseException as e:  # noqa: BLE001 - backward raises it
-            compression.fail(e)
-            failure.append(e)
-        compression.held_back.append(lambda: done.set_result(flat))
-        if last or compression.elastic is None:
-            held_back, compression.held_back = compression.held_back, []
-            for tell in held_back:
-                tell()
+        with compression.after(ready, flat.device):
+            try:
+                compression._reduce_bucket(index, last, members, flat)
+                if last:
+                    compression.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
+            except BaseException as e:  # noqa: BLE001 - backward raises it
+                compression.fail(e)
+                failure.append(e)
+            compression.held_back.append(lambda: done.set_result(flat))
+            if last or compression.elastic is None:
+                held_back, compression.held_back = compression.held_back, []
+                for tell in held_back:
+                    tell()
 
     def finish(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         if failure:

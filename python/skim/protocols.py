@@ -6,7 +6,6 @@ equal densities; their selections may differ. If a selector or schedule also has
 its state is saved and loaded with the reducer's.
 """
 
-from collections.abc import Sequence
 from typing import Any, Protocol, Union
 
 from numpy import float32, uint32
@@ -130,21 +129,24 @@ class OwnLocalHalf(Protocol):
         """Undoes the commits of this step. The residual keeps this step's gradients."""
         ...
 
-    def save(self) -> bytes:
-        """Returns all state that carries over between steps."""
-        ...
-
-    def load(self, of_old_ranks: Sequence[bytes], rank: int, size: int, share: float, /) -> None:
-        """Restores a saved state.
-
-        of_old_ranks: what save() returned on every rank of the saved run, in rank order. If their number is
-            `size`, take back this rank's own state. Otherwise set each residual to `share` times the sum over
-            the old ranks.
-        rank, size: this rank and the number of ranks now. size 0: the states are of single ranks.
-        share: usually 1/P of the P old ranks that had gradients, so that the model receives what they still
-            owed it.
-        """
-        ...
+    # Optional: keeps_residuals: bool. Without it, residual() is called to find out.
+    #
+    # The state that carries over between steps is saved and loaded by one of two pairs of methods. Of a state in a
+    # format of your own:
+    #
+    #   save(self) -> bytes                 Returns the state.
+    #   load(self, of_old_ranks: Sequence[bytes], rank: int, size: int, share: float, /) -> None
+    #       of_old_ranks: what save() returned on every rank of the saved run, in rank order. If their number is
+    #           `size`, take back this rank's own state. Otherwise set each residual to `share` times the sum over
+    #           the old ranks.
+    #       rank, size: this rank and the number of ranks now. size 0: the states are of single ranks.
+    #       share: usually 1/P of the P old ranks that had gradients, so that the model receives what they still
+    #           owed it.
+    #
+    # Of a state in the library's format, which the built-in local half can load, too:
+    #
+    #   feedback(self) -> skim.ErrorFeedback            Returns a copy of all residuals and velocities.
+    #   take(self, feedback: skim.ErrorFeedback, /)     Replaces all residuals and velocities by copies of those.
 
     def residual(self, slot: int, /) -> NDArray[float32]:
         """Returns a copy of the slot's residual [n] in host memory, for Reducer.residual(); [0] if none is kept."""

@@ -21,8 +21,13 @@ import skim
 import torch
 import torch.distributed as dist
 from numpy_local_half import NumpyLocalHalf
+from skim._compression import Options
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+if os.environ.get("AS_ON_A_DEVICE"):
+    of_device = Options.local_half
+    Options.local_half = lambda self, device: of_device(self, torch.device("cuda"))  # it only looks at the type
 
 RANK, SIZE = 0, 1
 EXACT = {"exchange": "allgather", "value_code": "f32"}  # no rounding, so that laws are equalities
@@ -104,6 +109,32 @@ def train(model, steps, group=None, size=None, **law):
         got += means(model)
     check_law(model, given, got, group, size)
     return given, got
+
+
+# ---- where residuals are
+
+
+def case_local():
+    as_on_a_device = bool(os.environ.get("AS_ON_A_DEVICE"))
+    kinds = {}
+    for local in (None, "host", "device"):
+        model = attached(attach={"local": local})
+        given, _ = train(model, range(4))
+        kinds[local] = isinstance(skim.compression_of(model).local, skim.TensorLocalHalf)
+        report = skim.report(model)
+        kept = sum(b.k for b in report.buckets.values() if b.dense_steps == 0)
+        dense = sum(b.n for b in report.buckets.values() if b.dense_steps)
+        # Of each entry that is sent 8 bytes, and 8 of each entry of the mean, of which there are P as many.
+        most = 4 * (8 * kept * (1 + SIZE) + 8 * dense + 64 * len(LENGTHS))
+        assert (report.moved_bytes > 0) == kinds[local] and report.moved_bytes <= 2 * most, (report, most)
+        assert ("between device and host" in str(report)) == kinds[local], str(report)
+    assert kinds == {None: as_on_a_device, "host": False, "device": True}, kinds
+    # What a device does not have: by default the residuals are then in host memory.
+    for options in ({"select": "gaussian"}, {"per_parameter": True}, {"selector": skim.Selector("exact")}):
+        model = attached(attach=options)
+        assert skim.compression_of(model).local is None
+        expect(skim.InvalidArgument, "; use local='host'", attached, attach={**options, "local": "device"})
+    expect(skim.InvalidArgument, "local: must be 'device', 'host', None or a function", attached, attach={"local": "gpu"})
 
 
 # ---- the law, however DDP is set up

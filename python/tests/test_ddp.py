@@ -19,10 +19,13 @@ CASES = re.findall(r"^def case_(\w+)", (HERE / "ddp_cases.py").read_text(), re.M
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
 class Cases(unittest.TestCase):
+    environment: dict[str, str] = {}
+
     def run_on(self, ranks):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         done = subprocess.run(
-            [*command, str(HERE / "ddp_cases.py")], capture_output=True, text=True, timeout=600, check=False
+            [*command, str(HERE / "ddp_cases.py")], capture_output=True, text=True, timeout=600, check=False,
+            env={**os.environ, **self.environment},
         )
         verdicts = dict(re.findall(r"^(\w+): (\w+)$", done.stdout, re.MULTILINE))
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -39,6 +42,12 @@ class Cases(unittest.TestCase):
 
     def test_4_ranks(self):
         self.run_on(4)
+
+
+class CasesOnADevice(Cases):
+    """The same, as if the tensors were not in host memory: skim.TensorLocalHalf keeps the residuals."""
+
+    environment = {"AS_ON_A_DEVICE": "1"}
 
 
 # The job of a compression that is gone begins when Python ends, and takes a while.

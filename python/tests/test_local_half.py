@@ -52,6 +52,13 @@ def train(comm, rank, local, *, dtype=np.float32, normal=False, scale=1.0, steps
 
 
 class AgainstTheBuiltIn(unittest.TestCase):
+    make = NumpyLocalHalf
+    feedback = {}  # options of the local half
+
+    def make_both(self):
+        """Functions that make it, and nothing, for Reducer(local=)."""
+        return self.make, lambda: None
+
     def assert_same(self, first, second):
         self.assertEqual(len(first), len(second))
         for a, b in zip(first, second):
@@ -65,7 +72,7 @@ class AgainstTheBuiltIn(unittest.TestCase):
             with self.subTest(ranks=size, **{k: str(v) for k, v in options.items()}):
                 seen = [
                     on_ranks(skim.in_process_group(size), lambda rank, comm: train(comm, rank, make(), **options)[0])
-                    for make in (NumpyLocalHalf, lambda: None)
+                    for make in self.make_both()
                 ]
                 for own, built_in in zip(*seen):
                     self.assert_same(own, built_in)
@@ -78,7 +85,7 @@ class AgainstTheBuiltIn(unittest.TestCase):
                         skim.in_process_group(size),
                         lambda rank, comm: test_own_parts.reduce(comm, rank, density=0.01, local=make(), **options)[0],
                     )
-                    for make in (NumpyLocalHalf, lambda: None)
+                    for make in self.make_both()
                 ]
                 for own, built_in in zip(*results):
                     for a, b in zip(own, built_in):
@@ -148,7 +155,7 @@ class AgainstTheBuiltIn(unittest.TestCase):
 
             with self.subTest(ranks=new_size):
                 results = []
-                for make in (NumpyLocalHalf, lambda: None):
+                for make in self.make_both():
                     states = on_ranks(skim.in_process_group(2), lambda r, c: saved(r, c, make))
                     group = skim.in_process_group(new_size)
                     results.append(on_ranks(group, lambda r, c: goes_on(r, c, make, states)))
@@ -157,7 +164,7 @@ class AgainstTheBuiltIn(unittest.TestCase):
 
     def test_a_new_layout(self):
         seen = []
-        for local in (NumpyLocalHalf(), None):
+        for local in (self.make(), None):
             reducer = train(skim.in_process_group(1)[0], 0, local)[1]
             reducer.set_layout([(5, [("c", 700), ("new", 9), ("a", 3000)])])
             reducer.add_residual(5, 698, np.array([1, 2, 3], np.float32), 2.0)

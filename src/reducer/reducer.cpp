@@ -181,7 +181,7 @@ struct Reducer::Impl {
   // After a failure. The gradient may be half overwritten; what the residual took must not come
   // again.
   void leave_untaken(StepId id, const GradView& grad) {
-    if (!was_taken || local->residual(id.slot).empty()) return;
+    if (!was_taken || !local->keeps_residual(id.slot)) return;
     local->apply(id, SparseView{{}, {}, grad.n}, 0.0F, grad);
   }
 

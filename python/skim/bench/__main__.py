@@ -67,6 +67,7 @@ def main() -> int:
     add("--hooks", type=_hooks, default=DEFAULT, metavar="LIST",
         help="comma-separated: none (no communication), barrier (ranks wait for one another but exchange nothing), "
         "allreduce, fp16, bf16, powersgd, skim (with --exchange), skim-EXCHANGE; "
+        "skim@device: with local='device', as if the tensors of this CPU were on a device; "
         f"default: {','.join(DEFAULT)}")  # fmt: skip
     add("--ranks", type=_whole(1, 250), default=2, metavar="P", help="number of ranks (2)")
     add("--rate", type=_rate, metavar="RATE",
@@ -124,10 +125,12 @@ def _refuse(text: str) -> Any:
 def _hooks(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in HOOKS and name.removeprefix("skim-") not in EXCHANGES:
+        base = name.removesuffix("@device")
+        if name not in HOOKS and base != "skim" and base.removeprefix("skim-") not in EXCHANGES:
             raise argparse.ArgumentTypeError(
                 f"no hook '{name}'; there are: {', '.join(HOOKS)}, "
                 + ", ".join(f"skim-{kind}" for kind in EXCHANGES)
+                + ", and those of skim with @device"
             )
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"'{text}' names a hook twice")

@@ -199,11 +199,13 @@ class Hook:
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name = name
-        kind, _, exchange = name.partition("-")
+        base, _, where = name.partition("@")
+        kind, _, exchange = base.partition("-")
         self.is_skim = kind == "skim"
         self.task = Task(
             hook=kind,
             exchange=exchange or arguments.exchange,
+            local="device" if where else "host",
             density=arguments.density,
             rank=0,
             ranks=arguments.ranks,

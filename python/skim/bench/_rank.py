@@ -22,7 +22,7 @@ import struct
 import sys
 import time
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ SETTLE = 2  # untimed steps at the start of a turn, because other processes had 
 class Task:
     hook: str  # none, barrier, allreduce, fp16, bf16, powersgd, skim
     exchange: str
+    local: Literal["host", "device"]  # of skim
     density: float
     rank: int
     ranks: int
@@ -107,8 +108,9 @@ class _Trainer:
         self.compression: Any = None
         if task.hook == "skim":
             self.compression = skim.attach(
-                self.ddp, density=task.density, exchange=task.exchange, value_code="f32", timeout=task.timeout
-            )
+                self.ddp, density=task.density, exchange=task.exchange, value_code="f32", local=task.local,
+                timeout=task.timeout,
+            )  # fmt: skip
         elif task.hook == "powersgd":
             # Start right after the step that rebuilds the buckets. The default is after 1000 dense steps.
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)

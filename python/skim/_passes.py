@@ -1,0 +1,124 @@
+"""The one pass over a bucket that adds its gradient to its residual, on any device: in PyTorch, and in Triton.
+
+Both do the same float32 additions. They sum norms in another order, so norms may differ in their last bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Protocol
+
+import torch
+
+from skim import _core
+
+LARGEST = torch.finfo(torch.float32).max
+NO_INDEX = 0xFFFFFFFF  # all indices are smaller
+KERNELS = (None, "triton", "pytorch")
+CHUNK = 1 << 22  # entries of a bucket that PyTorch works on at once: they bound its temporary memory
+
+
+class Pass(Protocol):
+    def __call__(
+        self,
+        gradient: torch.Tensor,
+        residual: torch.Tensor,
+        factor: float,
+        decay: float,
+        above: float,
+        keys: torch.Tensor,
+        counts: torch.Tensor,
+        norms2: torch.Tensor,
+    ) -> None:
+        """Does residual = decay * residual + gradient * factor, and collects the entries larger than `above`.
+
+        gradient: [n], float32, float16 or bfloat16. An entry that is not finite adds 0 and is counted.
+        residual: [n], float32. A sum that overflows becomes the largest float.
+        keys: int64, zeros. Gets the keys (see key_of) of such entries, in any order, as many as there is room for.
+            Its last element is scratch.
+        counts: int32, zeros. Gets the number of such entries, and of entries of gradient that are not finite.
+        norms2: float64 [2]. Gets |residual|^2 and |gradient * factor|^2, of what is finite.
+        """
+        ...
+
+
+def key_of(magnitude: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Keys in the order of selection: the larger magnitude, then the lower index. 0 is less than the key of any entry."""
+    return (magnitude.view(torch.int32).to(torch.int64) << 32) | (NO_INDEX - index)
+
+
+def index_of(key: torch.Tensor) -> torch.Tensor:
+    return NO_INDEX - (key & NO_INDEX)
+
+
+def in_pytorch(
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    factor: float,
+    decay: float,
+    above: float,
+    keys: torch.Tensor,
+    counts: torch.Tensor,
+    norms2: torch.Tensor,
+) -> None:
+    """Takes memory for n more floats."""
+    norms2.zero_()
+    magnitude = torch.empty_like(residual)
+    for first in range(0, residual.numel(), CHUNK):
+        r, m = residual[first : first + CHUNK], magnitude[first : first + CHUNK]
+        x, bad = finite_part(gradient[first : first + CHUNK], factor)
+        counts[1:2].add_(bad)
+        if decay != 1.0:
+            r.mul_(decay)
+        r.add_(x).clamp_(-LARGEST, LARGEST)
+        norms2[0].add_(r.to(torch.float64).square_().sum())
+        norms2[1].add_(x.to(torch.float64).square_().sum())
+        torch.abs(r, out=m)
+        counts[:1].add_(torch.count_nonzero(m > above))
+    largest, index = magnitude.topk(min(keys.numel() - 1, residual.numel()), sorted=False)
+    keys[: index.numel()] = torch.where(largest > above, key_of(largest, index), 0)
+
+
+def finite_part(gradient: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """gradient * factor in float32, with 0 where gradient is not finite, and the number of those entries."""
+    x = gradient.to(torch.float32)
+    finite = torch.isfinite(x)
+    return torch.where(finite, x, 0.0).mul_(factor).clamp_(-LARGEST, LARGEST), (~finite).sum()
+
+
+def collect_k_largest(residual: torch.Tensor, k: int, least: float, keys: torch.Tensor) -> None:
+    """Collects the k largest entries of at least the magnitude `least`, whatever they are.
+
+    Takes memory for 3 n more floats. keys: int64, zeros, at least 2 k.
+    """
+    magnitude = residual.abs()
+    larger, index = magnitude.topk(k)
+    kth = larger[-1]
+    passes = (larger > kth) & (larger >= least)
+    keys[:k] = torch.where(passes, key_of(larger, index), 0)
+    # Of the entries that equal the k-th, topk takes any. Here the first k of them follow.
+    equal = (magnitude == kth) & (magnitude >= least) & (magnitude > 0.0)
+    place = equal.cumsum(0, dtype=torch.int32)
+    first_k = torch.searchsorted(place, torch.arange(1, k + 1, device=place.device, dtype=torch.int32))
+    there = first_k < residual.numel()
+    keys[k : 2 * k] = torch.where(there, key_of(kth.expand(k), first_k), 0)
+
+
+@functools.cache
+def pass_for(device_type: str, name: str | None) -> Pass:
+    """The pass of KERNELS for a type of device. None: Triton where it is, otherwise PyTorch.
+
+    Raises InvalidArgument where Triton cannot run.
+    """
+    runs = device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    has = importlib.util.find_spec("triton") is not None
+    if name == "triton" and not (runs and has):
+        why = "it needs a GPU" if has else "it is not installed"
+        raise _core.InvalidArgument(f"skim: kernels: no triton here ({why}); use pytorch")
+    if name == "pytorch" or not (runs and has):
+        return in_pytorch
+    from skim._triton_pass import in_triton
+
+    return in_triton

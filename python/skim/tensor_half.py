@@ -1,0 +1,466 @@
+"""The local half of a step in PyTorch: gradients and residuals stay on the device where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from skim import _core
+from skim._passes import KERNELS, LARGEST, NO_INDEX, collect_k_largest, finite_part, index_of, pass_for
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from typing_extensions import Unpack
+
+    from skim._options import FeedbackOptions
+    from skim.protocols import Entries
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+HEAD = 6  # 32-bit words before the selected entries: two counts, and two norms in float64
+
+
+class TensorLocalHalf:
+    """A local half (skim.protocols.OwnLocalHalf) for tensors on any device. It selects as select="exact" does.
+
+    Only selected entries and a few numbers leave the device, and only entries of the mean come to it: see moved_bytes.
+    A bucket waits for the device once. If the largest entries changed much since the last step, it waits twice.
+    A dense sum moves the whole bucket.
+
+    Residuals and means are those of the built-in local half, bit for bit. Norms may differ in their last bits, and so
+    may what local_clip makes of them. A saved state can be loaded by the built-in local half, and the other way round.
+
+    Takes 4 bytes of the device's memory per parameter, 8 with momentum_correction, and O(k) beside.
+    All work is queued on the current stream of the gradient's device.
+    """
+
+    def __init__(self, *, kernels: str | None = None, **options: Unpack[FeedbackOptions]) -> None:
+        """
+        kernels: "triton", "pytorch", or None for the faster one that runs there.
+        options: those of skim.ErrorFeedback.
+        Raises InvalidArgument if an option is out of its range.
+        """
+        _core.ErrorFeedback(**options)  # checks them
+        if kernels not in KERNELS:
+            raise _core.InvalidArgument(f"skim: kernels: must be 'triton', 'pytorch' or None, not {kernels!r}")
+        self.options = options
+        self.kernels = kernels
+        self.keeps_residuals: bool = options.get("feedback", True)
+        self._clip = float(np.float32(options.get("local_clip", 0.0)))
+        self._momentum = float(np.float32(options.get("momentum_correction", 0.0)))
+        self._decay = float(np.float32(options.get("residual_decay", 1.0)))
+        self._layout: list[tuple[int, list[tuple[str, int]]]] = []
+        self._lengths: dict[int, int] = {}
+        self._residuals: dict[int, torch.Tensor] = {}  # [n] of each slot
+        self._velocities: dict[int, torch.Tensor] = {}  # [n] of each slot; empty without momentum correction
+        self._carried: dict[int, Carried] = {}
+        self._sent: dict[int, Selected] = {}  # the selection of each slot in this step
+        self._journal: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # tensor, indices, values before
+        self._delivered: set[int] = set()  # slots whose whole residual was delivered in this step
+        self._buffers: dict[torch.device, Buffers] = {}
+        self._accumulated: torch.Tensor | None = None  # without residuals: what the last bucket accumulated
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that were copied between device and host so far. On a CPU: those that would have been."""
+        return sum(b.moved_bytes for b in self._buffers.values())
+
+    # ---- the layout -----------------------------------------------------------------------------
+
+    def set_layout(self, layout: list[tuple[int, list[tuple[str, int]]]]) -> None:
+        residuals, velocities = self._by_name(self._residuals), self._by_name(self._velocities)
+        self._layout = layout
+        self._lengths = {slot: sum(n for _, n in parameters) for slot, parameters in layout}
+        self._residuals = self._joined(residuals) if self.keeps_residuals else {}
+        self._velocities = self._joined(velocities) if self._momentum > 0.0 else {}
+        self._carried = {slot: Carried() for slot in self._lengths}
+
+    def _by_name(self, of_slots: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for slot, parameters in self._layout:
+            if slot in of_slots:
+                names, lengths = [name for name, _ in parameters], [n for _, n in parameters]
+                found.update(zip(names, of_slots[slot].split(lengths)))
+        return found
+
+    def _joined(self, by_name: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The tensors of all slots, on the device of their first parameter that was there before, otherwise on the CPU."""
+        found = {}
+        for slot, parameters in self._layout:
+            there = [by_name[name].device for name, _ in parameters if name in by_name]
+            whole = torch.zeros(self._lengths[slot], device=there[0] if there else "cpu")
+            for (name, _), part in zip(parameters, whole.split([n for _, n in parameters])):
+                if name in by_name:
+                    part.copy_(by_name[name])
+            found[slot] = whole
+        return found
+
+    def check(self, grad: Any, n: int) -> None:
+        if not isinstance(grad, torch.Tensor) or grad.dtype not in FLOATS:
+            raise _core.InvalidArgument("skim: the gradient must be a tensor of float32, float16 or bfloat16")
+        if grad.numel() != n or not grad.is_contiguous():
+            raise _core.InvalidArgument(f"skim: the gradient must be contiguous and have {n} entries")
+        if n >= 1 << 31:
+            raise _core.InvalidArgument(f"skim: at most 2^31 - 1 entries at once, not {n}; use smaller buckets")
+        pass_for(grad.device.type, self.kernels)
+
+    # ---- a bucket -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def select(self, task: _core.LocalTask, grad: torch.Tensor) -> tuple[Any, Any, _core.SelectReport]:
+        buffers, carried, n, k = self._buffers_of(grad.device), self._carried[task.slot], task.n, task.k
+        # The largest float that entries must exceed to reach the threshold of the task, or to be no zeros.
+        floor = float(np.nextafter(np.float32(task.threshold), np.float32(0.0))) if task.threshold > 0.0 else 0.0
+        above = max(floor, carried.above(n, k))
+        residual = self._add(task, grad, above, buffers)
+        found = buffers.selected(residual, k)
+        if k and above > floor:
+            carried.adapt(found.count / k)
+        if found.count > buffers.room or (found.count < k and above > floor):
+            buffers.keys.zero_()
+            collect_k_largest(residual, k, task.threshold, buffers.keys)
+            found = buffers.selected(residual, k)
+        magnitudes = np.abs(found.values)
+        threshold = float(magnitudes.min()) if found.values.size else 0.0
+        carried.update(n, k, threshold if found.values.size == k else 0.0)
+        self._sent[task.slot] = found
+        report = _core.SelectReport(threshold=threshold, kept_norm2=norm2(found.values), **buffers.measured())
+        return found.indices, found.values, report
+
+    @torch.no_grad()
+    def accumulate(self, task: _core.LocalTask, grad: torch.Tensor) -> _core.SelectReport:
+        buffers = self._buffers_of(grad.device)
+        self._accumulated = self._add(task, grad, math.inf, buffers)
+        buffers.selected(self._accumulated, 0)
+        return _core.SelectReport(**buffers.measured())
+
+    def _add(self, task: _core.LocalTask, grad: torch.Tensor, above: float, buffers: Buffers) -> torch.Tensor:
+        """Adds the gradient to the residual, which it returns, and collects the entries larger than `above`."""
+        slot, gradient = task.slot, grad.view(-1)
+        for of_slots in (self._residuals, self._velocities):
+            if slot in of_slots and of_slots[slot].device != grad.device:
+                of_slots[slot] = of_slots[slot].to(grad.device)
+        residual = self._residuals.get(slot)
+        if residual is None:
+            residual = torch.zeros(task.n, device=grad.device)
+        buffers.clear(task.k)
+        factor, measured = float(np.float32(1.0) / np.float32(task.scale)), None
+        if self._clip > 0.0 or self._momentum > 0.0:
+            x, bad = finite_part(gradient, factor)
+            measured = x.to(torch.float64).square_().sum(), bad
+            gradient, factor = self._changed(task, gradient, measured[0]), 1.0
+        run = pass_for(grad.device.type, self.kernels)
+        run(gradient, residual, factor, self._decay, above, buffers.keys, buffers.counts, buffers.norms2)
+        if measured is not None:  # the report is about the gradient as it was
+            buffers.norms2[1], buffers.counts[1] = measured
+        return residual
+
+    def _changed(self, task: _core.LocalTask, gradient: torch.Tensor, squared: torch.Tensor) -> torch.Tensor:
+        """What local clipping and momentum correction make of the gradient. squared: |gradient / scale|^2."""
+        scale = torch.full((), task.scale, device=gradient.device)
+        if self._clip > 0.0:
+            limit = self._clip * math.sqrt(task.n / (task.ranks * sum(self._lengths.values())))
+            excess = (squared.sqrt() / limit).clamp(min=1.0)
+            scale = (excess * task.scale).clamp(max=LARGEST).to(torch.float32)
+        part = np.float32(1.0) - np.float32(self.options.get("momentum_dampening", 0.0))
+        x, _ = finite_part(gradient, torch.full_like(scale, float(part)) / scale)
+        return x if self._momentum == 0.0 else self._advanced(self._velocities[task.slot], x)
+
+    def _advanced(self, velocity: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Adds x to the velocity, and returns what the residual gets."""
+        if not self.options.get("nesterov_correction", False):
+            return velocity.mul_(self._momentum).add_(x).clamp_(-LARGEST, LARGEST)
+        velocity.add_(x).clamp_(-LARGEST, LARGEST).mul_(self._momentum)
+        return x.add_(velocity).clamp_(-LARGEST, LARGEST)
+
+    @torch.no_grad()
+    def whole(self, slot: int, grad: torch.Tensor) -> npt.NDArray[np.float32]:
+        assert self._accumulated is not None
+        residual, self._accumulated = self._accumulated, None
+        self._buffers_of(residual.device).moved_bytes += 4 * residual.numel()
+        return residual.to("cpu", copy=True).numpy()
+
+    @torch.no_grad()
+    def commit(self, slot: int, sent: Entries, returned: Entries) -> float:
+        if not self.keeps_residuals:
+            return 0.0
+        residual, selected = self._residuals[slot], self._sent.pop(slot, None)
+        change = 0.0
+        after = np.zeros(0, np.float32)
+        if sent[0].size:
+            if selected is not None and np.array_equal(selected.indices, sent[0]):
+                index, before = selected.on_device, selected.values
+                if np.array_equal(before, sent[1]):  # nothing was rounded
+                    by = residual[index]
+                else:
+                    [by] = self._to(residual.device, sent[1])
+            else:
+                index, by = self._entries_to(residual.device, sent)
+                before = residual[index].cpu().numpy()
+            self._change(residual, index, -by)
+            after = finite_sum(before, -sent[1])
+            change += norm2(after) - norm2(before)
+            if slot in self._velocities and self.options.get("factor_masking", True):
+                self._mask(self._velocities[slot], index, sent, returned)
+        if returned[0].size:
+            index, by = self._entries_to(residual.device, returned)
+            place = np.searchsorted(sent[0], returned[0])
+            if sent[0].size and np.array_equal(sent[0][np.minimum(place, sent[0].size - 1)], returned[0]):
+                before = after[place]
+            else:
+                before = residual[index].cpu().numpy()
+            self._change(residual, index, by)
+            change += norm2(finite_sum(before, returned[1])) - norm2(before)
+        return change
+
+    def _change(self, tensor: torch.Tensor, index: torch.Tensor, by: torch.Tensor) -> None:
+        before = tensor[index]
+        self._journal.append((tensor, index, before))
+        total = before + by
+        # As in the library: a sum of NaN changes nothing.
+        tensor[index] = torch.where(total.isnan(), before, total.clamp(-LARGEST, LARGEST))
+
+    def _mask(self, velocity: torch.Tensor, index: torch.Tensor, sent: Entries, returned: Entries) -> None:
+        """Clears the velocity of entries that were delivered: sent, and not given back whole."""
+        delivered = sent[1] != 0.0
+        _, here, there = np.intersect1d(sent[0], returned[0], assume_unique=True, return_indices=True)
+        delivered[here] &= sent[1][here] != returned[1][there]
+        [keeps] = self._to(velocity.device, np.where(delivered, np.float32(0.0), np.float32(1.0)))
+        before = velocity[index]
+        self._journal.append((velocity, index, before))
+        velocity[index] = torch.where(keeps > 0.0, before, 0.0)
+
+    def commit_all(self, slot: int) -> None:
+        if self.keeps_residuals:
+            self._delivered.add(slot)
+
+    @torch.no_grad()
+    def apply(self, slot: int, sum: Entries, factor: float, grad: torch.Tensor) -> bool:
+        flat = grad.view(-1).zero_()
+        if sum[0].size:
+            index, values = self._entries_to(grad.device, sum)
+            flat[index] = rounded(values, factor, grad.dtype)
+        return bool(np.isfinite(sum[1]).all())
+
+    @torch.no_grad()
+    def apply_dense(self, slot: int, sum: npt.NDArray[np.float32], factor: float, grad: torch.Tensor) -> bool:
+        [values] = self._to(grad.device, sum)
+        grad.view(-1).copy_(rounded(values, factor, grad.dtype))
+        return bool(np.isfinite(sum).all())
+
+    @torch.no_grad()
+    def apply_nan(self, grad: torch.Tensor) -> None:
+        grad.view(-1)[:1].fill_(math.nan)
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        for slot in self._delivered:
+            self._residuals[slot].zero_()
+        self._close()
+
+    @torch.no_grad()
+    def rollback_step(self) -> None:
+        for tensor, index, before in reversed(self._journal):
+            tensor[index] = before
+        self._close()
+
+    def _close(self) -> None:
+        self._journal.clear()
+        self._delivered.clear()
+        self._sent.clear()
+
+    # ---- the state ------------------------------------------------------------------------------
+
+    def feedback(self) -> _core.ErrorFeedback:
+        kept = _core.ErrorFeedback(**self.options)
+        kept.set_layout(self._layout)
+        for slot in self._lengths:
+            for of_slots, place in ((self._residuals, kept.residual), (self._velocities, kept.velocity)):
+                if slot in of_slots:
+                    np.copyto(place(slot), of_slots[slot].cpu().numpy())
+        return kept
+
+    @torch.no_grad()
+    def take(self, feedback: _core.ErrorFeedback) -> None:
+        for slot in self._lengths:
+            for of_slots, place in ((self._residuals, feedback.residual), (self._velocities, feedback.velocity)):
+                if slot in of_slots:
+                    of_slots[slot].copy_(torch.from_numpy(place(slot)))
+
+    def residual(self, slot: int) -> npt.NDArray[np.float32]:
+        return self.residual_tensor(slot).to("cpu", copy=True).numpy()
+
+    def residual_tensor(self, slot: int) -> torch.Tensor:
+        """The slot's residual [n] itself, on its device: the one of its last gradient. [0] if none is kept.
+
+        Valid until the layout changes.
+        """
+        return self._residuals.get(slot, torch.zeros(0))
+
+    # ---- between device and host ----------------------------------------------------------------
+
+    def _buffers_of(self, device: torch.device) -> Buffers:
+        if device not in self._buffers:
+            self._buffers[device] = Buffers(device)
+        return self._buffers[device]
+
+    def _to(self, device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+        """Copies arrays of 32-bit numbers to the device, in one copy, as float32."""
+        return [t.view(torch.float32) for t in self._buffers_of(device).put(arrays)]
+
+    def _entries_to(self, device: torch.device, entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
+        index, values = self._to(device, *entries)
+        return index.view(torch.int32).to(torch.int64) & NO_INDEX, values
+
+
+@dataclasses.dataclass
+class Selected:
+    """The entries that a bucket selects, ascending."""
+
+    count: int  # of all entries that passed
+    indices: npt.NDArray[np.uint32]
+    values: npt.NDArray[np.float32]
+    on_device: torch.Tensor  # the indices, int64
+
+
+class Buffers:
+    """Memory of one device, and pinned memory of the host, for one bucket at a time. It grows and never shrinks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._keys = torch.zeros(0, dtype=torch.int64, device=device)
+        self._words = torch.zeros(0, dtype=torch.int32, device=device)
+        self._host = torch.zeros(0, dtype=torch.int32)
+        self._waiting = torch.zeros(0, dtype=torch.int32)  # what is on its way to the device
+        self._used = 0  # words of it
+        self._k = 0
+        self.moved_bytes = 0
+
+    def clear(self, k: int) -> None:
+        """Prepares a pass that selects k entries."""
+        self._k = k
+        if self._words.numel() < HEAD + 2 * k:
+            self._keys = torch.zeros(2 * k + 4097, dtype=torch.int64, device=self.device)
+            self._words = torch.zeros(HEAD + 2 * k, dtype=torch.int32, device=self.device)
+            self._host = self._pinned(HEAD + 2 * k)
+        self.keys.zero_()
+        self.counts.zero_()
+
+    @property
+    def room(self) -> int:
+        return 2 * self._k + 4096
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self._keys[: self.room + 1]
+
+    @property
+    def counts(self) -> torch.Tensor:
+        return self._words[:2]
+
+    @property
+    def norms2(self) -> torch.Tensor:
+        return self._words[2:HEAD].view(torch.float64)
+
+    def measured(self) -> dict[str, Any]:
+        """Of the last pass whose selection was taken."""
+        total, gradient = self._host[2:HEAD].view(torch.float64).tolist()
+        return {"total_norm2": total, "gradient_norm2": gradient, "non_finite": int(self._host[1])}
+
+    def selected(self, residual: torch.Tensor, k: int) -> Selected:
+        """Takes the k largest of the collected entries to the host, with counts and norms. Waits for the device."""
+        words, host = self._words[: HEAD + 2 * k], self._host[: HEAD + 2 * k]
+        index = index_of(self.keys[:-1].topk(k, sorted=False).values).sort().values  # those of no entry come last
+        if k:
+            words[HEAD : HEAD + k] = index.to(torch.int32)
+            words[HEAD + k :] = residual[index.clamp(max=residual.numel() - 1)].view(torch.int32)
+        host.copy_(words, non_blocking=True)
+        self.wait()
+        self.moved_bytes += 4 * host.numel()
+        indices = host[HEAD : HEAD + k].numpy().view(np.uint32)
+        size = int(np.searchsorted(indices, np.uint32(NO_INDEX)))
+        values = host[HEAD + k : HEAD + k + size].numpy().view(np.float32)
+        return Selected(int(host[0]), indices[:size].copy(), values.copy(), index[:size])
+
+    def put(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """Copies arrays of 32-bit numbers to the device, one behind the other. Does not wait."""
+        lengths = [a.size for a in arrays]
+        total = sum(lengths)
+        if self._waiting.numel() < self._used + total:
+            # PyTorch keeps the old one until its copies have ended.
+            self._waiting, self._used = self._pinned(2 * (self._used + total)), 0
+        host = self._waiting[self._used : self._used + total]
+        self._used += total
+        self.moved_bytes += 4 * total
+        np.concatenate([a.view(np.int32) for a in arrays], out=host.numpy())
+        return list(host.to(self.device, copy=True, non_blocking=True).split(lengths))
+
+    def _pinned(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
+    def wait(self) -> None:
+        """Waits for what has been queued on the device's current stream."""
+        if self.device.type != "cpu":
+            of_device = getattr(torch, self.device.type)
+            (of_device.current_stream(self.device) if hasattr(of_device, "current_stream") else of_device).synchronize()
+        self._used = 0
+
+
+@dataclasses.dataclass
+class Carried:
+    """What the selection of a slot keeps between steps: where the next pass may begin to collect."""
+
+    n: int = 0
+    k: int = 0
+    threshold: float = 0.0  # the k-th magnitude; 0: there was none
+    growth: float = 1.0  # the expected ratio of the next threshold to this one
+    margin: float = 0.1  # the next pass begins this fraction below the expected threshold
+
+    def above(self, n: int, k: int) -> float:
+        if n != self.n or self.threshold == 0.0:
+            return 0.0
+        t = self.threshold * self.growth * (1.0 - self.margin)
+        if k > self.k:
+            t *= math.sqrt(self.k / k)
+        return float(np.float32(min(t, LARGEST)))
+
+    def adapt(self, ratio: float) -> None:
+        """ratio: collected entries / k. It settles where a second pass is rare; there is room for 2 k."""
+        if ratio < 1.0:
+            self.margin *= 2.0
+        elif ratio < 1.25:
+            self.margin *= 1.25
+        elif ratio > 1.6:
+            self.margin *= 0.8
+        self.margin = min(max(self.margin, 0.001), 0.5)
+
+    def update(self, n: int, k: int, threshold: float) -> None:
+        follows = self.n == n and self.k == k and self.threshold > 0.0
+        grown = threshold / self.threshold if follows else 1.0
+        self.growth = 0.5 * (self.growth + grown) if 0.8 <= grown <= 1.25 else 1.0
+        self.n, self.k, self.threshold = n, k, threshold
+
+
+def norm2(x: npt.NDArray[np.float32]) -> float:
+    wide = x.astype(np.float64)
+    return float(wide @ wide)
+
+
+def finite_sum(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """As _change."""
+    total = a + b
+    return np.where(np.isnan(total), a, np.clip(total, -LARGEST, LARGEST)).astype(np.float32)
+
+
+def rounded(values: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
+    """values * factor in dtype. In 16 bits, what is finite stays finite."""
+    product = values * factor
+    if dtype == torch.float32:
+        return product
+    largest = torch.finfo(dtype).max
+    return torch.where(values.isfinite(), product.clamp(-largest, largest), product).to(dtype)
+

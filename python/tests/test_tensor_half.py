@@ -1,0 +1,388 @@
+"""skim.TensorLocalHalf against the built-in local half, bit by bit, with its pass in PyTorch and in Triton."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import unittest
+import unittest.mock
+
+import numpy as np
+import skim
+import test_local_half
+import test_reducer
+from ranks import on_ranks
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_TRITON = HAS_TORCH and importlib.util.find_spec("triton") is not None
+
+# The ranks are threads here, and Triton's interpreter works in one thread at a time.
+ONE_AT_A_TIME = threading.Lock()
+
+if HAS_TORCH:
+    import torch
+    import torch.distributed as dist
+    from emulated_device import EmulatedDevice, OnDevice, memory_of, to_device, to_host
+    from skim.tensor_half import Buffers
+
+    class OfArrays(skim.TensorLocalHalf):
+        """Takes NumPy arrays, and tensors, as gradients."""
+
+        tensor = staticmethod(torch.as_tensor)
+
+        def check(self, grad, n):
+            super().check(self.tensor(grad), n)
+
+        def select(self, task, grad):
+            with ONE_AT_A_TIME:
+                return super().select(task, self.tensor(grad))
+
+        def accumulate(self, task, grad):
+            with ONE_AT_A_TIME:
+                return super().accumulate(task, self.tensor(grad))
+
+        def whole(self, slot, grad):
+            return super().whole(slot, self.tensor(grad))
+
+        def apply(self, slot, sum, factor, grad):
+            return super().apply(slot, sum, factor, self.tensor(grad))
+
+        def apply_dense(self, slot, sum, factor, grad):
+            return super().apply_dense(slot, sum, factor, self.tensor(grad))
+
+        def apply_nan(self, grad):
+            super().apply_nan(self.tensor(grad))
+
+    def emulating(method):
+        def emulated(self, *arguments):
+            with EmulatedDevice():
+                return method(self, *arguments)
+
+        return emulated
+
+    class OfEmulatedDevice(OfArrays):
+        """The same arrays, as if their memory were that of a device."""
+
+        @staticmethod
+        def tensor(grad):
+            return OnDevice(torch.as_tensor(grad))
+
+    for name in (
+        "set_layout", "check", "select", "accumulate", "whole", "commit", "commit_all", "apply", "apply_dense",
+        "apply_nan", "end_step", "rollback_step", "feedback", "take", "residual",
+    ):  # fmt: skip
+        setattr(OfEmulatedDevice, name, emulating(getattr(OfArrays, name)))
+
+
+FEEDBACK = [
+    {"residual_decay": 0.75},
+    {"momentum_correction": 0.5},
+    {"momentum_correction": 0.5, "momentum_dampening": 0.5},
+    {"momentum_correction": 0.5, "nesterov_correction": True},
+    {"momentum_correction": 0.5, "factor_masking": False},
+    {"momentum_correction": 0.9, "residual_decay": 0.5},
+    {"feedback": False},
+]
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class InPyTorch(test_local_half.AgainstTheBuiltIn):
+    KERNELS = "pytorch"
+
+    def make(self, **options):
+        return OfArrays(kernels=self.KERNELS, **options)
+
+    def assert_same(self, first, second):
+        """Norms may differ in their last bits."""
+        self.assertEqual(len(first), len(second))
+        for a, b in zip(first, second):
+            if isinstance(a, tuple) and any(isinstance(x, float) for x in a):
+                np.testing.assert_allclose(np.array(a, float), np.array(b, float), rtol=1e-6, atol=1e-9)
+            else:
+                super().assert_same([a], [b])
+
+    def trained(self, make, size, feedback=None, **options):
+        return on_ranks(
+            skim.in_process_group(size),
+            lambda rank, comm: test_local_half.train(comm, rank, make(), **(feedback or {}), **options)[0],
+        )
+
+    def test_options_of_feedback(self):
+        def check(feedback, **options):
+            for size in (1, 2):
+                with self.subTest(ranks=size, **feedback, **{k: str(v) for k, v in options.items()}):
+                    own = self.trained(lambda: self.make(**feedback), size, **options)
+                    built_in = self.trained(lambda: None, size, feedback, **options)
+                    for a, b in zip(own, built_in):
+                        self.assert_same(a, b)
+
+        for feedback in FEEDBACK:
+            check(feedback)
+            check(feedback, normal=True, exchange="gtopk", value_code="q4")
+            check(feedback, dtype=np.float16, scale=16.0, skipped=(2, 3))
+            check(feedback, normal=True, density=skim.listed_density([0.01, 1.0, 0.01, 1.0, 0.5], 0.02))
+
+    def test_local_clip(self):
+        """The clipped gradient depends on the last bits of a norm."""
+        for feedback in ({"local_clip": 1.0}, {"local_clip": 1.0, "momentum_correction": 0.9}):
+            own = self.trained(lambda: self.make(**feedback), 2, normal=True)
+            built_in = self.trained(lambda: None, 2, feedback, normal=True)
+            for a, b in zip(own, built_in):
+                for x, y in zip(a, b):
+                    if isinstance(x, np.ndarray):
+                        np.testing.assert_allclose(x.view(np.float32), y.view(np.float32), rtol=1e-5, atol=1e-8)
+
+    def test_its_states_and_those_of_the_built_in_one(self):
+        """Either loads what the other saved, on as many ranks and on others."""
+        for feedback in ({}, {"momentum_correction": 0.5}):
+            halves = [(lambda: self.make(**feedback), {}), (lambda: None, feedback)]
+
+            def saved(rank, comm, make, options):
+                return test_local_half.train(comm, rank, make(), steps=3, **options)[1].save()
+
+            def goes_on(rank, comm, make, options, states):
+                reducer = skim.Reducer(comm, density=0.02, dense_below=0, local=make(), **options)
+                reducer.set_layout([(0, [("c", 700), ("b", 2000)]), (1, [("a", 3000)])])
+                reducer.load(states)
+                g = np.random.default_rng(rank).integers(-50, 50, 2700).astype(np.float32)
+                reducer.reduce(0, g)
+                reducer.end_step()
+                return [g, reducer.residual(0), reducer.residual(1)]
+
+            for size in (2, 3):
+                results = []
+                for maker in halves:
+                    states = on_ranks(skim.in_process_group(2), lambda r, c: saved(r, c, *maker))
+                    for taker in halves:
+                        group = skim.in_process_group(size)
+                        results.append(on_ranks(group, lambda r, c: goes_on(r, c, *taker, states)))
+                for other in results[1:]:
+                    for a, b in zip(results[0], other):
+                        self.assert_same(a, b)
+
+    def test_a_damaged_state_changes_nothing(self):
+        reducer = test_local_half.train(skim.in_process_group(1)[0], 0, self.make())[1]
+        before = [reducer.residual(slot) for slot, _ in test_local_half.LAYOUT]
+        state = bytearray(reducer.save())
+        state[-100] ^= 1
+        with self.assertRaises(skim.StateError):
+            reducer.load([np.frombuffer(state, np.uint8)])
+        self.assert_same([reducer.residual(slot) for slot, _ in test_local_half.LAYOUT], before)
+
+    def test_bfloat16(self):
+        def run(make):
+            reducer = skim.Reducer(skim.in_process_group(1)[0], local=make(), density=0.1, dense_below=0)
+            reducer.set_layout([(0, [("w", 1000)])])
+            seen = []
+            for step in range(4):
+                g = torch.from_numpy(np.random.default_rng(step).standard_normal(1000)).to(torch.bfloat16)
+                g[3] = torch.inf if step == 2 else g[3]
+                reducer.reduce(0, g, 4.0)
+                reducer.end_step()
+                seen += [g.view(torch.int16).numpy(), reducer.residual(0)]
+            return seen
+
+        self.assert_same(run(self.make), run(lambda: None))
+
+    def test_what_passes_the_threshold_of_the_step_before(self):
+        """Entries that jump, vanish, tie, or are fewer than k: the result is that of a fresh selection."""
+        n, k = 30_000, 300
+        rng = np.random.default_rng(1)
+        noise = lambda: rng.standard_normal(n).astype(np.float32)  # noqa: E731
+        steps = [
+            noise(), noise(), 1000 * noise(), noise() / 1000, np.zeros(n, np.float32), np.full(n, 7, np.float32),
+            np.sign(noise()) * 9, np.where(np.arange(n) < 5, noise(), 0).astype(np.float32), noise(),
+            np.full(n, 3e38, np.float32), np.full(n, 3e38, np.float32), np.sign(noise()) * np.float32(3e38), noise(),
+        ]  # fmt: skip
+        for decay in (1.0, 0.0):
+
+            def run(local, options):
+                reducer = skim.Reducer(skim.in_process_group(1)[0], local=local, density=k / n, dense_below=0, **options)
+                reducer.set_layout([(0, [("w", n)])])
+                seen = []
+                for g in steps:
+                    g = g.copy()
+                    reducer.reduce(0, g)
+                    reducer.end_step()
+                    seen += [g, reducer.residual(0)]
+                return seen
+
+            with self.subTest(decay=decay):
+                options = {"residual_decay": decay}
+                self.assert_same(run(self.make(**options), {}), run(None, options))
+
+    def test_the_whole_residual_never_leaves_the_device(self):
+        """Bytes that a bucket moves: 8 for each entry of a selection, of its rounded form 4, of the mean 8."""
+        n, k = 50_000, 500
+        for code, of_sent in (("f32", 0), ("q4", 4)):
+            half = self.make()
+            reducer = skim.Reducer(skim.in_process_group(1)[0], local=half, density=k / n, value_code=code)
+            reducer.set_layout([(0, [("w", n)])])
+            for step in range(6):
+                before = half.moved_bytes
+                reducer.reduce(0, np.random.default_rng(step).standard_normal(n).astype(np.float32))
+                reducer.end_step()
+            self.assertLessEqual(half.moved_bytes - before, (8 + of_sent + 8) * k + 64, code)
+
+    def test_a_bucket_waits_for_the_device_once(self):
+        waits = 0
+        wait = Buffers.wait
+
+        def counted(buffers):
+            nonlocal waits
+            waits += 1
+            wait(buffers)
+
+        n, k = 40_000, 400
+        with unittest.mock.patch.object(Buffers, "wait", counted):
+            half = self.make()
+            reducer = skim.Reducer(skim.in_process_group(1)[0], local=half, density=k / n, value_code="q4")
+            reducer.set_layout([(0, [("w", n)])])
+            of_steps = []
+            for step in range(30):
+                before = waits
+                reducer.reduce(0, np.random.default_rng(step).standard_normal(n).astype(np.float32))
+                reducer.end_step()
+                of_steps.append(waits - before)
+        self.assertEqual(of_steps[5:], [1] * 25, of_steps)
+
+    def test_wrong_options(self):
+        for options, why in (
+            ({"momentum_correction": 1.0}, r"momentum_correction: must be a number in \[0, 1\)"),
+            ({"momentum": 0.9}, "no option 'momentum'"),
+            ({"kernels": "cuda"}, "kernels: must be 'triton', 'pytorch' or None, not 'cuda'"),
+        ):
+            with self.subTest(**options), self.assertRaisesRegex(skim.InvalidArgument, why):
+                skim.TensorLocalHalf(**options)
+
+    def test_wrong_gradients(self):
+        for grad, why in (
+            (torch.zeros(99), "have 100 entries"),
+            (torch.zeros(100, dtype=torch.float64), "float32, float16 or bfloat16"),
+            (torch.zeros(10, 20)[:, ::2], "contiguous"),
+        ):
+            reducer = skim.Reducer(skim.in_process_group(1)[0], local=skim.TensorLocalHalf(), dense_below=0)
+            reducer.set_layout([(0, [("w", 100)])])
+            with self.assertRaisesRegex(skim.InvalidArgument, why):
+                reducer.reduce(0, grad)
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class OnADevice(InPyTorch):
+    """In PyTorch, on an emulated device: nothing mixes memory, or waits, where it must not."""
+
+    def make(self, **options):
+        return OfEmulatedDevice(kernels="pytorch", **options)
+
+    def test_copies_of_a_bucket(self):
+        n, k = 40_000, 400
+        for feedback in ({}, {"momentum_correction": 0.9, "nesterov_correction": True}, {"local_clip": 1.0}):
+            reducer = skim.Reducer(skim.in_process_group(1)[0], local=self.make(**feedback), density=k / n, value_code="q4")
+            reducer.set_layout([(0, [("w", n)])])
+            for step in range(8):
+                to_host.clear()
+                to_device.clear()
+                reducer.reduce(0, np.random.default_rng(step).standard_normal(n).astype(np.float32))
+                reducer.end_step()
+            with self.subTest(**feedback):
+                self.assertEqual(to_host, [24 + 8 * k])  # counts, norms, indices and values, in one copy
+                of_velocity = [4 * k] if "momentum_correction" in feedback else []  # which entries to mask
+                self.assertEqual(to_device, [4 * k, *of_velocity, 8 * k])  # the rounded values; the mean
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Training(unittest.TestCase):
+    """skim.LocalSteps and skim.Aggregator train alike on an emulated device and on the CPU."""
+
+    LENGTHS = {"a": 3000, "b": 50}
+
+    def setUp(self):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+
+    def train(self, tensor, make, step):
+        """The parameters at the end, and the largest copy to the host in the last steps."""
+        rng = np.random.default_rng(0)
+
+        def normal(n):
+            return tensor(rng.standard_normal(n).astype(np.float32))
+
+        model = torch.nn.Module()
+        for name, n in self.LENGTHS.items():
+            model.register_parameter(name, torch.nn.Parameter(normal(n)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        skimmed = make(model, optimizer)
+        for s in range(12):
+            if s == 6:
+                to_host.clear()
+            for p in model.parameters():
+                p.grad = normal(p.numel())
+            step(skimmed, optimizer)
+        largest = max(to_host, default=0)
+        if hasattr(skimmed, "finish"):
+            skimmed.finish()
+        return [memory_of(p.detach()).clone() for p in model.parameters()], largest
+
+    def check(self, make, step=lambda skimmed, _: skimmed.step()):
+        on_cpu, _ = self.train(torch.as_tensor, make, step)
+        with EmulatedDevice():
+            there, largest = self.train(lambda x: OnDevice(torch.as_tensor(x)), make, step)
+        for a, b in zip(on_cpu, there):
+            torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
+        self.assertLess(0, largest)
+        self.assertLess(largest, 4 * sum(self.LENGTHS.values()) / 2)
+
+    def test_local_steps(self):
+        for options in ({"ahead": 1.0}, {"ahead": 0.0}, {"outer_momentum": 0.9, "outer_lr": 0.5}, {"residual_decay": 0.5}):
+            for every in (1, 3):
+                with self.subTest(every=every, **options):
+                    options = {"density": 0.05, "dense_below": 0, "exchange": "allgather", **options}
+                    self.check(lambda model, optimizer: skim.LocalSteps(model, optimizer, every=every, **options))
+
+    def test_aggregator(self):
+        def step(aggregator, optimizer):
+            aggregator.step()
+            optimizer.step()
+
+        for with_optimizer in (False, True):
+            with self.subTest(with_optimizer=with_optimizer):
+                self.check(
+                    lambda model, optimizer: skim.Aggregator(
+                        model.named_parameters(), 0.05, "allgather", dense_below=0,
+                        **({"optimizer": optimizer} if with_optimizer else {}),
+                    ),
+                    step,
+                )  # fmt: skip
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":  # Triton reads it when it is imported
+
+    class InTriton(InPyTorch):
+        KERNELS = "triton"
+
+
+class Interpreted(unittest.TestCase):
+    @unittest.skipUnless(HAS_TRITON, "triton is not installed")
+    def test_the_laws_of_InPyTorch_hold_in_Triton(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "unittest", "test_tensor_half.InTriton"], cwd=pathlib.Path(__file__).parent,
+            env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr)
+        count = unittest.defaultTestLoader.loadTestsFromTestCase(InPyTorch).countTestCases()
+        self.assertIn(f"Ran {count} tests", done.stderr)
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class ReducingWithTensors(test_reducer.Reducing):
+    """The laws of the reducer hold with it, too."""
+
+    @staticmethod
+    def parts():
+        return {"local": OfArrays()}
+
+
+if __name__ == "__main__":
+    unittest.main()
