@@ -49,8 +49,9 @@ KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
     float: ("a number", (numbers.Real,)),
     str: ("a string", (str,)),
 }
-STATE = re.compile(r"rank_(\d+)_of_(\d+)$")
+STATE = re.compile(r"rank_(\d+)_of_(\d+)$")  # of a key's end
 COMPARED_EVERY = 100  # steps between comparisons of how long the ranks waited
+LEAST_RATE = 1e-20  # stands for a learning rate of 0 until the first rate above 0
 LAST_WAIT_S = 10.0  # close() waits at most this long for a thread that still waits for another rank
 _open: weakref.WeakSet[Compression] = weakref.WeakSet()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # also those of compressions that are gone
@@ -194,6 +195,33 @@ def set_hook(ddp: DistributedDataParallel, hook: Callable[..., Any], owner: Any)
         raise _core.InvalidArgument(f"skim.attach: DDP refused the hook: {e}") from None
 
 
+class Unit:
+    """What residuals are measured in, compared with the gradients that backward leaves.
+
+    scaler: a GradScaler, whose scale residuals do not have; or None.
+    updates_of: an optimizer. Residuals then hold updates: gradients times its learning rate. Or None.
+    """
+
+    def __init__(self, scaler: Any, updates_of: torch.optim.Optimizer | None) -> None:
+        self._scaler = scaler
+        self._updates_of = updates_of
+        self._rate = LEAST_RATE  # learning rate of the last step in which it was above 0
+
+    def described(self) -> list[str]:
+        """What must be equal on all ranks."""
+        return ["updates_of=" + ("None" if self._updates_of is None else type(self._updates_of).__name__)]
+
+    def scale(self) -> float:
+        """The gradients of this step divided by the unit: loss scale / learning rate, if set. On a GPU it waits."""
+        scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+        if self._updates_of is None:
+            return scale
+        # At a rate of 0, updates cannot be converted to gradients, so keep the last rate above 0. The
+        # entries that such a step sends change no parameter.
+        self._rate = float(self._updates_of.param_groups[0]["lr"]) or self._rate
+        return scale / self._rate
+
+
 class Compression:
     """Compresses the gradients of named parameters. Made by skim.attach and skim.Aggregator.
 
@@ -218,6 +246,11 @@ class Compression:
             if p.dtype not in FLOATS:
                 raise _core.InvalidArgument(
                     f"skim: parameter '{name}' is {p.dtype}; gradients must be float32, float16 or bfloat16"
+                )
+            if hasattr(p, "to_local"):
+                raise _core.InvalidArgument(
+                    f"skim: parameter '{name}' is a DTensor: use skim.LocalSteps, skim.attach(model, between=group) on a "
+                    "model with fully_shard, or skim.Aggregator on the parameters' to_local()"
                 )
             if p.device.type == "meta":
                 raise _core.InvalidArgument(f"skim: parameter '{name}' is on 'meta', without memory")
@@ -252,6 +285,7 @@ class Compression:
         self._finite = True
         self._give_back: list[tuple[int, int, torch.Tensor, float]] = []
         self._moved_before = 0
+        self.inside: list[_core.Communicator] = []  # if the parameters are shards: among the ranks that share them
         self._stream: torch.Stream | None = None  # for the work of `local`
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -393,7 +427,12 @@ class Compression:
         self.reduce_buckets(range(len(self.buckets)), nothing, 1.0)
 
     def end_of_step(self) -> None:
-        """Call it after the last bucket of a step. It counts the step and writes the statistics."""
+        """Call it after the last bucket of a step. It counts the step and writes the statistics.
+
+        Collective among the ranks that share the parameters: a step is finite on all of them or on none.
+        """
+        for comm in self.inside:
+            self._finite = all(m[0] for m in comm.allgather(bytes([self._finite])))
         self.statistics.steps += 1
         if self.elastic is None and self.comm.size > 1 and self.statistics.steps % COMPARED_EVERY == 0:
             self._compare_waits()

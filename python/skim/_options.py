@@ -65,6 +65,7 @@ class AttachOptions(CompressionOptions, total=False):
     scaler: Any
     updates_of: torch.optim.Optimizer | None
     process_group: ElasticGroup | None
+    between: Any
 
 
 class LocalStepsOptions(CompressionOptions, total=False):

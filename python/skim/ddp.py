@@ -7,27 +7,34 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options, buckets_of, set_hook
+from skim._compression import STATE, Compression, Options, Unit, buckets_of, set_hook
 from skim._report import Report
 from skim.dry_run import DryRun
 from skim.elastic import ElasticGroup
+from skim._shards import is_sharded
+from skim.fsdp import FsdpCompression
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from typing_extensions import Unpack
 
     from skim._options import AttachOptions, ReducerOptions
     from skim.protocols import OwnLocalHalf, OwnSchedule, OwnSelector
 
 BUCKET_BYTES = 25e6
-LEAST_RATE = 1e-20  # stands for a learning rate of 0 until the first rate above 0
+FSDP_ADVICE = (
+    "skim.attach: a model with fully_shard needs between=, the process group of the ranks that have the same shards, "
+    "one in each island; fully_shard over the slow links themselves sends whole parameters: shard inside islands, or "
+    "use skim.LocalSteps"
+)
 
-_attached: weakref.WeakKeyDictionary[DistributedDataParallel, DdpCompression] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[torch.nn.Module, DdpCompression | FsdpCompression] = weakref.WeakKeyDictionary()
 
 
 @overload
@@ -38,7 +45,7 @@ def attach(
     *,
     dry_run: Literal[False] = False,
     **options: Unpack[AttachOptions],
-) -> DdpCompression: ...
+) -> DdpCompression | FsdpCompression: ...
 @overload
 def attach(
     model: torch.nn.Module,
@@ -61,12 +68,13 @@ def attach(
     selector: OwnSelector | None = None,
     local: Callable[[], OwnLocalHalf] | Literal["device", "host"] | None = None,
     process_group: ElasticGroup | None = None,
+    between: Any = None,
     timeout: float = 1800.0,
     writer: Any = None,
     dry_run: bool | int = False,
     **options: Unpack[ReducerOptions],
-) -> DdpCompression | DryRun:
-    """Compresses the gradients of a DistributedDataParallel model from now on.
+) -> DdpCompression | FsdpCompression | DryRun:
+    """Compresses the gradients of a model from now on: of a DistributedDataParallel, or one with fully_shard.
 
     Call it once, on every rank, with the same arguments, before or between training steps. Each rank
     then sends only the largest entries of its gradient. It keeps the rest in a residual, which it adds
@@ -111,6 +119,9 @@ def attach(
     process_group: a skim.ElasticGroup, whose ranks may change. The process group of DDP is then one of this rank
         alone, and the exchange begins when backward ends. The group has its own timeout. None: the ranks are those
         of DDP.
+    between: for a model that is sharded inside an island of fast links (fully_shard, with the mesh of the island):
+        the process group of the ranks that have the same shards, one in each island. Skim then exchanges their
+        gradients over the slow links.
     timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
     writer: a TensorBoard SummaryWriter, or any object with add_scalar(tag, value, step).
     dry_run: True (20 steps) or a number of steps >= 1. Trains without compression, as before, and
@@ -118,15 +129,22 @@ def attach(
         which density and exchange, and the predicted speed-up. With total_steps it also says what is
         known about the quality. Ignores the other options.
 
-    Returns the DdpCompression, or the DryRun. You need not keep it: skim.compression_of(model) and the
-    other functions find the DdpCompression by the model.
+    Returns the DdpCompression, FsdpCompression or DryRun. You need not keep it: skim.compression_of(model) and the
+    other functions find it by the model.
     Raises InvalidArgument if the model or an option cannot work. The message says what to do instead.
     """
-    ddp = _unwrapped(model)
-    if ddp in _attached:
+    inner = _unwrapped(model)
+    if inner in _attached:
         raise _core.InvalidArgument("skim.attach: this model has been attached already")
+    is_ddp = isinstance(inner, DistributedDataParallel)
+    if is_ddp == (between is not None):
+        raise _core.InvalidArgument(
+            "skim.attach: between is for models with fully_shard; DDP has its process group" if is_ddp else FSDP_ADVICE
+        )
     if dry_run:
-        return DryRun(ddp, 20 if dry_run is True else dry_run, timeout, total_steps)
+        if not isinstance(inner, DistributedDataParallel):
+            raise _core.InvalidArgument("skim.attach: dry_run needs DistributedDataParallel")
+        return DryRun(inner, 20 if dry_run is True else dry_run, timeout, total_steps)
     compressed = Options(
         density=density, optimizer=optimizer, total_steps=total_steps, selector=selector, local=local,
         non_finite=non_finite, others={"exchange": exchange, **options},
@@ -142,10 +160,17 @@ def attach(
         raise _core.InvalidArgument(
             f"skim.attach: updates_of must be an optimizer, with param_groups, not {type(updates_of).__name__}"
         )
-    if process_group is not None:
-        _expect_elastic(ddp, process_group)
-    compression = DdpCompression(ddp, compressed, scaler, updates_of, process_group, timeout, writer)
-    _attached[ddp] = compression
+    unit = Unit(scaler, updates_of)
+    compression: DdpCompression | FsdpCompression
+    if isinstance(inner, DistributedDataParallel):
+        if process_group is not None:
+            _expect_elastic(inner, process_group)
+        compression = DdpCompression(inner, compressed, unit, process_group, timeout, writer)
+    else:
+        if process_group is not None:
+            raise _core.InvalidArgument("skim.attach: no ElasticGroup for a model with fully_shard")
+        compression = FsdpCompression(cast("FSDPModule", inner), between, compressed, unit, timeout, writer)
+    _attached[inner] = compression
     if compression.comm.rank == 0 and total_steps > 0 and isinstance(density, (int, float)):
         if density * total_steps < _core.level_sends:
             warnings.warn("skim.attach: " + _core.quality_note(density, total_steps), stacklevel=2)
@@ -170,8 +195,8 @@ def _expect_elastic(ddp: DistributedDataParallel, group: Any) -> None:
         )
 
 
-def compression_of(model: torch.nn.Module) -> DdpCompression:
-    """The DdpCompression that attach(model) returned. Raises InvalidArgument if the model is not attached."""
+def compression_of(model: torch.nn.Module) -> DdpCompression | FsdpCompression:
+    """What attach(model) returned. Raises InvalidArgument if the model is not attached."""
     found = _attached.get(_unwrapped(model))
     if found is None:
         raise _core.InvalidArgument("skim: this model has not been attached; call skim.attach(model) first")
@@ -185,7 +210,7 @@ def report(model: torch.nn.Module) -> Report:
 
 def state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """This rank's residuals and all other state of compression: one tensor of bytes, under the key
-    rank_R_of_P. Every rank must save its own."""
+    rank_R_of_P, or shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own."""
     return compression_of(model).state_dict()
 
 
@@ -202,14 +227,14 @@ def load_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -
 
 
 def state_template(checkpoint_id: str | os.PathLike[str], prefix: str = "skim") -> dict[str, torch.Tensor]:
-    """Empty tensors into which torch.distributed.checkpoint can load the states of all ranks:
+    """Empty tensors into which torch.distributed.checkpoint can load the states of all ranks, also of LocalSteps:
 
         state = {"skim": skim.state_template(folder)}
         torch.distributed.checkpoint.load(state, checkpoint_id=folder)
         skim.load_state_dict(model, state["skim"])
 
     checkpoint_id: the folder of the checkpoint.
-    prefix: the key under which skim.state_dict(model) was saved.
+    prefix: the key under which the state was saved.
     Raises StateError if the checkpoint has no such state.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -218,9 +243,9 @@ def state_template(checkpoint_id: str | os.PathLike[str], prefix: str = "skim") 
     found = {}
     for key, value in known.items():
         head, _, name = key.rpartition(".")
-        if head == prefix and STATE.match(name):
-            found[name] = torch.empty(value.size, dtype=torch.uint8)  # type: ignore[union-attr]
-    if not found:
+        if head == prefix:
+            found[name] = torch.empty(value.size, dtype=value.properties.dtype)  # type: ignore[union-attr]
+    if not any(map(STATE.search, found)):
         raise _core.StateError(f"skim: no state of Skim is called '{prefix}' in '{checkpoint_id}'")
     return found
 
@@ -235,8 +260,7 @@ class DdpCompression(Compression):
         self,
         ddp: DistributedDataParallel,
         options: Options,
-        scaler: Any,
-        updates_of: Any,
+        unit: Unit,
         elastic: ElasticGroup | None,
         timeout: float,
         writer: Any,
@@ -253,14 +277,11 @@ class DdpCompression(Compression):
                 raise _core.InvalidArgument(
                     f"skim.attach: '{name}' makes sparse gradients, which the hook cannot take; use sparse=False"
                 )
-        whose = "None" if updates_of is None else type(updates_of).__name__
         ranks = ddp.process_group if elastic is None else elastic
-        super().__init__(named, options, ranks, timeout, writer, also_equal=[f"updates_of={whose}"])
+        super().__init__(named, options, ranks, timeout, writer, also_equal=unit.described())
         self._index_of = {p: i for i, p in enumerate(named.values())}
-        self._scaler = scaler
-        self._updates_of = updates_of
+        self._unit = unit
         self._scale_now = 1.0  # of this step
-        self._rate = LEAST_RATE  # learning rate of the last step in which it was above 0
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
         self._seen_before: list[tuple[int, ...]] = []
@@ -304,14 +325,14 @@ class DdpCompression(Compression):
                 gradients, self._gradients = self._gradients, {}
                 with self.lock:
                     assert self.buckets is not None
-                    self.reduce_buckets(range(len(self.buckets)), gradients, self._scale())
+                    self.reduce_buckets(range(len(self.buckets)), gradients, self._unit.scale())
                     self.end_of_step()
                     self.raise_if_not_finite()
             return
         with self.lock:
             self.begin_bucket(index, members, opens_step=index == 0)
             if index == 0:  # once a step, because a scaler on a GPU waits for it
-                self._scale_now = self._scale()
+                self._scale_now = self._unit.scale()
             self._seen.append(members)
             scale = self._scale_now
             unused = self._unused_by_all(members, flat) if self._finds_unused else []
@@ -323,16 +344,6 @@ class DdpCompression(Compression):
             if last:
                 self.end_of_step()
                 self.raise_if_not_finite()
-
-    def _scale(self) -> float:
-        """The gradients of this step divided by the unit of the residuals: loss scale / learning rate, if set."""
-        scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
-        if self._updates_of is None:
-            return scale
-        # At a rate of 0, updates cannot be converted to gradients, so keep the last rate above 0. The
-        # entries that such a step sends change no parameter.
-        self._rate = float(self._updates_of.param_groups[0]["lr"]) or self._rate
-        return scale / self._rate
 
     def _unused_by_all(self, members: tuple[int, ...], flat: torch.Tensor) -> list[tuple[int, int]]:
         """The ranges [begin, end) of the bucket whose parameters have a zero gradient on all ranks.
@@ -394,18 +405,18 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def]
     return answer
 
 
-def _unwrapped(model: Any) -> DistributedDataParallel:
-    """Returns the DDP model itself. Raises InvalidArgument for other objects, and says what to use instead."""
+def _unwrapped(model: Any) -> torch.nn.Module:
+    """Returns the DDP model, or the one with fully_shard. Raises InvalidArgument for other objects, and says what to use instead."""
     inner = model
     if isinstance(model, torch.nn.Module):
         inner = model._modules.get("_orig_mod", model)  # torch.compile wraps the model
-    if isinstance(inner, DistributedDataParallel):
+    if isinstance(inner, DistributedDataParallel) or (isinstance(inner, torch.nn.Module) and is_sharded(inner)):
         return inner
     kind = type(inner).__name__
-    if any(t.__name__ in ("FullyShardedDataParallel", "FSDPModule") for t in type(inner).__mro__):
+    if kind == "FullyShardedDataParallel":
         raise _core.InvalidArgument(
-            f"skim: {kind} shards its gradients, which Skim does not exchange; use DistributedDataParallel, "
-            "or skim.Aggregator on a model that is whole on every rank"
+            "skim: FullyShardedDataParallel shards its gradients, which Skim does not exchange; use "
+            "torch.distributed.fsdp.fully_shard and skim.attach(model, between=group), or DistributedDataParallel"
         )
     if isinstance(inner, torch.nn.Module):
         raise _core.InvalidArgument(

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from skim import _core
 from skim._momentum import correction_for, inner_optimizer
 from skim._report import Report
+from skim._shards import Shard, local, reshard
 from skim.aggregator import Aggregator
 from skim.elastic import ElasticGroup
 
@@ -151,12 +152,21 @@ class LocalSteps:
         self.ahead, self.outer_lr, self.outer_momentum = own["ahead"], own["outer_lr"], own["outer_momentum"]
         self._follows_density = self.outer_lr == 0.0 and self.outer_momentum == 0.0
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._names, self._parameters = list(named), list(named.values())
+        self._names, self._of_model = list(named), list(named.values())
+        self._shard = Shard.of(self._of_model)
+        if self._shard is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise _core.InvalidArgument(
+                "skim.LocalSteps: the parameters are shards: give process_group= the ranks that have the same shards, one "
+                "in each island (not an ElasticGroup)"
+            )
         self._aggregator = Aggregator(
-            named.items(), density=density, exchange=exchange, process_group=process_group, fragments=fragments,
+            zip(self._names, self._parameters), density=density, exchange=exchange, process_group=process_group,
+            fragments=fragments,
             optimizer=optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None, of_updates=True,
             **options,
         )  # fmt: skip
+        if self._shard is not None:
+            self._aggregator.inside = self._shard.connect(options.get("timeout", 1800.0))
         self._elastic = self._aggregator.elastic
         with torch.no_grad():
             if self._elastic is None:
@@ -181,6 +191,11 @@ class LocalSteps:
             model._register_state_dict_hook(_Hook(self._replace_in_state)),
             model.register_load_state_dict_post_hook(_Hook(self._take_loaded)),
         ]
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        """This rank's parts of the parameters, which share memory with the model."""
+        return [local(p) for p in self._of_model]
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -255,7 +270,7 @@ class LocalSteps:
     @torch.no_grad()
     def _depart(self, f: int, delay: int) -> bool:
         """Begins the exchange of a fragment. Without delay it also ends the exchange. Returns as exchange()."""
-        here = [self._parameters[i].detach().to(torch.float32, copy=delay > 0) for i in self._fragments[f]]
+        here = [local(self._of_model[i]).detach().to(torch.float32, copy=delay > 0) for i in self._fragments[f]]
         flight = self._flights[f] = _Flight(delay, here, Future())
 
         def job() -> None:
@@ -294,13 +309,14 @@ class LocalSteps:
             arrived = flight.arrived.result()
             self._aggregator.statistics.exposed_s += time.perf_counter() - began
             for i, here, mean, e in zip(self._fragments[f], flight.sent_from, arrived.means, arrived.residuals):
-                since = self._parameters[i].to(torch.float32) - here
+                since = local(self._of_model[i]).to(torch.float32) - here
                 if arrived.applied:
                     self._outer_step(i, mean)
                 else:
                     since.nan_to_num_(0.0, 0.0, 0.0)  # a replica with NaN goes on without it
-                self._parameters[i].copy_(since.add_(self._start(i, e)))
+                local(self._of_model[i]).copy_(since.add_(self._start(i, e)))
             applied, error = applied and arrived.applied, error or arrived.error
+        self._reshard()
         if error is not None:
             raise error
         return applied
@@ -324,7 +340,8 @@ class LocalSteps:
     def _restart(self) -> None:
         for f, members in enumerate(self._fragments):
             for i, e in zip(members, self._residuals(f)):
-                self._parameters[i].copy_(self._start(i, e))
+                local(self._of_model[i]).copy_(self._start(i, e))
+        self._reshard()
 
     def _expect_training(self, what: str) -> None:
         if self._is_shared:
@@ -343,15 +360,22 @@ class LocalSteps:
             return
         own = [p.detach().clone() for p in self._parameters]
         self._is_shared = True
-        for p, x in zip(self._parameters, self._shared):
-            p.copy_(x)
+        self._put(self._shared)
         try:
             yield self.model
         finally:
             with torch.no_grad():
-                for p, kept in zip(self._parameters, own):
-                    p.copy_(kept)
+                self._put(own)
             self._is_shared = False
+
+    def _put(self, values: Iterable[torch.Tensor]) -> None:
+        for p, value in zip(self._parameters, values):
+            p.copy_(value)
+        self._reshard()
+
+    def _reshard(self) -> None:
+        if self._shard is not None:
+            reshard(self.model)
 
     @torch.no_grad()
     def _take_loaded(self, _module: Any, _keys: Any) -> None:
@@ -368,9 +392,10 @@ class LocalSteps:
         self._flights.clear()
 
     def _replace_in_state(self, _module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for name, p, x in zip(self._names, self._parameters, self._shared):
+        for name, x in zip(self._names, self._shared):
             if prefix + name in state:
-                state[prefix + name] = x.to(p.dtype, copy=True)
+                replaced = state[prefix + name] = state[prefix + name].detach().clone()
+                local(replaced).copy_(x)
 
     def finish(self) -> None:
         """Ends an open round, and leaves x in the model. Collective. Training is over after it.
@@ -387,8 +412,7 @@ class LocalSteps:
         if is_open:
             self.exchange()
         with torch.no_grad():
-            for p, x in zip(self._parameters, self._shared):
-                p.copy_(x)
+            self._put(self._shared)
         self._finished = True
         for hook in self._hooks:
             hook.remove()
@@ -425,7 +449,7 @@ class LocalSteps:
             found["means"] = _flat([mean for f in sorted(arrived) for mean in arrived[f].means])
             sent_from = [here for f in sorted(self._flights) for here in self._flights[f].sent_from]
             found[f"sent_from_{rank}_{size}"] = _flat(sent_from)
-        return found
+        return found if self._shard is None else self._shard.marked(found)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -435,6 +459,8 @@ class LocalSteps:
         mean of the old residuals and, in the middle of a round, the mean of the old replicas. Raises StateError
         if the state does not fit; nothing has changed then.
         """
+        if self._shard is not None:
+            state = self._shard.own(state)
         n, count = sum(x.numel() for x in self._shared), len(self._fragments)
         self._expect_in_state(state, {"round": 1, "shared": n, "steps_left": count})
         steps_left = {f: left for f, left in enumerate(state["steps_left"].tolist()) if left > 0}

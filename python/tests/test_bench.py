@@ -88,6 +88,26 @@ class Measured(unittest.TestCase):
         self.assertIn("bf16 failed", self.done.stderr)
 
 
+class Islands(unittest.TestCase):
+    def test_hooks_between_islands(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder) / "out.json"
+            done = bench(
+                "ddp", "--islands", "2", "--ranks", "4", "--hooks", "none,allreduce,skim,skim@device", "--json", str(out),
+                "--density", "0.01", "--steps", "2", "--rounds", "1", "--warm-up", "1",
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            rows = {row["hook"]: row for row in json.loads(out.read_text())}
+        self.assertEqual({hook: row["weights_equal"] for hook, row in rows.items()},
+                         {"none": None, "allreduce": True, "skim": True, "skim@device": True})  # fmt: skip
+        self.assertEqual({row["failures"] for row in rows.values()}, {0})
+        if sys.platform == "linux":
+            between = {hook: row["sent_bytes"] - rows["none"]["sent_bytes"] for hook, row in rows.items()}
+            # Two islands send each entry of a shard once; Skim 1 % of them, of 4 bytes and an index.
+            self.assertAlmostEqual(between["allreduce"] / (2 * PARAMETERS), 1, delta=0.05)
+            self.assertLess(between["skim"], 0.05 * between["allreduce"])
+
+
 class Failing(unittest.TestCase):
     def group(self, timeout):
         task = _ddp.Task("none", "allgather", 0.001, 0, 2, 25.0, 0, "", timeout)
@@ -144,6 +164,8 @@ class Refusals(unittest.TestCase):
             (["ddp", "--latency", "1ms"], "--rate"),
             (["ddp", "--rate", "1gbit", "--ranks", "1"], "--ranks 2"),
             (["ddp", "--ranks", "0"], "'0'"),
+            (["ddp", "--ranks", "4", "--islands", "3"], "--islands 3 must divide --ranks 4"),
+            (["ddp", "--ranks", "4", "--islands", "2", "--hooks", "none,bf16"], "'bf16'"),
             (["ddp", "--density", "nan"], "'nan'"),
             (["ddp", "--exchange", "telepathy"], "'telepathy'"),
             (["ddp", "--json", "/nowhere/x.json"], "/nowhere/x.json"),

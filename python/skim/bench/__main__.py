@@ -29,10 +29,10 @@ or does not answer, the hook is left out of the rest of that run. Each process t
 """
 
 RATE = """\
-With --rate each rank is a host in a network namespace, with a shaped link to one switch. This needs root, Linux and
-iproute2, and with --latency also a C++ compiler. It makes the namespaces skimddp0, skimddp1, .. and skimddp-switch,
-with addresses 10.77.9.x inside them, and the folder /run/skim-cluster-skimddp. It removes them at the end, also after
-Ctrl-C or SIGTERM. It changes nothing else in the machine's network.
+With --rate each rank, or each island, is a host in a network namespace, with a shaped link to one switch. This needs
+root, Linux and iproute2, and with --latency also a C++ compiler. It makes the namespaces skimddp0, skimddp1, .. and
+skimddp-switch, with addresses 10.77.9.x inside them, and the folder /run/skim-cluster-skimddp. It removes them at the
+end, also after Ctrl-C or SIGTERM. It changes nothing else in the machine's network.
 
 JSON: an array with one object per hook.
   hook, link, ranks, buckets
@@ -43,8 +43,8 @@ JSON: an array with one object per hook.
   failure             reason of the first failure, or null
   weights_equal       whether the parameters of all ranks were equal bit by bit at the end of every run; null for the
                       hooks none and barrier, and if no run ended
-  sent_bytes          bytes per step over TCP, without headers, of the rank that sent most; null if the system does
-                      not count them
+  sent_bytes          bytes per step over TCP, without headers, of the rank that sent most, with --rate and --islands
+                      only to other hosts; null if the system does not count them
   parts_ms            skim's own times per step
   decisions           skim's last decision for each bucket
 """
@@ -70,6 +70,9 @@ def main() -> int:
         "skim@device: with local='device', as if the tensors of this CPU were on a device; "
         f"default: {','.join(DEFAULT)}")  # fmt: skip
     add("--ranks", type=_whole(1, 250), default=2, metavar="P", help="number of ranks (2)")
+    add("--islands", type=_whole(2, 250), default=0, metavar="I",
+        help="shard the model by fully_shard inside I islands of P/I ranks each, with the hook between them: none, "
+        "allreduce (fully_shard's own), or skim (DDP, without islands)")  # fmt: skip
     add("--rate", type=_rate, metavar="RATE",
         help="rate of each rank's link, in each direction: 1gbit, 100mbit, .. (loopback)")  # fmt: skip
     add("--latency", type=_latency, metavar="TIME", help="one-way latency, with --rate: 0.2ms, 50us, .. (none)")
@@ -88,6 +91,14 @@ def main() -> int:
         _refuse("--latency needs --rate")
     if arguments.rate and arguments.ranks < 2:
         _refuse("--rate needs --ranks 2 or more")
+    if arguments.islands:
+        if arguments.ranks % arguments.islands:
+            _refuse(f"--islands {arguments.islands} must divide --ranks {arguments.ranks}")
+        if arguments.hooks == DEFAULT:
+            arguments.hooks = ["none", "allreduce", "skim", "skim-auto"]
+        wrong = [h for h in arguments.hooks if h not in ("none", "allreduce") and not h.startswith("skim")]
+        if wrong:
+            _refuse(f"--islands has no hook '{wrong[0]}'; there are: none, allreduce, and those of skim")
     folder = os.path.dirname(arguments.json or "") or "."
     if arguments.json and (os.path.isdir(arguments.json) or not os.access(folder, os.W_OK)):
         _refuse(f"--json {arguments.json}: cannot write there")

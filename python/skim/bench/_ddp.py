@@ -41,8 +41,8 @@ class Loopback:
     device = "lo"
     address = "127.0.0.1"
 
-    def on_host(self, rank: int) -> list[str]:
-        """The words to put before the command of a rank."""
+    def on_host(self, host: int) -> list[str]:
+        """The words to put before a command that is to run on a host."""
         return []
 
 
@@ -55,12 +55,12 @@ class Namespaces(Loopback):
     def __init__(self, shape: str) -> None:
         self.name = shape
 
-    def on_host(self, rank: int) -> list[str]:
-        return ["bash", str(SCRIPT), "enter", str(rank)]
+    def on_host(self, host: int) -> list[str]:
+        return ["bash", str(SCRIPT), "enter", str(host)]
 
 
 @contextlib.contextmanager
-def link_of(rate: str | None, latency: str | None, ranks: int) -> Iterator[Loopback]:
+def link_of(rate: str | None, latency: str | None, hosts: int) -> Iterator[Loopback]:
     """Makes the link, and removes it at the end of the block. Raises NoLink."""
     if rate is None:
         yield Loopback()
@@ -76,7 +76,7 @@ def link_of(rate: str | None, latency: str | None, ranks: int) -> Iterator[Loopb
         if done.returncode:
             raise NoLink((done.stderr.strip().splitlines() or [f"cluster {arguments[0]} failed"])[-1])
 
-    cluster("up", str(ranks), shape)
+    cluster("up", str(hosts), shape)
     try:
         yield Namespaces(shape)
     finally:
@@ -92,8 +92,9 @@ class Group:
         self._pipes: list[Any] = []
         self._logs: list[IO[bytes]] = []
         try:
+            on_host = task.ranks // task.islands if task.islands else 1
             for rank in range(task.ranks):
-                self._start(rank, link)
+                self._start(rank, link, link.on_host(rank // on_host))
                 self._pipes[rank].send(dataclasses.replace(task, rank=rank, address=link.address))
             [port] = self._answers(self._pipes[:1])
             self._tell(port, self._pipes[1:])
@@ -102,14 +103,14 @@ class Group:
             self.end()
             raise
 
-    def _start(self, rank: int, link: Loopback) -> None:
+    def _start(self, rank: int, link: Loopback, on_host: list[str]) -> None:
         ours, theirs = multiprocessing.connection.Pipe()
         self._pipes.append(ours)
         self._logs.append(tempfile.TemporaryFile())
         with theirs:
             self.processes.append(
                 subprocess.Popen(
-                    [*link.on_host(rank), sys.executable, "-c", RANK, str(theirs.fileno())],
+                    [*on_host, sys.executable, "-c", RANK, str(theirs.fileno())],
                     env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": link.device},
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -205,7 +206,6 @@ class Hook:
         self.task = Task(
             hook=kind,
             exchange=exchange or arguments.exchange,
-            local="device" if where else "host",
             density=arguments.density,
             rank=0,
             ranks=arguments.ranks,
@@ -213,6 +213,9 @@ class Hook:
             warm_up=arguments.warm_up,
             address="",
             timeout=arguments.timeout,
+            local="device" if where else "host",
+            islands=arguments.islands,
+            counts_far=bool(arguments.islands and arguments.rate),
         )
         self.steps_s: dict[tuple[int, int], list[float]] = {}  # (run, round): seconds of each step, on the slowest rank
         self.sent: list[float] = []  # bytes per step in each round, of the rank that sent most
@@ -260,7 +263,7 @@ class Hook:
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of the JSON file. Raises NoLink."""
     hooks = [Hook(name, arguments) for name in arguments.hooks]
-    with link_of(arguments.rate, arguments.latency, arguments.ranks) as link:
+    with link_of(arguments.rate, arguments.latency, arguments.islands or arguments.ranks) as link:
         for run in range(arguments.runs):
             _measure_once(hooks, link, run, arguments)
     none = next((h for h in hooks if h.name == "none"), None)

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import skim
@@ -40,7 +41,6 @@ SETTLE = 2  # untimed steps at the start of a turn, because other processes had 
 class Task:
     hook: str  # none, barrier, allreduce, fp16, bf16, powersgd, skim
     exchange: str
-    local: Literal["host", "device"]  # of skim
     density: float
     rank: int
     ranks: int
@@ -48,6 +48,9 @@ class Task:
     warm_up: int
     address: str  # of rank 0
     timeout: float
+    local: Literal["host", "device"] = "host"  # of skim
+    islands: int = 0  # of ranks that share the parameters by fully_shard, with the hook between islands; 0: DDP
+    counts_far: bool = False  # count only what goes to another host
 
 
 @dataclasses.dataclass
@@ -79,9 +82,9 @@ def serve(pipe: Connection) -> None:
     while (steps := pipe.recv()) is not None:
         trainer.train(SETTLE)
         dist.barrier()
-        before = _sent_bytes()
+        before = _sent_bytes(task.counts_far)
         seconds = trainer.train(steps)
-        after = _sent_bytes()
+        after = _sent_bytes(task.counts_far)
         pipe.send(Turn(seconds, None if before is None or after is None else after - before))
     pipe.send(trainer.outcome())
     pipe.recv()  # no rank leaves before all have answered
@@ -96,21 +99,45 @@ class _Trainer:
         layers: list[torch.nn.Module] = []
         for _ in range(LAYERS):
             layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
-        self.ddp = DistributedDataParallel(
-            torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, CLASSES)), bucket_cap_mb=task.bucket_mb
-        )
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
+        layers.append(torch.nn.Linear(WIDTH, CLASSES))
+        self.model = torch.nn.Sequential(*layers)
+        self.compression: Any = None
+        self.buckets = 0
+        if task.islands:
+            self._shard(task)
+        else:
+            self._hook(task)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         torch.manual_seed(1 + task.rank)
         self.batches = [
             (torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))) for _ in range(BATCHES)
         ]
         self.steps = 0
-        self.compression: Any = None
+
+    def _skim(self, task: Task, **options: Any) -> None:
+        self.compression = skim.attach(
+            self.model, density=task.density, exchange=task.exchange, value_code="f32", local=task.local,
+            timeout=task.timeout, **options,
+        )  # fmt: skip
+
+    def _shard(self, task: Task) -> None:
+        from torch.distributed.fsdp import fully_shard  # since PyTorch 2.6
+
+        shape = (task.islands, task.ranks // task.islands)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("between", "inside"))
+        # With the whole mesh, fully_shard sums the gradients of islands itself.
+        own = mesh if task.hook == "allreduce" else mesh["inside"]
+        for layer in [m for m in self.model if isinstance(m, torch.nn.Linear)]:
+            fully_shard(layer, mesh=own)
+            self.buckets += 1
+        fully_shard(self.model, mesh=own)
         if task.hook == "skim":
-            self.compression = skim.attach(
-                self.ddp, density=task.density, exchange=task.exchange, value_code="f32", local=task.local,
-                timeout=task.timeout,
-            )  # fmt: skip
+            self._skim(task, between=mesh["between"].get_group())
+
+    def _hook(self, task: Task) -> None:
+        self.model = self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=task.bucket_mb)
+        if task.hook == "skim":
+            self._skim(task)
         elif task.hook == "powersgd":
             # Start right after the step that rebuilds the buckets. The default is after 1000 dense steps.
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -132,7 +159,7 @@ class _Trainer:
             start = time.perf_counter()
             x, y = self.batches[self.steps % BATCHES]
             self.optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(self.ddp(x), y).backward()
+            torch.nn.functional.cross_entropy(self.model(x), y).backward()
             self.optimizer.step()
             seconds.append(time.perf_counter() - start)
             self.steps += 1
@@ -140,10 +167,12 @@ class _Trainer:
 
     def outcome(self) -> Outcome:
         digest = hashlib.sha256()
-        for p in self.ddp.parameters():
-            digest.update(p.detach().numpy().tobytes())
-        formed = self.ddp._get_ddp_logging_data()
-        sizes = formed.get("rebuilt_bucket_sizes") or formed["bucket_sizes"]
+        for p in self.model.parameters():
+            whole = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
+            digest.update(whole.numpy().tobytes())
+        if not self.buckets:
+            formed = self.ddp._get_ddp_logging_data()
+            self.buckets = len((formed.get("rebuilt_bucket_sizes") or formed["bucket_sizes"]).split(","))
         parts: dict[str, float] = {}
         decisions: list[str] = []
         if self.compression is not None:
@@ -153,7 +182,7 @@ class _Trainer:
                 parts[part] = sum(getattr(b, f"{part}_s") for b in report.buckets.values()) / steps
             parts["exposed"] = report.exposed_s / steps
             decisions = [b.decision for _, b in sorted(report.buckets.items())]
-        return Outcome(digest.hexdigest(), len(sizes.split(",")), parts, decisions)
+        return Outcome(digest.hexdigest(), self.buckets, parts, decisions)
 
 
 # No annotations: DDP compares them with types, but here they would be strings (see the __future__ import).
@@ -169,8 +198,11 @@ def _wait_only(state, bucket):  # type: ignore[no-untyped-def]
     return met.then(lambda _: bucket.buffer())
 
 
-def _sent_bytes() -> int | None:
-    """Bytes that this process has sent over its open TCP connections; None if the system does not count them."""
+def _sent_bytes(only_far: bool = False) -> int | None:
+    """Bytes that this process has sent over its open TCP connections; None if the system does not count them.
+
+    only_far: over those to other hosts.
+    """
     if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
         return None
     total = 0
@@ -180,6 +212,8 @@ def _sent_bytes() -> int | None:
                 continue
             with socket.socket(fileno=os.dup(fd)) as s:
                 if s.type == socket.SOCK_STREAM and s.family in (socket.AF_INET, socket.AF_INET6):
+                    if only_far and s.getpeername()[0] == s.getsockname()[0]:
+                        continue
                     # tcpi_bytes_acked of struct tcp_info in Linux's include/uapi/linux/tcp.h
                     total += struct.unpack_from("=Q", s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128), 120)[0]
         except (OSError, struct.error):  # closed by now, not connected, or an older kernel

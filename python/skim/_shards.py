@@ -1,0 +1,80 @@
+"""Parameters that are shards: PyTorch's DTensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from skim import _core
+from skim._transport import connect
+
+SHARD = re.compile(r"shard_(\d+)_of_(\d+)_")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this rank's part of a DTensor; any other tensor itself."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether fully_shard was applied to the model itself."""
+    return any(t.__name__ == "FSDPModule" for t in type(model).__mro__)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Lets fully_shard gather parameters anew. Call it after their shards have changed."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """This rank's place among the ranks that share the parameters. State is kept by place, because it differs."""
+
+    place: int
+    count: int
+    mesh: Any  # the DeviceMesh of those ranks
+
+    @staticmethod
+    def of(parameters: Iterable[torch.Tensor]) -> Shard | None:
+        """None: no parameter is sharded. Raises InvalidArgument for shards that Skim cannot serve."""
+        found = None
+        for p in parameters:
+            if hasattr(p, "device_mesh"):
+                if any(placement.is_partial() for placement in p.placements):
+                    raise _core.InvalidArgument("skim: a parameter is a DTensor with a Partial placement")
+                if found is not None and found.mesh != p.device_mesh:
+                    raise _core.InvalidArgument("skim: the parameters are shards on several meshes")
+                ranks = p.device_mesh.mesh.flatten().tolist()
+                found = Shard(ranks.index(dist.get_rank()), len(ranks), p.device_mesh)
+        return found
+
+    def connect(self, timeout: float) -> list[_core.Communicator]:
+        """Communicators among the ranks that share the parameters: one for each dimension of their mesh. Collective."""
+        groups = [self.mesh.get_group(d) for d in range(self.mesh.ndim) if self.mesh.size(d) > 1]
+        return [connect(group, timeout=timeout) for group in groups]
+
+    @property
+    def prefix(self) -> str:
+        return f"shard_{self.place}_of_{self.count}_"
+
+    def marked(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A state in which every key says whose it is, so that those of several ranks fit into one checkpoint."""
+        return {self.prefix + key: value for key, value in state.items()}
+
+    def own(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What marked() returned, without the marks and without other shards. Raises StateError if nothing is left."""
+        mine = {key[match.end() :]: t for key, t in state.items() if (match := SHARD.search(key)) and match[0] == self.prefix}
+        if not mine:
+            others = sorted({match[0][:-1] for key in state if (match := SHARD.search(key))})
+            raise _core.StateError(
+                f"skim: no state of {self.prefix[:-1]}; there are: {', '.join(others) or 'states without shards'}. "
+                "Residuals can move to another number of islands, but not to another number of ranks inside an island"
+            )
+        return mine

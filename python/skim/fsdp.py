@@ -1,0 +1,162 @@
+"""Skim between islands: each island shards the model with fully_shard, and exchanges its shards' gradients with others."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from skim import _core
+from skim._compression import Compression, Options, Unit
+from skim._report import Report
+from skim._shards import Shard, is_sharded, local
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+class FsdpCompression(Compression):
+    """The compression of one model that is sharded inside an island, between islands. skim.attach makes it.
+
+    Every module with fully_shard is a bucket: the gradient of its shards on this rank. A step ends when all modules have
+    been reduced, or when one of them comes again.
+
+    Set `epoch` once an epoch if the density is a schedule that depends on epochs.
+    """
+
+    def __init__(
+        self, model: FSDPModule, between: dist.ProcessGroup, options: Options, unit: Unit, timeout: float, writer: Any
+    ) -> None:
+        modules = {name: m for name, m in model.named_modules() if is_sharded(m)}  # type: ignore[attr-defined]
+        names = {p: name.replace("_orig_mod.", "") for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+        shards: dict[str, torch.Tensor] = {}
+        buckets: list[tuple[int, ...]] = []
+        hooked: list[tuple[str, FSDPModule, int]] = []
+        for of_module, module in modules.items():
+            trainable = [p for p in _fsdp_parameters(of_module, module) if p.sharded_param.requires_grad]
+            if not trainable:
+                continue
+            first = len(shards)
+            for p in trainable:
+                shards[names[p.sharded_param]] = _stand_in(p)
+            buckets.append(tuple(range(first, len(shards))))
+            hooked.append((of_module, module, len(buckets) - 1))
+        shard = Shard.of(names)
+        assert shard is not None
+        self._shard = shard
+        super().__init__(shards, options, between, timeout, writer, also_equal=[*unit.described(), self._shard.prefix])
+        self.inside = shard.connect(timeout)
+        self._unit = unit
+        self._scale_now = 1.0  # of this step
+        self._reduced: set[int] = set()  # buckets of this step
+        self._set_layout(buckets)
+        _make_equal(model, between)
+        me = weakref.ref(self)
+        for name, module, index in hooked:
+            module.set_all_reduce_hook(_hook_of(me, name, index))
+
+    def report(self) -> Report:
+        with self.lock:
+            return self.statistics
+
+    def rollback(self) -> None:
+        """Call it on every rank or on none, if your loop skips the step whose backward has just ended. Nothing of the
+        step then counts as delivered, and residuals keep its gradients."""
+        self.finish_step(skip=True)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._shard.marked(super().state_dict())
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load_state_dict(self._shard.own(state))
+
+    def finish_step(self, *, skip: bool = False) -> None:
+        with self.lock:
+            if self.step_is_open and len(self._reduced) < len(self.buckets or ()):
+                self.end_of_step()  # some modules had no gradient in this step
+            super().finish_step(skip=skip)
+            self._reduced.clear()
+
+    def reduce_bucket(self, name: str, index: int, flat: torch.Tensor) -> None:
+        """Replaces the gradient of a module's shards by its mean over the islands. Collective over the islands."""
+        assert self.buckets is not None
+        start = time.perf_counter_ns()
+        members = self.buckets[index]
+        expected = sum(self.lengths[i] for i in members)
+        if flat.numel() != expected:
+            raise _core.InvalidArgument(
+                f"skim: module '{name}' reduces {flat.numel()} entries instead of {expected}: a parameter has no gradient "
+                "in this step; call model.set_reduce_scatter_unused_params(True)"
+            )
+        with self.lock:
+            if index in self._reduced:
+                self.finish_step()
+            opens = not self.step_is_open
+            self.begin_bucket(index, members, opens_step=opens)
+            if opens:
+                self._scale_now = self._unit.scale()
+            self._reduced.add(index)
+            for slot, offset, length in self.slots_of(members, index):
+                self.reduce_part(slot, flat[offset : offset + length], self._scale_now)
+            self.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
+            if len(self._reduced) == len(self.buckets):
+                self.end_of_step()
+                self.raise_if_not_finite()
+                if not self._finite:  # also where another shard was not finite
+                    flat[:1].fill_(math.nan)
+
+
+def _hook_of(of: weakref.ref[FsdpCompression], name: str, index: int) -> Any:
+    """The hook of one module. It runs in backward, after the reduce-scatter inside the island."""
+
+    def hook(reduced: torch.Tensor) -> None:
+        compression = of()
+        if compression is None:
+            return
+        try:
+            compression.reduce_bucket(name, index, reduced)
+        except BaseException as e:
+            compression.fail(e)
+            raise
+
+    return hook
+
+
+def _fsdp_parameters(name: str, module: FSDPModule) -> list[Any]:
+    """What FSDP keeps of each parameter of a module itself. Raises InvalidArgument for what Skim cannot serve."""
+    if not hasattr(module, "set_all_reduce_hook"):
+        raise _core.InvalidArgument(f"skim.attach: fully_shard of PyTorch {torch.__version__} has no hook; use 2.7 or later")
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before PyTorch 2.12
+        groups = [g for g in (state._fsdp_param_group,) if g is not None]
+    if len(groups) > 1:
+        raise _core.InvalidArgument(
+            f"skim.attach: module '{name}' has parameters on several meshes (shard_placement_fn), which its hook cannot serve"
+        )
+    if any(g._is_hsdp for g in groups):
+        raise _core.InvalidArgument(
+            f"skim.attach: module '{name}' is also replicated by fully_shard, which sends whole gradients between islands; "
+            "give fully_shard the mesh of the island alone: mesh=mesh['inside'] of a mesh ('between', 'inside')"
+        )
+    return [p for g in groups for p in g.fsdp_params]
+
+
+def _stand_in(p: Any) -> torch.Tensor:
+    """A tensor with type, device and length of the gradient of a parameter's shard, which FSDP pads. Takes no memory."""
+    tensor: torch.Tensor = p.sharded_param
+    dtype = p.mp_policy.reduce_dtype or tensor.dtype
+    return torch.zeros(1, dtype=dtype, device=tensor.device).expand(p.padded_sharded_param_size.numel())
+
+
+def _make_equal(model: Any, between: dist.ProcessGroup) -> None:
+    """Gives all islands the parameters of the first, as DDP does with ranks. Collective over the islands."""
+    first = dist.get_global_rank(between, 0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.is_meta and local(p).numel():
+                dist.broadcast(local(p), first, between)

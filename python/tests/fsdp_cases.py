@@ -1,0 +1,510 @@
+"""What test_fsdp.py runs under torchrun: every function case_*, on P islands of W ranks. The argument is P.
+
+Gradients are what the test says, as in ddp_cases.py. The law is one of each shard:
+
+    sum over islands of gradients  ==  P * mean  +  sum over islands of residuals
+"""
+
+import os
+import sys
+import tempfile
+import traceback
+
+import numpy as np
+import skim
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+EXACT = {"exchange": "allgather", "value_code": "f32", "density": 0.05, "dense_below": 0}
+MESH = None
+
+
+class Part(nn.Module):
+    def __init__(self, *shapes):
+        super().__init__()
+        self.w = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    def forward(self, coefficients):
+        return sum((w * c).sum() for w, c in zip(self.w, coefficients) if c is not None)
+
+
+class Whole(nn.Module):
+    """loss = sum of parameter * coefficient, in modules of which two are nested. Most shards are padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Part((301, 7), (5,)), Part((64, 10)), Part((1000,), (3, 3), (1,))])
+        self.last = nn.Parameter(torch.zeros(77))
+
+    def forward(self, coefficients):
+        own = (self.last * coefficients[-1]).sum()
+        return own + sum(part(c) for part, c in zip(self.parts, coefficients))
+
+
+def sharded(**options):
+    model = Whole()
+    for part in model.parts:
+        fully_shard(part, mesh=MESH["inside"], **options)
+    return fully_shard(model, mesh=MESH["inside"], **options)
+
+
+def attached(attach={}, **options):
+    model = sharded(**options)
+    skim.attach(model, between=MESH["between"].get_group(), **{**EXACT, "timeout": 60.0, **attach})
+    return model
+
+
+def coefficients(step, rank=None):
+    """Whole numbers whose means over an island and over the islands are whole, too."""
+    rank = dist.get_rank() if rank is None else rank
+    rng = np.random.default_rng(1000 * rank + step)
+
+    def some(shape):
+        return torch.from_numpy(rng.integers(-50, 50, shape).astype(np.float32) * dist.get_world_size())
+
+    shapes = Whole()
+    return [*([some(tuple(w.shape)) for w in part.w] for part in shapes.parts), some(77)]
+
+
+def gradients(model):
+    """This rank's part of all gradients, without padding, by name."""
+    return {name: p.grad.to_local().flatten().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def of_island(step, model):
+    """This rank's part of the island's mean gradient, by name."""
+    inside = MESH["inside"].get_group()
+    ranks = dist.get_process_group_ranks(inside)
+    whole = None
+    for rank in ranks:
+        c = coefficients(step, rank)
+        flat = [*(t for part in c[:-1] for t in part), c[-1]]
+        whole = flat if whole is None else [a + b for a, b in zip(whole, flat)]
+    names = [f"parts.{i}.w.{j}" for i, part in enumerate(Whole().parts) for j in range(len(part.w))] + ["last"]
+    mine = {}
+    for name, t in zip(names, whole):
+        parts = torch.chunk(t / len(ranks), len(ranks))
+        place = MESH["inside"].get_local_rank()
+        mine[name] = parts[place].flatten() if place < len(parts) else torch.zeros(0)
+    return {name: mine[name] for name, _ in model.named_parameters()}
+
+
+def between(tensor):
+    """Its sum over the islands."""
+    tensor = tensor.clone()
+    dist.all_reduce(tensor, group=MESH["between"].get_group())
+    return tensor
+
+
+def check_law(model, given, got):
+    islands = MESH["between"].size()
+    residuals = skim.compression_of(model).residuals()
+    for name, g in given.items():
+        kept = residuals[name][: g.numel()].double()
+        assert not residuals[name][g.numel() :].any(), "padding has a residual"
+        left, right = between(g), islands * got[name] + between(kept)
+        torch.testing.assert_close(left, right, rtol=0.0 if islands != 3 else 1e-6, atol=0.0 if islands != 3 else 0.01)
+        everywhere = [torch.zeros_like(got[name]) for _ in range(islands)]
+        dist.all_gather(everywhere, got[name], group=MESH["between"].get_group())
+        assert all(torch.equal(x, everywhere[0]) for x in everywhere), "islands got different gradients"
+
+
+def train(model, steps, micro=1):
+    given, got = {}, {}
+    for step in steps:
+        for m in range(micro):
+            model.set_requires_gradient_sync(m == micro - 1)
+            model(coefficients(step * micro + m)).backward()
+            for name, g in of_island(step * micro + m, model).items():
+                given[name] = given.get(name, 0.0) + g.double()
+        for name, g in gradients(model).items():
+            got[name] = got.get(name, 0.0) + g.double()
+        for p in model.parameters():
+            p.grad = None
+    return given, got
+
+
+def expect(error, text, f, *args, **keywords):
+    try:
+        f(*args, **keywords)
+    except error as e:
+        assert text in str(e) and "\n" not in str(e), e
+        return
+    raise AssertionError(f"no {error.__name__}")
+
+
+# ---- the law
+
+
+def case_mass_is_conserved():
+    for options in ({}, {"exchange": "gtopk"}, {"exchange": "auto"}, {"exchange": "param-server"}, {"density": 1.0}):
+        model = attached(options)
+        given, got = train(model, range(5))
+        check_law(model, given, got)
+        report = skim.report(model)
+        assert report.steps == 5 and len(report.buckets) == 4, report
+        if MESH["between"].size() > 1 and not options:
+            assert report.compression > 4.0, report
+
+
+def case_on_a_device():
+    a, b = attached({"local": "host"}), attached({"local": "device"})
+    for (_, of_a), (_, of_b) in zip(*(sorted(train(m, range(4))[1].items()) for m in (a, b))):
+        assert torch.equal(of_a, of_b)
+    assert skim.report(b).moved_bytes > 0 == skim.report(a).moved_bytes
+
+
+def case_gradient_accumulation():
+    model = attached()
+    check_law(model, *train(model, range(3), micro=3))
+
+
+def case_mixed_precision():
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    model = attached({"density": 1.0}, mp_policy=policy)
+    _, got = train(model, range(2))
+    for name, g in got.items():
+        everywhere = [torch.zeros_like(g) for _ in range(MESH["between"].size())]
+        dist.all_gather(everywhere, g, group=MESH["between"].get_group())
+        assert all(torch.equal(x, everywhere[0]) for x in everywhere), name
+
+
+def case_modules_without_gradients():
+    """A module that a step leaves out keeps its residual. A parameter that a module leaves out is told."""
+    model = attached()
+    for step in range(4):
+        c = coefficients(step)
+        if step % 2:
+            c[1] = [None]
+        model(c).backward()
+    assert skim.compression_of(model).residuals()["parts.1.w.0"].any()
+    skim.compression_of(model).finish_step()
+    assert skim.report(model).steps == 4, skim.report(model)
+    c = coefficients(9)
+    c[2][1] = None
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+        model(c).backward()
+        model.set_reduce_scatter_unused_params(False)
+    expect(skim.InvalidArgument, "a parameter has no gradient in this step", model(c).backward)
+
+
+def case_steps_that_are_taken_back():
+    """A gradient that is not finite on one shard, and a step that the loop skips: nothing counts as delivered."""
+    model = attached()
+    given, got = train(model, range(2))
+
+    def skipped(step, spoil=False, end=lambda: skim.compression_of(model).finish_step()):
+        c = coefficients(step)
+        if spoil:
+            c[0][0][0, 0] = torch.inf
+        model(c).backward()
+        end()
+        has_nan = any(g.isnan().any() for g in gradients(model).values())
+        for p in model.parameters():
+            p.grad = None
+        return has_nan
+
+    has_nan = skipped(5, spoil=dist.get_rank() == 0)
+    assert has_nan and skim.report(model).skipped == 1, "another shard does not know of it"
+    for name, g in of_island(5, model).items():
+        spoilt = name == "parts.0.w.0" and MESH["inside"].get_local_rank() == 0 and g.numel()
+        if spoilt:
+            # The island's sum of this entry was infinite, and the other islands' entry stays.
+            g[0] = 0.0 if MESH["between"].get_local_rank() == 0 else g[0]
+        given[name] += g.double()
+    skipped(6, end=lambda: skim.compression_of(model).rollback())
+    assert skim.report(model).skipped == 2
+    for name, g in of_island(6, model).items():
+        given[name] += g.double()
+    check_law(model, given, got)
+    raising = attached({"non_finite": "raise"})
+    c = coefficients(5)
+    if dist.get_rank() == 0:
+        c[0][0][0, 0] = torch.nan
+    expect(skim.NonFiniteError, "is NaN or infinite", raising(c).backward)
+
+
+def case_grad_scaler():
+    """Residuals are unscaled, so a scale that changes does not matter."""
+    plain, scaled = attached(), sharded()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    optimizer = torch.optim.SGD(scaled.parameters(), lr=0.0)
+    skim.attach(scaled, between=MESH["between"].get_group(), scaler=scaler, **{**EXACT, "timeout": 60.0})
+    for step in range(3):
+        plain(coefficients(step)).backward()
+        scaler.scale(scaled(coefficients(step))).backward()
+        scaler.unscale_(optimizer)
+        for (name, a), b in zip(gradients(plain).items(), gradients(scaled).values()):
+            torch.testing.assert_close(a, b, msg=name)
+        scaler.step(optimizer)
+        scaler.update()
+        for p in (*plain.parameters(), *scaled.parameters()):
+            p.grad = None
+    assert scaler.get_scale() > 1024.0
+    for a, b in zip(*(skim.compression_of(m).residuals().values() for m in (plain, scaled))):
+        torch.testing.assert_close(a, b)
+
+
+# ---- training
+
+
+def layers(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def losses(model, optimizer, steps, place, places):
+    """Of the whole batch, of which this rank has a part."""
+    found = []
+    for step in range(steps):
+        g = torch.Generator().manual_seed(step)
+        x = torch.randn(48, 20, generator=g)
+        y = x[:, :3].argmax(1)
+        part = slice(48 * place // places, 48 * (place + 1) // places)
+        loss = nn.functional.cross_entropy(model(x[part]), y[part])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        found.append(float(total) / dist.get_world_size())
+    return found
+
+
+def case_trains_as_dense_and_as_ddp_do():
+    """At density 1 as without Skim; at equal density nearly as DDP, whose buckets are other pieces of the gradient."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def by_ddp(**options):
+        model = nn.parallel.DistributedDataParallel(layers(0))
+        if options:
+            skim.attach(model, **options, timeout=60.0)
+        return losses(model, torch.optim.SGD(model.parameters(), lr=0.5), 40, rank, size)
+
+    def by_fsdp(**options):
+        model = layers(1000 * MESH["between"].get_local_rank())  # attach makes the islands equal
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=MESH["inside"])
+        fully_shard(model, mesh=MESH["inside"])
+        skim.attach(model, between=MESH["between"].get_group(), timeout=60.0, **options)
+        return losses(model, torch.optim.SGD(model.parameters(), lr=0.5), 40, rank, size)
+
+    whole = {"density": 1.0, "value_code": "f32", "exchange": "dense"}
+    np.testing.assert_allclose(by_fsdp(**whole), by_ddp(), rtol=1e-4)
+    few = {"density": 0.1, "value_code": "f32", "exchange": "allgather", "dense_below": 0}
+    of_fsdp, of_ddp = by_fsdp(**few), by_ddp(**few)
+    assert of_ddp[-1] < 0.6 * of_ddp[0], of_ddp
+    np.testing.assert_allclose(of_fsdp, of_ddp, rtol=0.0, atol=0.06)
+
+
+def case_momentum_correction():
+    model = attached()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    again = sharded()
+    skim.attach(again, between=MESH["between"].get_group(), optimizer=(other := torch.optim.AdamW(again.parameters())), **EXACT)
+    assert other.param_groups[0]["betas"][0] == 0.0
+    for m, o in ((model, optimizer), (again, other)):
+        for step in range(3):
+            m(coefficients(step)).backward()
+            o.step()
+            o.zero_grad()
+    kept = skim.compression_of(again).residuals()
+    assert any(r.any() for r in kept.values())
+
+
+# ---- local steps
+
+
+def local_steps(density=1.0, every=3, **options):
+    model = layers(1000 * MESH["between"].get_local_rank())
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=MESH["inside"])
+    fully_shard(model, mesh=MESH["inside"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    group = MESH["between"].get_group()
+    options = {"value_code": "f32", "exchange": "allgather", "dense_below": 0, **options}
+    return model, skim.LocalSteps(model, optimizer, every=every, density=density, process_group=group, **options)
+
+
+def batch(step):
+    g = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    x = torch.randn(8, 20, generator=g)
+    return x, x[:, :3].argmax(1)
+
+
+def case_local_steps():
+    """An island takes local steps as one rank does. Its shards follow the law of local steps: all islands have one x."""
+    for options in ({"every": 1, "ahead": 0.0}, {"density": 0.2}, {"density": 0.2, "ahead": 0.0, "outer_momentum": 0.5}):
+        model, local = local_steps(**options)
+        first = last = None
+        for step in range(30):
+            x, y = batch(step)
+            loss = nn.functional.cross_entropy(model(x), y)
+            local.optimizer.zero_grad()
+            loss.backward()
+            local.step()
+            with local.shared(), torch.no_grad():
+                x, y = batch(1000)
+                last = float(nn.functional.cross_entropy(model(x), y))
+                first = last if first is None else first
+        assert last < 0.9 * first, (first, last)
+        local.finish()
+        for name, p in model.named_parameters():
+            mine = p.to_local().flatten()
+            everywhere = [torch.zeros_like(mine) for _ in range(MESH["between"].size())]
+            dist.all_gather(everywhere, mine, group=MESH["between"].get_group())
+            assert all(torch.equal(e, mine) for e in everywhere), f"islands have different {name}"
+        with torch.no_grad():
+            x, y = batch(1000)
+            np.testing.assert_allclose(float(nn.functional.cross_entropy(model(x), y)), last, rtol=1e-6)
+
+
+def case_local_steps_are_those_of_whole_replicas():
+    """Islands of W ranks that have one batch train as ranks do that have it. At density 1 no selection differs."""
+    def run(model, local):
+        for step in range(7):
+            g = torch.Generator().manual_seed(1000 * MESH["between"].get_local_rank() + step)
+            x = torch.randn(8, 20, generator=g)
+            local.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+            local.step()
+        local.finish()
+        return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+
+    of_islands = run(*local_steps())
+    model = layers(1000 * MESH["between"].get_local_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    whole = skim.LocalSteps(
+        model, optimizer, every=3, density=1.0, process_group=MESH["between"].get_group(), value_code="f32",
+        exchange="allgather", dense_below=0,
+    )  # fmt: skip
+    for a, b in zip(of_islands, run(model, whole)):
+        torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-4, atol=1e-5)
+
+
+def case_local_steps_resume():
+    def run(model, local, steps):
+        found = []
+        for step in steps:
+            x, y = batch(step)
+            loss = nn.functional.cross_entropy(model(x), y)
+            local.optimizer.zero_grad()
+            loss.backward()
+            local.step()
+            found.append(loss.item())
+        return found
+
+    model, local = local_steps(density=0.2, exchange="gtopk")
+    run(model, local, range(4))  # in the middle of a round
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        dcp.save({"skim": local.state_dict()}, checkpoint_id=folders[0])
+        losses = run(model, local, range(4, 9))
+        again, other = local_steps(density=0.2, exchange="gtopk")
+        state = {"skim": skim.state_template(folders[0])}
+        dcp.load(state, checkpoint_id=folders[0])
+        other.load_state_dict(state["skim"])
+        assert run(again, other, range(4, 9)) == losses
+        dist.barrier()
+    foreign = {key.replace("shard_", "shard_9"): t for key, t in state["skim"].items()}
+    expect(skim.StateError, "no state of shard_", other.load_state_dict, foreign)
+
+
+# ---- state
+
+
+def case_a_resumed_run_is_the_same():
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        model = attached({"exchange": "gtopk", "value_code": "q8"})
+        train(model, range(3))
+        dcp.save({"skim": skim.state_dict(model)}, checkpoint_id=folders[0])
+        _, expected = train(model, range(3, 6))
+        again = attached({"exchange": "gtopk", "value_code": "q8"})
+        state = {"skim": skim.state_template(folders[0])}
+        assert len(state["skim"]) == dist.get_world_size(), state
+        dcp.load(state, checkpoint_id=folders[0])
+        skim.load_state_dict(again, state["skim"])
+        _, got = train(again, range(3, 6))
+        for name, g in got.items():
+            assert torch.equal(g, expected[name]), name
+        dist.barrier()
+
+
+def case_another_number_of_islands():
+    """What the residuals still owe the mean stays: the sum over the old islands divided by their number."""
+    model = attached()
+    train(model, range(3))
+    owed = {name: between(r) / MESH["between"].size() for name, r in skim.compression_of(model).residuals().items()}
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, skim.state_dict(model))
+    whole = {key: value for state in states for key, value in state.items()}
+    alone = sharded()
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    skim.attach(alone, between=groups[dist.get_rank()], **EXACT)
+    skim.load_state_dict(alone, whole)
+    for name, r in skim.compression_of(alone).residuals().items():
+        torch.testing.assert_close(r, owed[name], rtol=1e-5, atol=1e-3)
+    if MESH["inside"].size() > 1:
+        foreign = {key.replace("shard_", "shard_9"): value for key, value in whole.items()}
+        expect(skim.StateError, "but not to another number of ranks inside an island", skim.load_state_dict, alone, foreign)
+
+
+# ---- mistakes
+
+
+def case_mistakes():
+    refused = skim.InvalidArgument
+    expect(refused, "needs between=, the process group", skim.attach, sharded(), **EXACT)
+    group = MESH["between"].get_group()
+    expect(refused, "between is for models with fully_shard", skim.attach, nn.parallel.DistributedDataParallel(Whole()), between=group)
+    expect(refused, "dry_run needs DistributedDataParallel", skim.attach, sharded(), between=group, dry_run=True)
+    expect(refused, "the parameters are shards: give process_group=", skim.LocalSteps, sharded(), None)
+    expect(refused, "is a DTensor: use skim.LocalSteps", skim.Aggregator, sharded().parameters())
+    model = attached()
+    expect(refused, "has been attached already", skim.attach, model, between=group)
+    if MESH["between"].size() > 1 and MESH["inside"].size() > 1:
+        both = Whole()
+        fully_shard(both, mesh=MESH)
+        expect(refused, "give fully_shard the mesh of the island alone", skim.attach, both, between=group)
+
+
+def main():
+    global MESH
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    islands = int(sys.argv[1])
+    MESH = init_device_mesh("cpu", (islands, dist.get_world_size() // islands), mesh_dim_names=("between", "inside"))
+    wanted = sys.argv[2:]
+    for name, case in list(globals().items()):
+        if not name.startswith("case_") or (wanted and name.removeprefix("case_") not in wanted):
+            continue
+        torch.manual_seed(0)
+        try:
+            case()
+            verdict = "ok"
+        except Exception:
+            verdict = "failed"
+            print(f"rank {dist.get_rank()}: {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        verdicts = [None] * dist.get_world_size()
+        dist.all_gather_object(verdicts, verdict)
+        if dist.get_rank() == 0:
+            print(f"{name.removeprefix('case_')}: {'ok' if set(verdicts) == {'ok'} else 'failed'}", flush=True)
+        if set(verdicts) != {"ok"}:
+            os._exit(1)  # ranks may not agree any more on what comes next
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # as in ddp_cases.py
+
+
+if __name__ == "__main__":
+    main()
