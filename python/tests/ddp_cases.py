@@ -728,13 +728,12 @@ def case_refusals():
 def case_fsdp_is_refused():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    text = "use DistributedDataParallel, or skim.Aggregator"
     try:
         sharded = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     except RuntimeError as e:
         left_out(f"FSDP without CUDA: {str(e).splitlines()[0]}")
     else:
-        expect(skim.InvalidArgument, text, skim.attach, sharded)
+        expect(skim.InvalidArgument, "use torch.distributed.fsdp.fully_shard and skim.attach(model, between=", skim.attach, sharded)
     try:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -742,7 +741,7 @@ def case_fsdp_is_refused():
         return
     other = nn.Linear(8, 8)
     fully_shard(other, mesh=init_device_mesh("cpu", (SIZE,)))
-    expect(skim.InvalidArgument, text, skim.attach, other)
+    expect(skim.InvalidArgument, "shard inside islands, or use skim.LocalSteps", skim.attach, other)
 
 
 # ---- what it says
