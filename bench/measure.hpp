@@ -13,7 +13,7 @@
 
 namespace skim::bench {
 
-// One rank's bucket, on a CPU or a device, and a second residual for the bare passes. What is timed
+// One rank's bucket, and a second residual for the bare passes. What is timed
 // returns ns.
 class Timed {
  public:

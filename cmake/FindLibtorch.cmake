@@ -1,5 +1,4 @@
-# Finds libtorch, PyTorch's C++ library, as the imported target Libtorch::Libtorch: the CPU part and,
-# where the project is built with CUDA and the library is, the CUDA part.
+# Finds libtorch, PyTorch's C++ library, as the imported target Libtorch::Libtorch: the CPU part.
 #
 # Looks in CMAKE_PREFIX_PATH, then in the project's own environment (.venv). A prefix may be an
 # unzipped libtorch/, the torch folder of a pip package, its share/cmake, or a Python environment.
@@ -101,10 +100,6 @@ else()
     message(STATUS "Found libtorch ${Libtorch_VERSION}: ${Libtorch_PREFIX}")
     add_library(Libtorch::Libtorch INTERFACE IMPORTED)
     set(_libtorch_lib ${Libtorch_PREFIX}/lib)
-    set(_libtorch_cuda "")
-    if(SKIM_CUDA AND EXISTS ${_libtorch_lib}/libtorch_cuda.so)
-      set(_libtorch_cuda "${_libtorch_lib}/libtorch_cuda.so,${_libtorch_lib}/libc10_cuda.so,")
-    endif()
     # One item, so that nothing comes between the two switches: operators register themselves when
     # libtorch_cpu is loaded, so it must stay needed however little of it is called by name.
     set_target_properties(Libtorch::Libtorch PROPERTIES
@@ -113,7 +108,7 @@ else()
       INTERFACE_INCLUDE_DIRECTORIES
         "${Libtorch_PREFIX}/include;${Libtorch_PREFIX}/include/torch/csrc/api/include"
       INTERFACE_LINK_LIBRARIES "-Wl,--push-state,--no-as-needed,${_libtorch_lib}/libtorch_cpu.so,\
-${_libtorch_cuda}${_libtorch_lib}/libc10.so,--pop-state"
+${_libtorch_lib}/libc10.so,--pop-state"
       # A CUDA build's libtorch_cpu names CUDA libraries that a CPU machine lacks at link time.
       INTERFACE_LINK_OPTIONS "LINKER:-rpath,${_libtorch_lib};LINKER:--allow-shlib-undefined")
   endif()

@@ -20,8 +20,8 @@ LAYERS = [
     {"train", "tools", "bench", "python"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
-# One module in two headers: the communicator, and the one of a caller's MPI_Comm; the local half, and on a device.
-SAME = {"mpi": "communicator", "cuda": "local_half"}
+# One module in two headers: the communicator, and the one of a caller's MPI_Comm.
+SAME = {"mpi": "communicator"}
 FREE = {"assert", "half", "normal", "numbers", "random", "state"}  # internal headers that any module may use
 
 

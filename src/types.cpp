@@ -24,7 +24,7 @@ namespace {
 
 template <class T>
 std::span<T> entries_of(const GradView& g) {
-  SKIM_EXPECTS(g.device == Device::cpu, "gradient: must be on the CPU in this build");
+  SKIM_EXPECTS(g.device == Device::cpu, "gradient: must be on the CPU");
   SKIM_EXPECTS(g.data != nullptr || g.n == 0,
                "gradient: its data is null (n=" + std::to_string(g.n) + ")");
   return {static_cast<T*>(g.data), g.n};

@@ -25,7 +25,7 @@ def paths(text):
     found = []
     for code in re.findall(r"`([^`\n]+)`", text):
         for word in code.split():
-            is_file = re.fullmatch(r"[\w.]+\.(cpp|hpp|cu|py|md|txt|json|toml)", word)
+            is_file = re.fullmatch(r"[\w.]+\.(cpp|hpp|py|md|txt|json|toml)", word)
             is_path = re.fullmatch(r"\.?[\w<>]+(/[\w.<>-]+)+", word)
             if (is_file or is_path) and not word.startswith("build/"):
                 found.append(word)

@@ -1,5 +1,5 @@
 // The law of a local half: another one in the Reducer gives what the library's own gives on the
-// CPU, bit for bit. Its gradients say that they are on a device.
+// CPU, bit for bit. Its gradients say that they are in other memory.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -19,10 +19,11 @@
 
 namespace skim::test {
 
-// A gradient that says it is on a device: whoever reads it through GradView::f32 fails.
+// A gradient that says it is in other memory: whoever reads it through GradView::f32 fails.
 inline GradView elsewhere(std::vector<float>& g, float scale = 1.0F) {
   GradView view = std::span(g);
-  view.device = Device::cuda;
+  view.device = Device::other;
+  view.context = g.data();  // the local half must get it
   view.scale = scale;
   return view;
 }

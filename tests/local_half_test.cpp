@@ -58,7 +58,7 @@ class OracleHalf final : public LocalHalf {
     return layout_.at(slot);
   }
   void check(const GradView& grad) const override {
-    SKIM_EXPECTS(grad.device == Device::cuda && grad.dtype == DType::f32, "not where I look");
+    SKIM_EXPECTS(grad.device == Device::other && grad.dtype == DType::f32, "not where I look");
   }
 
   SelectReport select(const Task& task, SparseBuffer& mine) override {
@@ -73,6 +73,7 @@ class OracleHalf final : public LocalHalf {
   }
   SelectReport accumulate(const Task& task) override {
     SelectReport report;
+    EXPECT_EQ(task.grad.context, task.grad.data);
     Floats& r = residual_[task.id.slot];
     const auto* const g = static_cast<const float*>(task.grad.data);
     for (std::size_t i = 0; i < r.size(); ++i) {
@@ -111,6 +112,7 @@ class OracleHalf final : public LocalHalf {
     return apply({}, std::span<const float>(test::dense(sum)), factor, grad);
   }
   bool apply(StepId, std::span<const float> sum, float factor, const GradView& grad) override {
+    EXPECT_EQ(grad.context, grad.data);
     bool finite = true;
     auto* const g = static_cast<float*>(grad.data);
     for (std::size_t i = 0; i < sum.size(); ++i) {

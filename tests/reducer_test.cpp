@@ -1351,7 +1351,7 @@ TEST(reducer, wrong_use_is_refused_and_changes_nothing) {
       }
       GradView odd = std::span(mean), gpu = odd, null;
       odd.dtype = static_cast<DType>(3);
-      gpu.device = Device::cuda;
+      gpu.device = Device::other;
       null.n = 300;
       refused("must be f16 or bf16", 1, odd);
       refused("must be on the CPU", 1, gpu);

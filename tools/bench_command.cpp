@@ -1,12 +1,10 @@
-// skim bench select: how long selection takes, compared with the bare pass r += g, on the CPU or a
-// device.
+// skim bench select: how long selection takes, compared with the bare pass r += g.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
 #include <hwy/targets.h>
-#include <torch/cuda.h>
 
 #include <algorithm>
 #include <barrier>
@@ -15,7 +13,6 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
-#include <iterator>
 #include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -24,11 +21,9 @@
 #include <vector>
 
 #include "bench/cases.hpp"
-#include "bench/cuda_step.hpp"
 #include "bench/local_step.hpp"
 #include "bench/measure.hpp"
 #include "select/kernels.hpp"
-#include "skim/cuda.hpp"
 #include "skim/error.hpp"
 #include "tools/commands.hpp"
 #include "tools/json_file.hpp"
@@ -73,7 +68,6 @@ class NthElement final : public Selector {
   std::vector<float> magnitude_;
 };
 
-// Runs where the arrays are: on the CPU or, if libtorch has CUDA, on a device.
 class TorchTopk final : public Selector {
  public:
   std::string_view name() const noexcept override { return kTorchTopk; }
@@ -81,16 +75,14 @@ class TorchTopk final : public Selector {
     const at::NoGradGuard no_grad;
     const auto n = static_cast<std::int64_t>(task.grad.n);
     const auto k = static_cast<std::int64_t>(task.keep.k);
-    const at::Device device =
-        task.grad.device == Device::cuda ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);
-    const at::Tensor r = at::from_blob(task.residual.data, {n}, device);
-    r.add_(at::from_blob(task.grad.data, {n}, device));
+    const at::Tensor r = at::from_blob(task.residual.data, {n});
+    r.add_(at::from_blob(task.grad.data, {n}));
     const auto top = r.abs().topk(k, 0, true, /*sorted=*/false);
     const at::Tensor index = std::get<0>(std::get<1>(top).sort());
-    const at::Tensor value = r.index_select(0, index).cpu(), place = index.cpu();
+    const at::Tensor value = r.index_select(0, index);
     out.reset(task.grad.n);
     out.resize(task.keep.k);
-    std::copy_n(place.data_ptr<std::int64_t>(), k, out.indices().begin());
+    std::copy_n(index.data_ptr<std::int64_t>(), k, out.indices().begin());
     std::copy_n(value.data_ptr<float>(), k, out.values().begin());
     SelectReport report;
     report.threshold = bench::smallest_magnitude(out.view().value);
@@ -107,7 +99,6 @@ struct BenchCase {
   std::size_t n = 0;
   double density = 0.0;
   int threads = 1;
-  Device device = Device::cpu;
 };
 
 bool is_baseline(std::string_view rule) {
@@ -117,14 +108,13 @@ bool is_baseline(std::string_view rule) {
 bool is_exact(std::string_view rule) { return rule == "exact" || is_baseline(rule); }
 
 // threshold: for the rule `threshold`; other rules ignore it.
-std::unique_ptr<Selector> selector_of(const std::string& rule, Device device, float threshold) {
+std::unique_ptr<Selector> selector_of(const std::string& rule, float threshold) {
   if (rule == kNthElement) return std::make_unique<NthElement>();
   if (rule == kTorchTopk) return std::make_unique<TorchTopk>();
-  if (is_baseline(rule)) return bench::make_cub_selector();
   SelectOptions options;
   options.rule = from_name<SelectRule>(rule, "--select");
   options.threshold = threshold;
-  return device == Device::cuda ? make_cuda_selector(options) : make_selector(options);
+  return make_selector(options);
 }
 
 // Threads that run a job together. The caller is one of them.
@@ -170,7 +160,7 @@ class Team {
 struct Result {
   BenchCase of;
   bench::Times times;
-  std::string device, input;
+  std::string input;
 };
 
 // One bucket on the CPU, divided into one part for each thread.
@@ -181,9 +171,8 @@ class CpuSteps final : public bench::Timed {
     for (std::size_t t = 0; t < parts; ++t) {
       const std::size_t first = c.n * t / parts, n = c.n * (t + 1) / parts - first;
       const float threshold = c.rule == "threshold" ? known_threshold(gradients, first, n) : 0.0F;
-      steps_.push_back(
-          std::make_unique<bench::LocalStep>(selector_of(c.rule, Device::cpu, threshold), gradients,
-                                             first, n, bench::kept(c.density, n)));
+      steps_.push_back(std::make_unique<bench::LocalStep>(selector_of(c.rule, threshold), gradients,
+                                                          first, n, bench::kept(c.density, n)));
     }
     reports_.resize(parts);
   }
@@ -271,23 +260,14 @@ struct BenchOptions {
   std::vector<double> densities;
   std::vector<int> threads;
   std::filesystem::path recorded;
-  std::string device, target, json;
+  std::string target, json;
   double seconds = 0.0;
   bool quick = false;
-
-  bool on_device() const { return device == "cuda"; }
 };
 
-std::vector<std::string> algorithms(bool on_device) {
-  if (on_device) return {"exact", "gaussian"};
+std::vector<std::string> algorithms() {
   const auto names = names_of<SelectRule>();
   return {names.begin(), names.end()};
-}
-std::vector<std::string> baselines(bool on_device) {
-  if (!on_device) return {std::string(kNthElement), std::string(kTorchTopk)};
-  std::vector<std::string> names{std::string(bench::make_cub_selector()->name())};
-  if (torch::cuda::is_available()) names.emplace_back(kTorchTopk);
-  return names;
 }
 
 std::vector<std::string> shapes(std::size_t count) {
@@ -329,7 +309,7 @@ std::vector<BenchCase> cases_of(const BenchOptions& o) {
             for (const std::string& rule : rules) {
               // Baselines accumulate NaN.
               if (is_baseline(rule) && shape == "nonfinite") continue;
-              list.push_back({rule, shape, n, d, t, o.on_device() ? Device::cuda : Device::cpu});
+              list.push_back({rule, shape, n, d, t});
             }
           }
         }
@@ -342,7 +322,7 @@ std::vector<BenchCase> cases_of(const BenchOptions& o) {
   const std::size_t middle = o.quick ? lengths.back() : bench::kMiddleLength;
   const std::vector<int> threads = or_else(o.threads, {1});
 
-  std::vector<std::string> others = or_else(o.rules, algorithms(o.on_device()));
+  std::vector<std::string> others = or_else(o.rules, algorithms());
   const bool with_exact = std::erase(others, "exact") > 0;
   const bool axes_given = !(o.lengths.empty() && o.shapes.empty() && o.densities.empty());
   if (with_exact && axes_given) {
@@ -354,23 +334,23 @@ std::vector<BenchCase> cases_of(const BenchOptions& o) {
       add({"exact"}, {middle}, {"normal", "recorded"}, {0.1, 0.01, 0.0001}, threads);
     }
     add({"exact"}, {middle}, shapes(bench::kShapes.size()), {0.001}, threads);
-    if (o.threads.empty() && !o.quick && !o.on_device()) {
+    if (o.threads.empty() && !o.quick) {
       add({"exact"}, {middle}, {"normal"}, all_densities, {2});
     }
   }
   if (o.rules.empty()) {
-    std::ranges::move(baselines(o.on_device()), std::back_inserter(others));
+    others.emplace_back(kNthElement);
+    others.emplace_back(kTorchTopk);
   }
   add(others, or_else(o.lengths, {middle}), or_else(o.shapes, {"normal", "recorded"}),
       or_else(o.densities, {0.01, 0.001}), threads);
   return list;
 }
 
-// bytes_read and bytes_written are the bytes that a step must move: the passes, the entries and, on
-// the CPU, the journal of the commit. They are calculated and ignore the effects of caches.
+// bytes_read and bytes_written are the bytes that a step must move: the passes, the entries and the
+// journal of the commit. They are calculated and ignore the effects of caches.
 nlohmann::json to_json(const Result& r) {
   const bench::Times& t = r.times;
-  const bool on_device = r.of.device == Device::cuda;
   const auto n = static_cast<double>(r.of.n), kept = static_cast<double>(t.selected);
   nlohmann::json j{{"select", r.of.rule},
                    {"n", r.of.n},
@@ -379,8 +359,7 @@ nlohmann::json to_json(const Result& r) {
                    {"selected", t.selected},
                    {"shape", r.of.shape},
                    {"input", r.input},
-                   {"device", r.device},
-                   {"target", on_device ? "cuda" : hwy::TargetName(kernels::running_target())},
+                   {"target", hwy::TargetName(kernels::running_target())},
                    {"threads", r.of.threads},
                    {"ns", t.ns},
                    {"worst_ns", t.worst_ns},
@@ -399,7 +378,7 @@ nlohmann::json to_json(const Result& r) {
   }
   j["passes"] = t.passes;
   j["bytes_read"] = 8.0 * n + 4.0 * n * (t.passes - 1) + 12.0 * kept;
-  j["bytes_written"] = 4.0 * n + (on_device ? 12.0 : 20.0) * kept;
+  j["bytes_written"] = 4.0 * n + 20.0 * kept;
   return j;
 }
 
@@ -425,37 +404,11 @@ bench::Times measure(const BenchCase& c, const bench::Gradients& gradients, doub
   // A baseline carries only the residual from step to step.
   const std::uint64_t before =
       is_baseline(c.rule) ? bench::Gradients::kInTurn : bench::kStepsBefore;
-  if (c.device == Device::cpu) {
-    CpuSteps steps(c, gradients);
-    return bench::measure(steps, before, seconds);
-  }
-  const auto steps = bench::make_cuda_step(selector_of(c.rule, c.device, 0.0F), is_exact(c.rule),
-                                           gradients, bench::kept(c.density, c.n));
-  return bench::measure(*steps, before, seconds);
-}
-
-// Returns the device's name. Throws: InvalidArgument if there is no device, or if an option does
-// not apply to devices.
-std::string device_of(const BenchOptions& o) {
-  if (!o.on_device()) return "cpu";
-  const std::vector<std::string> known = algorithms(true);
-  for (const std::string& rule : o.rules) {
-    if (std::ranges::find(known, rule) == known.end()) {
-      throw InvalidArgument("--select: with --device cuda, expected one of " + joined(known) +
-                            ", got " + rule);
-    }
-  }
-  if (!o.target.empty()) throw InvalidArgument("--target is for the CPU; leave out --device cuda");
-  for (const int t : o.threads) {
-    if (t != 1) {
-      throw InvalidArgument("--threads: expected 1 with --device cuda, got " + std::to_string(t));
-    }
-  }
-  return bench::cuda_device();
+  CpuSteps steps(c, gradients);
+  return bench::measure(steps, before, seconds);
 }
 
 int run(const BenchOptions& o) {
-  const std::string device = device_of(o);
   for (const double d : o.densities) {
     if (!(d > 0.0 && d <= 1.0)) {
       throw InvalidArgument("--density: expected numbers in (0, 1], got " +
@@ -492,7 +445,7 @@ int run(const BenchOptions& o) {
       gradients = std::make_unique<bench::Gradients>(c.shape, c.n, recorded);
     }
     at::set_num_threads(c.threads);
-    Result result{c, measure(c, *gradients, seconds), device, {}};
+    Result result{c, measure(c, *gradients, seconds), {}};
     result.input = c.shape != "recorded" ? "generated"
                    : recorded.empty()    ? "generated: rows of Laplace, lognormal scales"
                                          : o.recorded.filename().string();
@@ -502,10 +455,8 @@ int run(const BenchOptions& o) {
   fmt::print(people,
              "ms: accumulate + select + commit, median; ratio: over the pass r += g; worst: the "
              "slowest of the 4 gradients\nin turn; local: with the sum scattered into the zeroed "
-             "gradient, over r += g, g = 0. {}.\n",
-             o.on_device()
-                 ? device
-                 : "CPU target: " + std::string(hwy::TargetName(kernels::running_target())));
+             "gradient, over r += g, g = 0. CPU target: {}.\n",
+             hwy::TargetName(kernels::running_target()));
   json.write(results);
   return 0;
 }
@@ -515,7 +466,7 @@ void declare(CLI::App& app, BenchOptions& o) {
   const auto list = [&](const char* name, auto& value, const char* type, const std::string& what) {
     return line.plain(name, value, type, what)->delimiter(',');
   };
-  const std::vector<std::string> names = algorithms(false);
+  const std::vector<std::string> names = algorithms();
   std::vector<std::string> target_names;
   for (const auto& [name, bit] : targets()) target_names.push_back(name);
   std::string described;
@@ -537,10 +488,6 @@ void declare(CLI::App& app, BenchOptions& o) {
       ->check(CLI::Range(1, 1024));
 
   line.group("How");
-  line.plain("--device", o.device, "NAME",
-             fmt::format("cpu; or cuda, for {} and the baselines CUB and torch.topk [cpu]",
-                         joined(algorithms(true))))
-      ->check(CLI::IsMember({"cpu", "cuda"}));
   line.plain("--recorded", o.recorded, "FILE",
              "for --shape recorded: .npy file with a gradient of training, repeated to N entries");
   line.plain("--target", o.target, "NAME",

@@ -6,8 +6,8 @@
 //   apply       gradient = factor * sum
 //   end_step or rollback_step
 //
-// make_local_half keeps everything in host memory, make_cuda_local_half (cuda.hpp) on a CUDA
-// device. To use one of your own, give it to the Reducer in ReducerParts::local.
+// make_local_half keeps everything in host memory. For gradients in other memory (Device::other),
+// on a GPU for example, give the Reducer a local half of your own in ReducerParts::local.
 #pragma once
 
 #include <iosfwd>

@@ -30,7 +30,8 @@ struct Bucket {
   std::vector<Segment> parameters;  // together they cover [0, n) of the bucket without overlap
 };
 
-enum class Device : std::uint8_t { cpu, cuda };
+// other: memory that only a local half of the caller's own can read (local_half.hpp).
+enum class Device : std::uint8_t { cpu, other };
 enum class DType : std::uint8_t { f32, f16, bf16 };
 
 // A gradient in the framework's memory, not owned.
@@ -40,8 +41,7 @@ struct GradView {
   DType dtype = DType::f32;
   float scale = 1.0F;  // loss scale, finite and > 0: the true gradient is data / scale
   Device device = Device::cpu;
-  int ordinal = 0;         // of the CUDA device
-  void* stream = nullptr;  // the cudaStream_t on which data is ready
+  void* context = nullptr;  // for a local half of your own, for example a stream
 
   GradView() = default;
   GradView(std::span<float> s) : data(s.data()), n(s.size()) {}  // NOLINT: implicit on purpose

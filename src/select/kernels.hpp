@@ -58,8 +58,7 @@ struct Candidates {
   std::size_t count = 0, room = 0;
 };
 
-// A sum of squares over blocks. It adds the blocks of each group in order, then the groups in
-// order. So a GPU, which adds up several groups at the same time, gets the same bits.
+// A sum of squares over blocks: the blocks of each group in order, then the groups in order.
 class Norm2 {
  public:
   static constexpr std::size_t kGroup = 256;  // blocks

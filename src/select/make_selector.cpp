@@ -22,8 +22,7 @@ void check(const SelectTask& task) {
                "select: n must be < 2^32 (n=" + std::to_string(n) + ")");
   SKIM_EXPECTS(k <= n,
                "select: k must be <= n (k=" + std::to_string(k) + ", n=" + std::to_string(n) + ")");
-  SKIM_EXPECTS(task.grad.device == Device::cpu,
-               "select: the gradient must be on the CPU; this build has no selector for a GPU");
+  SKIM_EXPECTS(task.grad.device == Device::cpu, "select: the gradient must be on the CPU");
   SKIM_EXPECTS(n == 0 || task.grad.data != nullptr, "select: the gradient is null");
   SKIM_EXPECTS(task.residual.empty() || task.residual.n == n,
                "select: residual and gradient must have one length (residual " +

@@ -5,7 +5,6 @@
 #include <skim/codec.hpp>
 #include <skim/communicator.hpp>
 #include <skim/cost.hpp>
-#include <skim/cuda.hpp>
 #include <skim/error.hpp>
 #include <skim/exchange.hpp>
 #include <skim/feedback.hpp>

@@ -1,10 +1,9 @@
 """skim bench select and skim bench wire, as a person or a script uses it.
 
-Needs SKIM_TOOL (the binary) and SKIM_HAS_CUDA (0 or 1).
+Needs SKIM_TOOL (the binary).
 """
 
 import json
-import os
 import pathlib
 import unittest
 
@@ -14,7 +13,7 @@ from tool_test import Case, skim
 SETS = pathlib.Path(__file__).parents[2] / "bench" / "index_sets"
 FIELDS = {"select", "n", "k", "selected", "shape", "target", "threads", "ns", "add_pass_ns", "ratio",
           "local_step_ratio", "cold_ns", "passes", "bytes_read", "bytes_written",
-          "memory_bytes_per_second", "add_pass_of_memory_rate", "device"}
+          "memory_bytes_per_second", "add_pass_of_memory_rate"}
 
 
 def bench(*arguments):
@@ -36,7 +35,6 @@ class Bench(Case):
         self.assertEqual((case["select"], case["n"], case["shape"], case["threads"]),
                          ("exact", 100000, "normal", 1))
         self.assertEqual((case["k"], case["selected"]), (1000, 1000))
-        self.assertEqual(case["device"], "cpu")
         self.assertIn(case["passes"], (1, 2, 3))
         self.assertAlmostEqual(case["ratio"], case["ns"] / case["add_pass_ns"])
         self.assertGreater(case["local_step_ratio"], 0)
@@ -86,26 +84,6 @@ class Bench(Case):
         self.assert_ok(done)
         self.assertEqual(len(json.loads(path.read_text())), 1)
         self.assertIn("exact", done.stdout)
-
-    def test_on_a_device_the_same_or_one_line_that_says_what_is_missing(self):
-        case = ("--device", "cuda", "--select", "exact,gaussian", "--n", 100001, "--density", 0.001, "--shape", "normal")
-        done = bench(*case, "--json", "-")
-        if os.environ["SKIM_HAS_CUDA"] == "0":
-            self.assert_refused(done, "skim bench select: this build has no CUDA (configure with SKIM_CUDA=ON)")
-        elif done.returncode != 0:
-            self.assert_refused(done, "skim bench select: no CUDA device")
-        else:
-            for found in json.loads(done.stdout):
-                self.assertEqual(FIELDS - found.keys(), set())
-                self.assertEqual((found["target"], found["threads"], found["k"]), ("cuda", 1, 100))
-                self.assertNotEqual(found["device"], "cpu")
-
-    def test_what_a_device_has_not_is_refused(self):
-        self.assert_refused(bench("--device", "cuda", "--select", "exact,dgc"), "exact, gaussian", "dgc")
-        self.assert_refused(bench("--device", "cuda", "--threads", 2), "--threads", "2")
-        here, = self.run_json("--select", "exact", "--n", 5000)
-        self.assert_refused(bench("--device", "cuda", "--target", here["target"]), "--target", "--device cuda")
-        self.assert_refused(bench("--device", "tpu"), "cuda")
 
     def test_wrong_usage_is_refused_in_one_line(self):
         self.assert_refused(skim("bench"), "expected select")
