@@ -564,6 +564,10 @@ TABLES = [
             "hook": "{hook}"} | {f"{link}, P = {p}": "{step_over_none_%s %s:.2f}" % (link, p)
                                  for p in (2, 4) for link in ("loopback", "1 Gbit/s")})
       for name in ("ddp-0.001", "ddp-0.01")),
+    Table("pytorch.md", "islands", wide(kept("pytorch.jsonl", "islands"), ("hook",), "link"), {
+        "hook": "{hook}"} | {f"{link}{what}": "{%s_%s:%s}" % (field, link, form)
+                             for link in ("1 Gbit/s", "100 Mbit/s")
+                             for what, field, form in ((": of none", "step_over_none", ".2f"), (", kB sent", "sent_kb", ".0f"))}),
     *(Table("quality.md", f"quality-{task}-{ranks}", quality_of(task, ranks), quality_columns(metric, form))
       for task, ranks, metric, form in QUALITY_TABLES),
     Table("quality.md", "entry-sends", entry_sends("gpt", 2), {

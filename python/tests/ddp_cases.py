@@ -29,6 +29,8 @@ if os.environ.get("AS_ON_A_DEVICE"):
     of_device = Options.local_half
     Options.local_half = lambda self, device: of_device(self, torch.device("cuda"))  # it only looks at the type
 
+# Where models and gradients are, in cases that make them by the functions below. With cuda: only case_local.
+DEVICE = torch.device(os.environ.get("DEVICE", "cpu"))
 RANK, SIZE = 0, 1
 EXACT = {"exchange": "allgather", "value_code": "f32"}  # no rounding, so that laws are equalities
 LENGTHS = [6000, 9000, 50, 20000, 5000, 7]
@@ -51,21 +53,19 @@ class Linear(nn.Module):
 
 def gradients(step, rank=None, size=None, lengths=LENGTHS, most=1000):
     rng = np.random.default_rng((RANK if rank is None else rank) * 10007 + step)
-    return [
-        torch.from_numpy(rng.integers(-most, most, n).astype(np.float32) * (SIZE if size is None else size))
-        for n in lengths
-    ]
+    size = SIZE if size is None else size
+    return [torch.from_numpy(rng.integers(-most, most, n).astype(np.float32) * size).to(DEVICE) for n in lengths]
 
 
 def attached(model=None, group=None, attach={}, **ddp):
     ddp.setdefault("bucket_cap_mb", BUCKET_MB)
-    model = DDP(model if model is not None else Linear(), process_group=group, **ddp)
+    model = DDP((model if model is not None else Linear()).to(DEVICE), process_group=group, **ddp)
     skim.attach(model, **{**EXACT, "density": 0.02, "timeout": 60.0, **attach})
     return model
 
 
 def flat(tensors):
-    return torch.cat([t.detach().double().flatten() for t in tensors])
+    return torch.cat([t.detach().double().flatten().cpu() for t in tensors])
 
 
 def kept(model):
@@ -115,7 +115,7 @@ def train(model, steps, group=None, size=None, **law):
 
 
 def case_local():
-    as_on_a_device = bool(os.environ.get("AS_ON_A_DEVICE"))
+    as_on_a_device = bool(os.environ.get("AS_ON_A_DEVICE")) or DEVICE.type != "cpu"
     kinds = {}
     for local in (None, "host", "device"):
         model = attached(attach={"local": local})

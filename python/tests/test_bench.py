@@ -154,6 +154,27 @@ class Failing(unittest.TestCase):
             self.assertTrue(ended, f"process {rank} runs on")
 
 
+class LocalHalf(unittest.TestCase):
+    def test_rows(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder) / "out.json"
+            done = bench("local-half", "--n", "20000,30000", "--density", "0.01", "--rounds", "3", "--json", str(out))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            rows = json.loads(out.read_text())
+        self.assertEqual([(r["what"], r["n"]) for r in rows],
+                         [(what, n) for n in (20000, 30000) for what in ("pass", "topk", "pytorch")])  # fmt: skip
+        self.assertEqual(len(done.stdout.splitlines()), 7)
+        for row in rows:
+            self.assertGreater(row["ms"], 0)
+            self.assertEqual(row["select_ms"] is not None, row["what"] == "pytorch")
+            self.assertEqual(row["ratio_to_pass"] == 1, row["what"] == "pass")
+
+    def test_a_device_that_is_not_there(self):
+        done = bench("local-half", "--device", "nothing")
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertRegex(done.stderr, r"^skim\.bench: no device 'nothing': [^\n]*\n$")
+
+
 class Refusals(unittest.TestCase):
     def test_wrong_arguments_get_one_line(self):
         for arguments, word in (
@@ -164,6 +185,8 @@ class Refusals(unittest.TestCase):
             (["ddp", "--latency", "1ms"], "--rate"),
             (["ddp", "--rate", "1gbit", "--ranks", "1"], "--ranks 2"),
             (["ddp", "--ranks", "0"], "'0'"),
+            (["local-half", "--kernels", "cuda"], "'cuda'"),
+            (["local-half", "--n", "0"], "'0'"),
             (["ddp", "--ranks", "4", "--islands", "3"], "--islands 3 must divide --ranks 4"),
             (["ddp", "--ranks", "4", "--islands", "2", "--hooks", "none,bf16"], "'bf16'"),
             (["ddp", "--density", "nan"], "'nan'"),

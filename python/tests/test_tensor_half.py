@@ -28,9 +28,12 @@ if HAS_TORCH:
     from skim.tensor_half import Buffers
 
     class OfArrays(skim.TensorLocalHalf):
-        """Takes NumPy arrays, and tensors, as gradients."""
+        """Takes NumPy arrays, and tensors, as gradients. Their memory is taken for that of a device, or copied to one."""
 
-        tensor = staticmethod(torch.as_tensor)
+        device = "cpu"
+
+        def tensor(self, grad):
+            return torch.as_tensor(grad).to(self.device)
 
         def check(self, grad, n):
             super().check(self.tensor(grad), n)
@@ -46,14 +49,24 @@ if HAS_TORCH:
         def whole(self, slot, grad):
             return super().whole(slot, self.tensor(grad))
 
+        def write(self, method, grad, *arguments):
+            there = self.tensor(grad)
+            answer = method(*arguments, there)
+            if self.device != "cpu":
+                torch.as_tensor(grad).copy_(there)
+            return answer
+
         def apply(self, slot, sum, factor, grad):
-            return super().apply(slot, sum, factor, self.tensor(grad))
+            return self.write(super().apply, grad, slot, sum, factor)
 
         def apply_dense(self, slot, sum, factor, grad):
-            return super().apply_dense(slot, sum, factor, self.tensor(grad))
+            return self.write(super().apply_dense, grad, slot, sum, factor)
 
         def apply_nan(self, grad):
-            super().apply_nan(self.tensor(grad))
+            self.write(super().apply_nan, grad)
+
+    class OfCuda(OfArrays):
+        device = "cuda"
 
     def emulating(method):
         def emulated(self, *arguments):
@@ -65,8 +78,7 @@ if HAS_TORCH:
     class OfEmulatedDevice(OfArrays):
         """The same arrays, as if their memory were that of a device."""
 
-        @staticmethod
-        def tensor(grad):
+        def tensor(self, grad):
             return OnDevice(torch.as_tensor(grad))
 
     for name in (
@@ -355,6 +367,17 @@ class Training(unittest.TestCase):
                     ),
                     step,
                 )  # fmt: skip
+
+
+if HAS_TORCH and torch.cuda.is_available():
+
+    class OnCuda(InPyTorch):
+        def make(self, **options):
+            return OfCuda(kernels="pytorch", **options)
+
+    class OnCudaInTriton(InPyTorch):
+        def make(self, **options):
+            return OfCuda(kernels="triton", **options)
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # Triton reads it when it is imported

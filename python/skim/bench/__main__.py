@@ -28,6 +28,15 @@ a hook's step time to that of the hook none; the table shows the median of these
 or does not answer, the hook is left out of the rest of that run. Each process takes about 0.4 GB of memory.
 """
 
+LOCAL_HALF = """\
+Measures skim.TensorLocalHalf on one rank and one device: the gradient is added to the residual, the k largest entries
+go to the host, the mean comes back.
+
+Rows: pass is residual.add_(gradient), which reads two entries and writes one; topk is torch.topk of the magnitudes;
+pytorch and triton are whole steps. ms is the median of the rounds until the device has finished, "select ms" that of
+the part until the entries are on the host, and "of the pass" the ratio of ms to that of the row pass.
+"""
+
 RATE = """\
 With --rate each rank, or each island, is a host in a network namespace, with a shaped link to one switch. This needs
 root, Linux and iproute2, and with --latency also a C++ compiler. It makes the namespaces skimddp0, skimddp1, .. and
@@ -54,6 +63,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m skim.bench", description=__doc__)
     parser.error = _refuse  # type: ignore[assignment, method-assign]
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _declare_ddp(commands)
+    _declare_local_half(commands)
+    arguments = parser.parse_args()
+    if arguments.command == "ddp":
+        _check_ddp(arguments)
+    folder = os.path.dirname(arguments.json or "") or "."
+    if arguments.json and (os.path.isdir(arguments.json) or not os.access(folder, os.W_OK)):
+        _refuse(f"--json {arguments.json}: cannot write there")
+    try:
+        import torch.distributed
+    except ImportError:
+        print("skim.bench: needs PyTorch: pip install torch", file=sys.stderr)
+        return 1
+    if not torch.distributed.is_gloo_available():
+        print("skim.bench: needs a PyTorch with gloo", file=sys.stderr)
+        return 1
+    from skim.bench import _ddp, _local_half
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        rows = _ddp.measure(arguments) if arguments.command == "ddp" else _local_half.measure(arguments)
+    except (_ddp.NoLink, _local_half.NoDevice) as e:
+        print(f"skim.bench: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as f:
+            json.dump(rows, f, indent=1)
+            f.write("\n")
+    print(_table(rows) if arguments.command == "ddp" else _local_half.table(rows))
+    return 0
+
+
+def _declare_ddp(commands: Any) -> None:
     ddp = commands.add_parser(
         "ddp",
         help="time of a step under DistributedDataParallel",
@@ -61,7 +105,7 @@ def main() -> int:
         epilog=RATE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ddp.error = _refuse  # type: ignore[assignment, method-assign]
+    ddp.error = _refuse
     add = ddp.add_argument
     add("--json", metavar="FILE", help="write the results to this file")
     add("--hooks", type=_hooks, default=DEFAULT, metavar="LIST",
@@ -86,46 +130,43 @@ def main() -> int:
     add("--runs", type=_whole(1, 10**6), default=1, metavar="N", help="runs; each starts all processes anew (1)")
     add("--timeout", type=_whole(1, 10**6), default=120, metavar="S",
         help="seconds that a hook may take for one round; after that it has failed (120)")  # fmt: skip
-    arguments = parser.parse_args()
+    add("--device", choices=("cpu", "cuda"), default="cpu",
+        help="where the model is. cuda: the ranks share the machine's GPUs, and gloo copies between them (cpu)")  # fmt: skip
+
+
+def _check_ddp(arguments: argparse.Namespace) -> None:
     if arguments.latency and not arguments.rate:
         _refuse("--latency needs --rate")
     if arguments.rate and arguments.ranks < 2:
         _refuse("--rate needs --ranks 2 or more")
-    if arguments.islands:
-        if arguments.ranks % arguments.islands:
-            _refuse(f"--islands {arguments.islands} must divide --ranks {arguments.ranks}")
-        if arguments.hooks == DEFAULT:
-            arguments.hooks = ["none", "allreduce", "skim", "skim-auto"]
-        wrong = [h for h in arguments.hooks if h not in ("none", "allreduce") and not h.startswith("skim")]
-        if wrong:
-            _refuse(f"--islands has no hook '{wrong[0]}'; there are: none, allreduce, and those of skim")
-    folder = os.path.dirname(arguments.json or "") or "."
-    if arguments.json and (os.path.isdir(arguments.json) or not os.access(folder, os.W_OK)):
-        _refuse(f"--json {arguments.json}: cannot write there")
-    try:
-        import torch.distributed
-    except ImportError:
-        print("skim.bench: needs PyTorch: pip install torch", file=sys.stderr)
-        return 1
-    if not torch.distributed.is_gloo_available():
-        print("skim.bench: needs a PyTorch with gloo", file=sys.stderr)
-        return 1
-    from skim.bench import _ddp
+    if not arguments.islands:
+        return
+    if arguments.ranks % arguments.islands:
+        _refuse(f"--islands {arguments.islands} must divide --ranks {arguments.ranks}")
+    if arguments.hooks == DEFAULT:
+        arguments.hooks = ["none", "allreduce", "skim", "skim-auto"]
+    wrong = [h for h in arguments.hooks if h not in ("none", "allreduce") and not h.startswith("skim")]
+    if wrong:
+        _refuse(f"--islands has no hook '{wrong[0]}'; there are: none, allreduce, and those of skim")
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        rows = _ddp.measure(arguments)
-    except _ddp.NoLink as e:
-        print(f"skim.bench: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as f:
-            json.dump(rows, f, indent=1)
-            f.write("\n")
-    print(_table(rows))
-    return 0
+
+def _declare_local_half(commands: Any) -> None:
+    parser = commands.add_parser(
+        "local-half",
+        help="time of what a step does on one device",
+        description=LOCAL_HALF,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.error = _refuse
+    add = parser.add_argument
+    add("--json", metavar="FILE", help="write the results to this file")
+    add("--device", default="cpu", metavar="NAME", help="device of PyTorch: cpu, cuda, cuda:1, .. (cpu)")
+    add("--kernels", type=_kernels, default=["pytorch"], metavar="LIST",
+        help="comma-separated: pytorch, triton (pytorch)")  # fmt: skip
+    add("--n", type=_lengths, default=[25_000_000], metavar="LIST", help="comma-separated numbers of entries (25000000)")
+    add("--density", type=_densities, default=[0.001], metavar="LIST", help="comma-separated densities (0.001)")
+    add("--rounds", type=_whole(1, 10**6), default=20, metavar="N", help="timed rounds (20)")
+    add("--warm-up", type=_whole(0, 10**6), default=5, metavar="N", help="rounds before them (5)")
 
 
 def _refuse(text: str) -> Any:
@@ -155,6 +196,21 @@ def _whole(low: int, high: int) -> Any:
         return int(text)
 
     return parse
+
+
+def _kernels(text: str) -> list[str]:
+    for name in text.split(","):
+        if name not in ("pytorch", "triton"):
+            raise argparse.ArgumentTypeError(f"no kernels '{name}'; there are: pytorch, triton")
+    return text.split(",")
+
+
+def _lengths(text: str) -> list[int]:
+    return [_whole(1, 10**9)(part) for part in text.split(",")]
+
+
+def _densities(text: str) -> list[float]:
+    return [_density(part) for part in text.split(",")]
 
 
 def _number(text: str) -> float:

@@ -213,8 +213,9 @@ class Hook:
             warm_up=arguments.warm_up,
             address="",
             timeout=arguments.timeout,
-            local="device" if where else "host",
+            local="device" if where or arguments.device == "cuda" else "host",
             islands=arguments.islands,
+            device=arguments.device,
             counts_far=bool(arguments.islands and arguments.rate),
         )
         self.steps_s: dict[tuple[int, int], list[float]] = {}  # (run, round): seconds of each step, on the slowest rank

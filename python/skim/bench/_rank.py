@@ -50,6 +50,7 @@ class Task:
     timeout: float
     local: Literal["host", "device"] = "host"  # of skim
     islands: int = 0  # of ranks that share the parameters by fully_shard, with the hook between islands; 0: DDP
+    device: str = "cpu"  # or cuda
     counts_far: bool = False  # count only what goes to another host
 
 
@@ -100,7 +101,11 @@ class _Trainer:
         for _ in range(LAYERS):
             layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
         layers.append(torch.nn.Linear(WIDTH, CLASSES))
-        self.model = torch.nn.Sequential(*layers)
+        self.device = torch.device(task.device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", task.rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        self.model = torch.nn.Sequential(*layers).to(self.device)
         self.compression: Any = None
         self.buckets = 0
         if task.islands:
@@ -110,7 +115,8 @@ class _Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         torch.manual_seed(1 + task.rank)
         self.batches = [
-            (torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))) for _ in range(BATCHES)
+            (torch.randn(BATCH, WIDTH).to(self.device), torch.randint(CLASSES, (BATCH,)).to(self.device))
+            for _ in range(BATCHES)
         ]
         self.steps = 0
 
@@ -124,7 +130,7 @@ class _Trainer:
         from torch.distributed.fsdp import fully_shard  # since PyTorch 2.6
 
         shape = (task.islands, task.ranks // task.islands)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("between", "inside"))
+        mesh = init_device_mesh(task.device, shape, mesh_dim_names=("between", "inside"))
         # With the whole mesh, fully_shard sums the gradients of islands itself.
         own = mesh if task.hook == "allreduce" else mesh["inside"]
         for layer in [m for m in self.model if isinstance(m, torch.nn.Linear)]:
@@ -161,6 +167,8 @@ class _Trainer:
             self.optimizer.zero_grad()
             torch.nn.functional.cross_entropy(self.model(x), y).backward()
             self.optimizer.step()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             seconds.append(time.perf_counter() - start)
             self.steps += 1
         return seconds
@@ -169,7 +177,7 @@ class _Trainer:
         digest = hashlib.sha256()
         for p in self.model.parameters():
             whole = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
-            digest.update(whole.numpy().tobytes())
+            digest.update(whole.cpu().numpy().tobytes())
         if not self.buckets:
             formed = self.ddp._get_ddp_logging_data()
             self.buckets = len((formed.get("rebuilt_bucket_sizes") or formed["bucket_sizes"]).split(","))

@@ -1,0 +1,101 @@
+"""The measurement of python -m skim.bench local-half: the local half of a step, on one rank and one device."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import skim
+
+
+class NoDevice(Exception):
+    """The device is not there. The message says which one is asked for."""
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of the JSON file. Raises NoDevice."""
+    try:
+        device = torch.device(arguments.device)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise NoDevice(f"no device '{arguments.device}': {str(e).splitlines()[0]}") from None
+    return [row for n in arguments.n for density in arguments.density for row in _rows(device, n, density, arguments)]
+
+
+def _rows(device: torch.device, n: int, density: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    k = max(1, int(n * density))
+    gradients = [torch.randn(n, device=device) for _ in range(2)]  # in turn, so that none stays in a cache
+    residual, mean = torch.zeros(n, device=device), torch.empty(n, device=device)
+    whats: dict[str, Callable[[int], None]] = {
+        "pass": lambda i: _ignore(residual.add_(gradients[i % 2])),
+        "topk": lambda i: _ignore(residual.abs().topk(k, sorted=False)),
+    }
+    reports: dict[str, list[Any]] = {}
+    for kernels in arguments.kernels:
+        local = skim.TensorLocalHalf(kernels=kernels)
+        reducer = skim.Reducer(
+            skim.in_process_group(1)[0], density=density, local=local, exchange="allgather", dense_below=0, value_code="f32"
+        )
+        reducer.set_layout([(0, [("x", n)])])
+        reports[kernels] = []
+
+        def step(i: int, reducer: skim.Reducer = reducer, of: list[Any] = reports[kernels]) -> None:
+            mean.copy_(gradients[i % 2])
+            begin = time.perf_counter()
+            report = reducer.reduce(0, mean)  # type: ignore[arg-type]
+            reducer.end_step()
+            _wait(device)
+            of.append((time.perf_counter() - begin, report.select_ns * 1e-9))
+
+        whats[kernels] = step
+    seconds: dict[str, list[float]] = {what: [] for what in whats}
+    for i in range(arguments.rounds + arguments.warm_up):
+        for what, run in whats.items():
+            _wait(device)
+            begin = time.perf_counter()
+            run(i)
+            _wait(device)
+            if i >= arguments.warm_up:
+                seconds[what].append(time.perf_counter() - begin)
+    medians = {what: statistics.median(s) for what, s in seconds.items()}
+    for kernels, of in reports.items():
+        medians[kernels] = statistics.median(s for s, _ in of[arguments.warm_up :])
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    rows = []
+    for what, median in medians.items():
+        select = [s for _, s in reports[what][arguments.warm_up :]] if what in reports else []
+        rows.append({
+            "what": what,
+            "device": name,
+            "n": n,
+            "density": density,
+            "ms": 1e3 * median,
+            "select_ms": 1e3 * statistics.median(select) if select else None,
+            "ratio_to_pass": median / medians["pass"],
+        })  # fmt: skip
+    return rows
+
+
+def _ignore(_result: Any) -> None:
+    pass
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    cells = [("what", "device", "n", "density", "ms", "select ms", "of the pass")]
+    for r in rows:
+        select = "-" if r["select_ms"] is None else f"{r['select_ms']:.3f}"
+        cells.append((
+            r["what"], r["device"], str(r["n"]), f"{r['density']:g}", f"{r['ms']:.3f}", select, f"{r['ratio_to_pass']:.2f}",
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells)
