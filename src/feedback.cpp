@@ -199,6 +199,8 @@ ErrorFeedback::ErrorFeedback(FeedbackOptions options) : impl_(std::make_unique<I
                    std::to_string(options.momentum_dampening) + ")");
   SKIM_EXPECTS(options.momentum_correction > 0.0F || options.momentum_dampening == 0.0F,
                "feedback: momentum_dampening needs momentum_correction > 0");
+  SKIM_EXPECTS(options.momentum_correction > 0.0F || !options.nesterov_correction,
+               "feedback: nesterov_correction needs momentum_correction > 0");
   SKIM_EXPECTS(
       in_range(options.local_clip, std::numeric_limits<float>::max()),
       "feedback: local_clip must be finite and >= 0 (" + std::to_string(options.local_clip) + ")");

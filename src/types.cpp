@@ -14,11 +14,7 @@
 
 namespace skim {
 
-void throw_invalid(const char* condition, const char* file, int line, const std::string& why) {
-  const std::string path = file;
-  throw InvalidArgument(why + " [" + condition + "] " + path.substr(path.find_last_of('/') + 1) +
-                        ":" + std::to_string(line));
-}
+void throw_invalid(const std::string& why) { throw InvalidArgument(why); }
 
 namespace {
 

@@ -493,7 +493,7 @@ TEST(feedback, local_options_are_their_reference) {
         for (const float decay : {1.0F, 0.95F, 0.0F}) {
           const FeedbackOptions options{.momentum_correction = momentum,
                                         .momentum_dampening = decay < 1.0F ? momentum : 0.0F,
-                                        .nesterov_correction = nesterov,
+                                        .nesterov_correction = nesterov && momentum > 0.0F,
                                         .factor_masking = masking,
                                         .residual_decay = decay};
           ErrorFeedback f(options);
@@ -563,6 +563,7 @@ TEST(feedback, options_out_of_range_are_refused) {
       {"momentum_dampening", {.momentum_correction = 0.9F, .momentum_dampening = 1.0F}},
       {"momentum_dampening", {.momentum_correction = 0.9F, .momentum_dampening = nan}},
       {"momentum_dampening", {.momentum_dampening = 0.5F}},
+      {"nesterov_correction", {.nesterov_correction = true}},
       {"local_clip", {.local_clip = -1.0F}},
       {"local_clip", {.local_clip = inf}},
       {"local_clip", {.local_clip = nan}},

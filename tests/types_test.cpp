@@ -178,8 +178,7 @@ TEST(types, sum_refuses_no_parts_and_unequal_lengths) {
   EXPECT_THROW(sum({}, out), InvalidArgument);
   const SparseBuffer a = sparse(4, {}), b = sparse(5, {});
   const std::string why = message_of([&] { sum(std::vector{a.view(), b.view()}, out); });
-  EXPECT_NE(why.find("sum: parts must have one dim (5 and 4)"), std::string::npos) << why;
-  EXPECT_NE(why.find("types.cpp:"), std::string::npos) << why;
+  EXPECT_EQ(why, "sum: parts must have one dim (5 and 4)");
 }
 
 TEST(types, scatter_overwrites_all) {

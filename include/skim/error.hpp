@@ -51,14 +51,13 @@ class StateError : public Error {
   using Error::Error;
 };
 
-[[noreturn]] void throw_invalid(const char* condition, const char* file, int line,
-                                const std::string& why);
+[[noreturn]] void throw_invalid(const std::string& why);
 
 }  // namespace skim
 
 // Checks a precondition of a public function. It is on in every build, because such checks run once
 // per call, not once per element. `why` is evaluated only on failure.
-#define SKIM_EXPECTS(cond, why)                                           \
-  do {                                                                    \
-    if (!(cond)) ::skim::throw_invalid(#cond, __FILE__, __LINE__, (why)); \
+#define SKIM_EXPECTS(cond, why)                  \
+  do {                                           \
+    if (!(cond)) ::skim::throw_invalid((why));   \
   } while (false)

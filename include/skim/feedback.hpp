@@ -53,7 +53,8 @@ struct FeedbackOptions {
 class ErrorFeedback {
  public:
   // Throws: InvalidArgument: an option is out of its range, momentum_correction or residual_decay
-  // is set without a residual, or momentum_dampening without momentum_correction.
+  // is set without a residual, or momentum_dampening or nesterov_correction without
+  // momentum_correction.
   explicit ErrorFeedback(FeedbackOptions options = {});
   ~ErrorFeedback();
   ErrorFeedback(ErrorFeedback&&) noexcept;

@@ -149,6 +149,7 @@ if TYPE_CHECKING:
     from skim.aggregator import Aggregator as Aggregator
     from skim.ddp import attach as attach
     from skim.ddp import compression_of as compression_of
+    from skim.ddp import detach as detach
     from skim.ddp import load_state_dict as load_state_dict
     from skim.ddp import report as report
     from skim.ddp import state_dict as state_dict
@@ -165,6 +166,7 @@ _TORCH = {
     "load_state_dict": "skim.ddp",
     "state_template": "skim.ddp",
     "compression_of": "skim.ddp",
+    "detach": "skim.ddp",
     "Aggregator": "skim.aggregator",
     "LocalSteps": "skim.local_steps",
     "ElasticGroup": "skim.elastic",

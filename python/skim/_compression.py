@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, take_out
+from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, put_back, take_out
 from skim._options import CompressionOptions, FeedbackOptions
 from skim._report import Report
 from skim._elastic_steps import ElasticSteps
@@ -77,6 +76,10 @@ class Options:
             what, kinds = KINDS.get(TYPES.get(name), ("", ()))
             if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
                 raise _core.InvalidArgument(f"skim: {name}: must be {what}, not {value!r}")
+        if self.others.get("residual_decay") == 0:
+            raise _core.InvalidArgument(
+                "skim: residual_decay: 0 would forget what is not sent; use feedback=False for that, or a number in (0, 1]"
+            )
         if self.total_steps < 0:
             raise _core.InvalidArgument(f"skim: total_steps: must be 0 (not known) or more, not {self.total_steps}")
         if self.non_finite not in ("pass-on", "raise"):
@@ -172,27 +175,6 @@ def expect_same(comm: _core.Communicator, what: str, mine: Sequence[str], like: 
                 raise _core.InvalidArgument(
                     f"skim: {what} differ between ranks: rank {right} has {there}, rank {r} has {here}"
                 )
-
-
-class HookState:
-    """The state that DDP keeps for its hook: the object that the hook works for.
-
-    DDP gives a copy of the model no hook, so a copy of this state has no owner.
-    """
-
-    def __init__(self, owner: Any = None) -> None:
-        self.owner = owner
-
-    def __reduce__(self) -> Any:
-        return HookState, ()
-
-
-def set_hook(ddp: DistributedDataParallel, hook: Callable[..., Any], owner: Any) -> None:
-    """Registers the hook with DDP. Raises InvalidArgument if DDP refuses the hook."""
-    try:
-        ddp.register_comm_hook(HookState(owner), hook)
-    except RuntimeError as e:
-        raise _core.InvalidArgument(f"skim.attach: DDP refused the hook: {e}") from None
 
 
 class Unit:
@@ -363,8 +345,7 @@ class Compression:
 
     def begin_bucket(self, index: int, members: tuple[int, ...], *, opens_step: bool) -> None:
         """Call it before reducing the pieces of a bucket. opens_step: it is the first bucket of a step."""
-        if self.error is not None:
-            raise self.error
+        self.raise_failure()
         if opens_step:
             self.finish_step()
             if self.options.optimizer is not None:
@@ -553,6 +534,11 @@ class Compression:
             culprit = getattr(error, "peer", -1)  # of a CommError
             self.comm.abort(culprit if culprit >= 0 else self.comm.rank)
 
+    def raise_failure(self) -> None:
+        """Raises the failure that fail() keeps, if there is one."""
+        if self.error is not None:
+            raise self.error
+
     # ---- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -595,6 +581,13 @@ class Compression:
             self.reducer.load([array(s.detach().cpu().contiguous()) for s in states])
 
     # ---- the end --------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Ends the last step, and gives the optimizer its momentum back."""
+        self.finish_step()
+        self.close()
+        if self.options.optimizer is not None:
+            put_back(self.options.optimizer, self.options.of_updates)
 
     def close(self) -> None:
         """Ends the communication thread after its queued jobs. Waits for at most LAST_WAIT_S seconds."""

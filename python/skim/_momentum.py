@@ -69,6 +69,21 @@ def take_out(optimizer: Any, of_updates: bool) -> None:
             group["weight_decay"] *= (1.0 - had.momentum_dampening) / (1.0 - had.momentum_correction)
 
 
+def put_back(optimizer: Any, of_updates: bool) -> None:
+    """Undoes take_out(). The optimizer's sums of gradients begin at 0."""
+    for group in optimizer.param_groups:
+        if KEY not in group:
+            continue
+        had = Correction(*group.pop(KEY))
+        if "betas" in group:
+            group["betas"] = (had.momentum_correction, group["betas"][1])
+            continue
+        group["momentum"], group["dampening"] = had.momentum_correction, had.momentum_dampening
+        group["nesterov"] = had.nesterov_correction
+        if not of_updates:
+            group["weight_decay"] *= (1.0 - had.momentum_correction) / (1.0 - had.momentum_dampening)
+
+
 def expect_taken_out(optimizer: Any, correction: Correction, of_updates: bool) -> None:
     """Call it before a step. Takes momentum out again if a state_dict has brought it back.
 

@@ -13,7 +13,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options, Unit, buckets_of, set_hook
+from skim._compression import STATE, Compression, Options, Unit, buckets_of
+from skim._hook import raising_at_the_end, set_hook
 from skim._report import Report
 from skim.dry_run import DryRun
 from skim.elastic import ElasticGroup
@@ -226,6 +227,17 @@ def load_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -
     compression_of(model).load_state_dict(state)
 
 
+def detach(model: torch.nn.Module) -> None:
+    """Ends what attach(model) began. Call it on every rank, between steps. Later steps average whole gradients, and the
+    model may be attached anew.
+
+    The optimizer that attach got has its own momentum again, which begins at 0. The gradients that the residuals
+    hold are lost: use density 1 for a last step if they matter. Not in an ElasticGroup.
+    """
+    compression_of(model).detach()
+    del _attached[_unwrapped(model)]
+
+
 def state_template(checkpoint_id: str | os.PathLike[str], prefix: str = "skim") -> dict[str, torch.Tensor]:
     """Empty tensors into which torch.distributed.checkpoint can load the states of all ranks, also of LocalSteps:
 
@@ -281,6 +293,12 @@ class DdpCompression(Compression):
         super().__init__(named, options, ranks, timeout, writer, also_equal=unit.described())
         self._index_of = {p: i for i, p in enumerate(named.values())}
         self._unit = unit
+        self._has_warned = False
+        self._trainable = [
+            (name, p, p.requires_grad)
+            for name, p in ddp.module.named_parameters()
+            if name not in ddp.parameters_to_ignore
+        ]
         self._scale_now = 1.0  # of this step
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
@@ -292,7 +310,48 @@ class DdpCompression(Compression):
         if elastic is not None:
             parameters = list(named.values())
             self._set_layout(buckets_of(parameters, range(len(parameters)), BUCKET_BYTES))
-        set_hook(ddp, _hook, self)
+        self._ddp = weakref.ref(ddp)
+        set_hook(ddp, self._on_bucket)
+
+    def detach(self) -> None:
+        if self.elastic is not None:
+            raise _core.InvalidArgument("skim.detach: not in an ElasticGroup: its DDP has a process group of this rank alone")
+        super().detach()
+        if (ddp := self._ddp()) is not None:
+            set_hook(ddp, None)
+
+    def _on_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        flat = bucket.buffer()
+        members = tuple(self._index_of[p] for p in bucket.parameters())
+        index, last = bucket.index(), bucket.is_last()
+        devices = None if flat.device.type == "cpu" else [flat.device]
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        ready = None if devices is None else getattr(torch, flat.device.type).current_stream(flat.device).record_event()
+        start = time.perf_counter_ns()
+
+        def job() -> None:
+            with self.after(ready, flat.device):
+                try:
+                    self._reduce_bucket(index, last, members, flat)
+                    if last:
+                        self.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
+                except BaseException as e:  # noqa: BLE001 - backward raises it
+                    self.fail(e)
+                self.held_back.append(lambda: done.set_result(flat))
+                if last or self.elastic is None:
+                    held_back, self.held_back = self.held_back, []
+                    for tell in held_back:
+                        tell()
+
+        answer = raising_at_the_end(done, self.raise_failure) if last else done
+        if last and len(_attached) == 1:
+            # Backward has nothing left to overlap with, so a change of threads would only cost time. With a
+            # second attached model this could deadlock: two ranks might reach the models' last buckets in
+            # different orders, and each would wait for the other.
+            self.run_after_others(job)
+        else:
+            self.submit(job)
+        return answer
 
     def rollback(self) -> None:
         """Call this if your loop skips the step whose backward has just ended. Nothing of the step then
@@ -317,6 +376,21 @@ class DdpCompression(Compression):
                 self.statistics.buckets_stand()
             if was_open:
                 self._seen_before, self._seen = self._seen, []
+                self._warn_of_changes()
+
+    def _warn_of_changes(self) -> None:
+        """Warns once if other parameters are trainable than at attach(): DDP does not exchange their gradients."""
+        if self._has_warned:
+            return
+        changed = [name for name, p, trainable in self._trainable if p.requires_grad != trainable]
+        if changed:
+            self._has_warned = True
+            warnings.warn(
+                f"skim: requires_grad has changed since attach for {len(changed)} parameters, '{changed[0]}' among them: "
+                "their gradients are not exchanged as you may expect; call skim.detach, wrap the model in DDP anew, and "
+                "attach",
+                stacklevel=2,
+            )
 
     def _reduce_bucket(self, index: int, last: bool, members: tuple[int, ...], flat: torch.Tensor) -> None:
         if self.elastic is not None:
@@ -358,51 +432,6 @@ class DdpCompression(Compression):
         used = bytes(bool(flat[a:b].any()) for a, b in parts)
         of_all = self.comm.allgather(used)
         return [part for j, part in enumerate(parts) if not any(u[j] for u in of_all)]
-
-
-# No annotations: DDP compares them with types, but here they would be strings (see the __future__ import).
-def _hook(state, bucket):  # type: ignore[no-untyped-def]
-    compression = state.owner
-    flat = bucket.buffer()
-    members = tuple(compression._index_of[p] for p in bucket.parameters())
-    index, last = bucket.index(), bucket.is_last()
-    devices = None if flat.device.type == "cpu" else [flat.device]
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-    failure: list[BaseException] = []
-    ready = None if devices is None else getattr(torch, flat.device.type).current_stream(flat.device).record_event()
-    start = time.perf_counter_ns()
-
-    def job() -> None:
-        with compression.after(ready, flat.device):
-            try:
-                compression._reduce_bucket(index, last, members, flat)
-                if last:
-                    compression.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
-            except BaseException as e:  # noqa: BLE001 - backward raises it
-                compression.fail(e)
-                failure.append(e)
-            compression.held_back.append(lambda: done.set_result(flat))
-            if last or compression.elastic is None:
-                held_back, compression.held_back = compression.held_back, []
-                for tell in held_back:
-                    tell()
-
-    def finish(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        if failure:
-            raise failure[0]
-        return future.value()
-
-    # Failures are raised in a callback. With set_exception, DDP would complain about a tensor of a wrong
-    # type instead of raising the failure.
-    answer = done.then(finish)
-    if last and len(_attached) == 1:
-        # Backward has nothing left to overlap with, so a change of threads would only cost time. With a
-        # second attached model this could deadlock: two ranks might reach the models' last buckets in
-        # different orders, and each would wait for the other.
-        compression.run_after_others(job)
-    else:
-        compression.submit(job)
-    return answer
 
 
 def _unwrapped(model: Any) -> torch.nn.Module:

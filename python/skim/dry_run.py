@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import array, set_hook
+from skim._compression import array
+from skim._hook import set_hook
 from skim._transport import connect
 
 DENSITIES = (0.001, 0.01, 0.1)
@@ -48,7 +49,7 @@ class DryRun:
         self._pending: list[Any] = []
         self._times: list[tuple[float, float]] = []  # (step, exposed) of each step measured
         self._gradients: list[torch.Tensor] = []
-        set_hook(ddp, _hook, self)
+        set_hook(ddp, self._on_bucket)
 
     def __str__(self) -> str:
         if not self.verdict:
@@ -75,9 +76,19 @@ class DryRun:
 
     # ---- measuring ------------------------------------------------------------------------------
 
-    def _step_begins(self) -> None:
-        """Called when the first bucket of a step is ready."""
-        self._seen += 1
+    def _on_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Averages the bucket as DDP does without a hook, and takes the times."""
+        flat = bucket.buffer()
+        if bucket.index() == 0:
+            self._seen += 1
+            self._pending = []
+        flat.div_(dist.get_world_size(self._group))
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._pending.append((work, flat))
+        if bucket.is_last():
+            self._backward_ends([w for w, _ in self._pending], [f for _, f in self._pending])
+        mean: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+        return mean
 
     def _backward_ends(self, works: list[Any], flats: list[torch.Tensor]) -> None:
         now = time.perf_counter()
@@ -156,22 +167,6 @@ class DryRun:
         if self.total_steps == 0:
             return "What it does to accuracy only training tells."
         return "\n" + _core.quality_note(density, self.total_steps)
-
-
-# No annotations: see ddp.py.
-def _hook(state, bucket):  # type: ignore[no-untyped-def]
-    """Averages the bucket as DDP does without a hook, and takes the times."""
-    run = state.owner
-    flat = bucket.buffer()
-    if bucket.index() == 0:
-        run._step_begins()
-        run._pending = []
-    flat.div_(dist.get_world_size(run._group))
-    work = dist.all_reduce(flat, group=run._group, async_op=True)
-    run._pending.append((work, flat))
-    if bucket.is_last():
-        run._backward_ends([w for w, _ in run._pending], [f for _, f in run._pending])
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 def _ms(seconds: float) -> str:

@@ -58,6 +58,8 @@ class FsdpCompression(Compression):
         me = weakref.ref(self)
         for name, module, index in hooked:
             module.set_all_reduce_hook(_hook_of(me, name, index))
+        self._modules = weakref.WeakSet(module for _, module, _ in hooked)
+        self._between = between
 
     def report(self) -> Report:
         with self.lock:
@@ -67,6 +69,16 @@ class FsdpCompression(Compression):
         """Call it on every rank or on none, if your loop skips the step whose backward has just ended. Nothing of the
         step then counts as delivered, and residuals keep its gradients."""
         self.finish_step(skip=True)
+
+    def detach(self) -> None:
+        super().detach()
+        between = self._between
+
+        def average(reduced: torch.Tensor) -> None:
+            dist.all_reduce(reduced.div_(between.size()), group=between)
+
+        for module in self._modules:
+            module.set_all_reduce_hook(average)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._shard.marked(super().state_dict())

@@ -111,6 +111,71 @@ def train(model, steps, group=None, size=None, **law):
     return given, got
 
 
+# ---- the life of an attachment
+
+
+def case_detach_and_attach_anew():
+    for make in (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), lambda p: torch.optim.AdamW(p)):
+        inner = Linear()
+        optimizer = make(inner.parameters())
+        before = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        model = attached(inner, attach={"optimizer": optimizer})
+        train_steps = lambda steps: [model(gradients(s)).backward() or means(model) for s in steps]  # noqa: E731
+        train_steps(range(3))
+        skim.detach(model)
+        assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == before
+        expect(skim.InvalidArgument, "has not been attached", skim.report, model)
+        [got] = train_steps([5])
+        same(total(flat(gradients(5))), SIZE * got)  # whole gradients
+        skim.attach(model, **EXACT, density=0.02, timeout=60.0)
+        train(model, range(4))
+        assert skim.report(model).steps == 4
+
+
+def case_a_dry_run_and_then_attach():
+    model = DDP(Linear(), bucket_cap_mb=BUCKET_MB)
+    skim.attach(model, dry_run=2)
+    for step in range(12):
+        model(gradients(step)).backward()
+        got = means(model)
+    same(total(flat(gradients(11))), SIZE * got)
+    skim.attach(model, **EXACT, density=0.02, timeout=60.0)
+    train(model, range(4))
+
+
+def case_backward_raises_the_error_itself():
+    class Breaks(OfTensors):
+        def commit(self, *_):
+            raise ZeroDivisionError("mine")
+
+    model = attached(attach={"local": Breaks if RANK == SIZE - 1 else OfTensors})
+    try:
+        for step in range(3):
+            model(gradients(step)).backward()
+        raise AssertionError("backward did not raise")
+    except ZeroDivisionError as e:
+        assert RANK == SIZE - 1 and str(e) == "mine", e
+    except skim.CommError as e:
+        assert RANK < SIZE - 1 and e.peer == SIZE - 1, e
+
+
+def case_trainable_parameters_that_change():
+    """Ranks would diverge without a word, as with plain DDP."""
+    inner = Linear()
+    inner.w[2].requires_grad_(False)
+    model = attached(inner)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(3):
+            model(gradients(step)).backward()
+        assert not seen, [str(w.message) for w in seen]
+        inner.w[2].requires_grad_(True)
+        for step in range(3, 6):
+            model(gradients(step)).backward()
+    told = [str(w.message) for w in seen if "'w.2'" in str(w.message)]
+    assert len(told) == 1 and "call skim.detach" in told[0], [str(w.message) for w in seen]
+
+
 # ---- where residuals are
 
 
@@ -700,6 +765,7 @@ def case_refusals():
         ("total_steps", -1, "must be 0 (not known) or more, not -1"),
         ("dense_below", 0.5, "must be a whole number, not 0.5"),
         ("residual_decay", "0.9", "must be a number, not '0.9'"),
+        ("residual_decay", 0, "0 would forget what is not sent; use feedback=False for that, or a number in (0, 1]"),
         ("feedback", 1, "must be True or False, not 1"),
         ("select_block", True, "must be a whole number, not True"),
     ):
@@ -787,7 +853,7 @@ def case_report_writer_and_profiler():
     assert set(written) >= {"skim/sent_bytes", "skim/captured", "skim/exposed_ms"}, written
     report = skim.report(model)
     text = str(report)
-    assert f"rank {RANK} of {SIZE}" in text and len(text.splitlines()) == 3 + len(report.buckets)
+    assert f"rank {RANK} of {SIZE}" in text and len(text.splitlines()) == 3 + len(report.buckets) + (report.moved_bytes > 0)
     # All bytes of the run, those before the buckets stood included.
     traffic = skim.compression_of(model).comm.traffic.sent_bytes - before
     assert report.sent_bytes == traffic, (report.sent_bytes, traffic)

@@ -459,6 +459,18 @@ def case_another_number_of_islands():
         expect(skim.StateError, "but not to another number of ranks inside an island", skim.load_state_dict, alone, foreign)
 
 
+def case_detach():
+    """Whole gradients then go between the islands."""
+    model = attached()
+    train(model, range(2))
+    skim.detach(model)
+    given, got = train(model, range(5, 7))
+    for name, g in given.items():
+        torch.testing.assert_close(between(g) / MESH["between"].size(), got[name])
+    skim.attach(model, between=MESH["between"].get_group(), **EXACT)
+    check_law(model, *train(model, range(3)))
+
+
 # ---- mistakes
 
 

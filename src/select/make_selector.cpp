@@ -150,9 +150,8 @@ std::unique_ptr<Selector> make_rule(const SelectOptions& options) {
     case SelectRule::blocktopk:
       return selectors::make_blocktopk(options.block);
   }
-  throw_invalid(
-      "options.rule", __FILE__, __LINE__,
-      "select: unknown algorithm (" + std::to_string(static_cast<unsigned>(options.rule)) + ")");
+  throw_invalid("select: unknown rule (" + std::to_string(static_cast<unsigned>(options.rule)) +
+                ")");
 }
 
 }  // namespace
