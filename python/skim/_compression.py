@@ -533,6 +533,8 @@ class Compression:
             self.error = error
             culprit = getattr(error, "peer", -1)  # of a CommError
             self.comm.abort(culprit if culprit >= 0 else self.comm.rank)
+            for comm in self.inside:
+                comm.abort(comm.rank)
 
     def raise_failure(self) -> None:
         """Raises the failure that fail() keeps, if there is one."""

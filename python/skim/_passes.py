@@ -37,7 +37,6 @@ class Pass(Protocol):
         gradient: [n], float32, float16 or bfloat16. An entry that is not finite adds 0 and is counted.
         residual: [n], float32. A sum that overflows becomes the largest float.
         keys: int64, zeros. Gets the keys (see key_of) of such entries, in any order, as many as there is room for.
-            Its last element is scratch.
         counts: int32, zeros. Gets the number of such entries, and of entries of gradient that are not finite.
         norms2: float64 [2]. Gets |residual|^2 and |gradient * factor|^2, of what is finite.
         """
@@ -77,7 +76,7 @@ def in_pytorch(
         norms2[1].add_(x.to(torch.float64).square_().sum())
         torch.abs(r, out=m)
         counts[:1].add_(torch.count_nonzero(m > above))
-    largest, index = magnitude.topk(min(keys.numel() - 1, residual.numel()), sorted=False)
+    largest, index = magnitude.topk(min(keys.numel(), residual.numel()), sorted=False)
     keys[: index.numel()] = torch.where(largest > above, key_of(largest, index), 0)
 
 

@@ -71,7 +71,7 @@ def in_triton(
     of_blocks = torch.empty(blocks, 2, dtype=torch.float64, device=residual.device)
     # Without fusion: a product is rounded before it is added, as on the CPU.
     _kernel[(blocks,)](
-        gradient, residual, n, factor, decay, above, keys, keys.numel() - 1, counts, of_blocks,
+        gradient, residual, n, factor, decay, above, keys, keys.numel(), counts, of_blocks,
         block=BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     torch.sum(of_blocks, 0, out=norms2)

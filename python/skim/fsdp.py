@@ -19,6 +19,7 @@ from skim._shards import Shard, is_sharded, local
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
+
 class FsdpCompression(Compression):
     """The compression of one model that is sharded inside an island, between islands. skim.attach makes it.
 
@@ -144,7 +145,7 @@ def _fsdp_parameters(name: str, module: FSDPModule) -> list[Any]:
         raise _core.InvalidArgument(f"skim.attach: fully_shard of PyTorch {torch.__version__} has no hook; use 2.7 or later")
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before PyTorch 2.12
+    if groups is None:  # older versions of PyTorch have one
         groups = [g for g in (state._fsdp_param_group,) if g is not None]
     if len(groups) > 1:
         raise _core.InvalidArgument(

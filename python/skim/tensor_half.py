@@ -62,7 +62,7 @@ class TensorLocalHalf:
         self._journal: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # tensor, indices, values before
         self._delivered: set[int] = set()  # slots whose whole residual was delivered in this step
         self._buffers: dict[torch.device, Buffers] = {}
-        self._accumulated: torch.Tensor | None = None  # without residuals: what the last bucket accumulated
+        self._accumulated: torch.Tensor | None = None  # what accumulate() has added up, until whole()
 
     @property
     def moved_bytes(self) -> int:
@@ -344,7 +344,7 @@ class Buffers:
         """Prepares a pass that selects k entries."""
         self._k = k
         if self._words.numel() < HEAD + 2 * k:
-            self._keys = torch.zeros(2 * k + 4097, dtype=torch.int64, device=self.device)
+            self._keys = torch.zeros(2 * k + 4096, dtype=torch.int64, device=self.device)
             self._words = torch.zeros(HEAD + 2 * k, dtype=torch.int32, device=self.device)
             self._host = self._pinned(HEAD + 2 * k)
         self.keys.zero_()
@@ -356,7 +356,7 @@ class Buffers:
 
     @property
     def keys(self) -> torch.Tensor:
-        return self._keys[: self.room + 1]
+        return self._keys[: self.room]
 
     @property
     def counts(self) -> torch.Tensor:
@@ -374,7 +374,7 @@ class Buffers:
     def selected(self, residual: torch.Tensor, k: int) -> Selected:
         """Takes the k largest of the collected entries to the host, with counts and norms. Waits for the device."""
         words, host = self._words[: HEAD + 2 * k], self._host[: HEAD + 2 * k]
-        index = index_of(self.keys[:-1].topk(k, sorted=False).values).sort().values  # those of no entry come last
+        index = index_of(self.keys.topk(k, sorted=False).values).sort().values  # those of no entry come last
         if k:
             words[HEAD : HEAD + k] = index.to(torch.int32)
             words[HEAD + k :] = residual[index.clamp(max=residual.numel() - 1)].view(torch.int32)

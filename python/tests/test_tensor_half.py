@@ -260,6 +260,15 @@ class InPyTorch(test_local_half.AgainstTheBuiltIn):
                 of_steps.append(waits - before)
         self.assertEqual(of_steps[5:], [1] * 25, of_steps)
 
+    def test_buckets_without_entries(self):
+        for dense_below in (0, 10):
+            reducer = skim.Reducer(skim.in_process_group(1)[0], local=self.make(), density=0.1, dense_below=dense_below)
+            reducer.set_layout([(0, [("none", 0)]), (1, [("one", 1), ("no other", 0)])])
+            for slot, g in ((0, np.zeros(0, np.float32)), (1, np.full(1, 3.0, np.float32))):
+                reducer.reduce(slot, g)
+                self.assertEqual(g.tolist(), [3.0] * slot)
+            self.assertTrue(reducer.end_step())
+
     def test_wrong_options(self):
         for options, why in (
             ({"momentum_correction": 1.0}, r"momentum_correction: must be a number in \[0, 1\)"),
