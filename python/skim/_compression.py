@@ -543,11 +543,16 @@ class Compression:
 
     # ---- state ----------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
         self.finish_step()
         with self.lock:
             saved = bytearray(self.reducer.save())
-        return {f"rank_{self.comm.rank}_of_{self.comm.size}": torch.frombuffer(saved, dtype=torch.uint8)}
+            if gather:
+                of_all = [bytearray(m) for m in self.comm.allgather(bytes(saved))]
+                states = enumerate(of_all) if self.comm.rank == 0 else ()
+            else:
+                states = ((self.comm.rank, saved),)
+        return {f"rank_{r}_of_{self.comm.size}": torch.frombuffer(s, dtype=torch.uint8) for r, s in states}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         found: dict[int, dict[int, torch.Tensor]] = {}

@@ -47,12 +47,12 @@ class BucketReport:
         return (
             str(self.n),
             "dense" if self.dense_steps == self.steps else str(self.k),
-            f"{self.sent_bytes / each / 1e3:.2f}",
+            _bytes(self.sent_bytes / each),
             f"{1e3 * self.select_s / each:.2f}",
             f"{1e3 * self.exchange_s / each:.2f}",
             f"{1e3 * self.apply_s / each:.2f}",
             f"{self.capture / each:.3f}",
-            self.decision,
+            self.decision.split(" ")[0],
         )
 
     def join(self, other: BucketReport) -> None:
@@ -73,7 +73,7 @@ class BucketReport:
 
 @dataclasses.dataclass
 class Report:
-    """Statistics of one rank. str() gives a table."""
+    """Statistics of one rank. str() gives a table, reasons() why exchange="auto" chose as it did."""
 
     rank: int
     size: int
@@ -157,27 +157,46 @@ class Report:
             "steps_taken_back": float(self.skipped),
         }
 
+    def reasons(self) -> str:
+        """Why exchange="auto" chose what it chose: for each bucket the exchanges with their times, the chosen one first.
+
+        "(measured)" marks a prediction of the cost model that this run has corrected.
+        """
+        return "\n".join(f"bucket {slot}: {b.decision}" for slot, b in sorted(self.buckets.items()) if b.decision)
+
     def __str__(self) -> str:
+        """At most 100 columns, unless numbers are very long."""
         if not self.steps:
             return f"skim: rank {self.rank} of {self.size}: no step yet"
-        head = (
-            f"skim: rank {self.rank} of {self.size}, {self.steps} steps"
-            + (f" ({self.skipped} taken back)" if self.skipped else "")
-            + f": sent {self.sent_bytes / 1e6:.3f} MB, {self.compression:.1f} times less than dense; "
-            f"{1e3 * self.exposed_s / self.steps:.2f} ms a step not hidden by backward"
-        )
+        taken_back = f" ({self.skipped} taken back)" if self.skipped else ""
+        head = [
+            f"skim: rank {self.rank} of {self.size}, {self.steps} steps{taken_back}: sent {_bytes(self.sent_bytes)}, "
+            f"{self.compression:.1f} times less than dense",
+            f"{1e3 * self.exposed_s / self.steps:.2f} ms a step not hidden by backward",
+        ]
         if self.moved_bytes:
-            head += f"\n{self.moved_bytes / self.steps / 1e3:.2f} kB a step between device and host"
+            head[-1] += f"; {_bytes(self.moved_bytes / self.steps)} a step between device and host"
         waited = sum(self.waited_s)
         if waited > 0.05 * self.compared_s:
             of = ", ".join(f"rank {r} {s:.1f} s" for r, s in enumerate(self.waited_s) if s >= 0.1 * waited)
-            head += f"\nthe ranks waited for slower ones in {waited:.1f} of {self.compared_s:.1f} s: {of}"
+            head.append(f"the ranks waited for slower ones in {waited:.1f} of {self.compared_s:.1f} s: {of}")
         rows: list[tuple[str, ...]] = [
-            ("bucket", "entries", "kept", "sent kB", "select ms", "exchange ms", "apply ms", "captured", "decision")
+            ("bucket", "entries", "k", "sent", "select ms", "exchange ms", "apply ms", "captured", "exchange")
         ]
         if self.forming.steps:
             rows.append(("forming", *self.forming.cells()))
         rows += [(str(slot), *b.cells()) for slot, b in sorted(self.buckets.items())]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
         table = ["  ".join([*(cell.rjust(w) for cell, w in zip(row, widths)), row[-1]]).rstrip() for row in rows]
-        return "\n".join([head, *table])
+        foot = ["k: entries to send, in the last step. sent, times, captured (fraction of |g + residual|^2): a step."]
+        if self.forming.steps:
+            foot.append("forming: the first steps, in which each parameter was a bucket.")
+        return "\n".join([*head, *table, *foot])
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"

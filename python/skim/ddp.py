@@ -209,10 +209,14 @@ def report(model: torch.nn.Module) -> Report:
     return compression_of(model).report()
 
 
-def state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def state_dict(model: torch.nn.Module, *, gather: bool = False) -> dict[str, torch.Tensor]:
     """This rank's residuals and all other state of compression: one tensor of bytes, under the key
-    rank_R_of_P, or shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own."""
-    return compression_of(model).state_dict()
+    rank_R_of_P, or shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own.
+
+    gather: True, for scripts that save on rank 0: rank 0 gets the states of all ranks, and the others an empty dict.
+        Collective. For a moment every rank holds P times its residuals. Not with fully_shard.
+    """
+    return compression_of(model).state_dict(gather=gather)
 
 
 def load_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:

@@ -81,7 +81,11 @@ class FsdpCompression(Compression):
         for module in self._modules:
             module.set_all_reduce_hook(average)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
+        if gather:
+            raise _core.InvalidArgument(
+                "skim: no gather with fully_shard: save what every rank has with torch.distributed.checkpoint"
+            )
         return self._shard.marked(super().state_dict())
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

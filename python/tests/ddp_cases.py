@@ -176,6 +176,25 @@ def case_trainable_parameters_that_change():
     assert len(told) == 1 and "call skim.detach" in told[0], [str(w.message) for w in seen]
 
 
+def case_state_that_rank_0_saves():
+    model = attached()
+    train(model, range(4))
+    mine, of_all = skim.state_dict(model), skim.state_dict(model, gather=True)
+    assert list(of_all) == ([f"rank_{r}_of_{SIZE}" for r in range(SIZE)] if RANK == 0 else []), list(of_all)
+    [of_all] = dist_broadcast(of_all)
+    [(key, value)] = mine.items()
+    assert torch.equal(of_all[key], value)
+    again = attached()
+    skim.load_state_dict(again, of_all)
+    assert torch.equal(kept(again), kept(model))
+
+
+def dist_broadcast(thing):
+    things = [thing]
+    dist.broadcast_object_list(things)
+    return things
+
+
 # ---- where residuals are
 
 
@@ -853,7 +872,10 @@ def case_report_writer_and_profiler():
     assert set(written) >= {"skim/sent_bytes", "skim/captured", "skim/exposed_ms"}, written
     report = skim.report(model)
     text = str(report)
-    assert f"rank {RANK} of {SIZE}" in text and len(text.splitlines()) == 3 + len(report.buckets) + (report.moved_bytes > 0)
+    assert f"rank {RANK} of {SIZE}" in text and len(text.splitlines()) == 6 + len(report.buckets), text
+    assert max(map(len, text.splitlines())) <= 100, text
+    reasons = report.reasons().splitlines()
+    assert len(reasons) == sum(b.decision != "" for b in report.buckets.values()), reasons
     # All bytes of the run, those before the buckets stood included.
     traffic = skim.compression_of(model).comm.traffic.sent_bytes - before
     assert report.sent_bytes == traffic, (report.sent_bytes, traffic)
