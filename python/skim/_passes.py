@@ -106,18 +106,32 @@ def collect_k_largest(residual: torch.Tensor, k: int, least: float, keys: torch.
 
 
 @functools.cache
-def pass_for(device_type: str, name: str | None) -> Pass:
-    """The pass of KERNELS for a type of device. None: Triton where it is, otherwise PyTorch.
+def pass_for(device: torch.device, name: str | None) -> Pass:
+    """The pass of KERNELS for a device. None: Triton where it can run, otherwise PyTorch.
 
     Raises InvalidArgument where Triton cannot run.
     """
-    runs = device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    has = importlib.util.find_spec("triton") is not None
-    if name == "triton" and not (runs and has):
-        why = "it needs a GPU" if has else "it is not installed"
-        raise _core.InvalidArgument(f"skim: kernels: no triton here ({why}); use pytorch")
-    if name == "pytorch" or not (runs and has):
+    missing = "" if name == "pytorch" else _why_no_triton(device)
+    if name == "triton" and missing:
+        raise _core.InvalidArgument(f"skim: kernels: no triton here: {missing}; use pytorch")
+    if name == "pytorch" or missing:
         return in_pytorch
     from skim._triton_pass import in_triton
 
     return in_triton
+
+
+def _why_no_triton(device: torch.device) -> str:
+    """Why Triton cannot run on the device; "": it can."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not is_interpreted:
+        return "it needs a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "it is not installed"
+    import triton
+
+    if int(triton.__version__.split(".")[0]) < 3:
+        return f"its version {triton.__version__} is older than 3"
+    if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < (7, 0):
+        return "the GPU is older than compute capability 7.0"
+    return ""

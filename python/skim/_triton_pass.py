@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -69,9 +70,11 @@ def in_triton(
     n = residual.numel()
     blocks = triton.cdiv(n, BLOCK)
     of_blocks = torch.empty(blocks, 2, dtype=torch.float64, device=residual.device)
-    # Without fusion: a product is rounded before it is added, as on the CPU.
-    _kernel[(blocks,)](
-        gradient, residual, n, factor, decay, above, keys, keys.numel(), counts, of_blocks,
-        block=BLOCK, enable_fp_fusion=False,
-    )  # fmt: skip
+    # Triton launches on the current device, whatever the device of its arguments.
+    with torch.cuda.device(residual.device) if residual.is_cuda else contextlib.nullcontext():
+        # Without fusion: a product is rounded before it is added, as on the CPU.
+        _kernel[(blocks,)](
+            gradient, residual, n, factor, decay, above, keys, keys.numel(), counts, of_blocks,
+            block=BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
     torch.sum(of_blocks, 0, out=norms2)

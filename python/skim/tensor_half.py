@@ -106,7 +106,7 @@ class TensorLocalHalf:
             raise _core.InvalidArgument(f"skim: the gradient must be contiguous and have {n} entries")
         if n >= 1 << 31:
             raise _core.InvalidArgument(f"skim: at most 2^31 - 1 entries at once, not {n}; use smaller buckets")
-        pass_for(grad.device.type, self.kernels)
+        pass_for(grad.device, self.kernels)
 
     # ---- a bucket -------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class TensorLocalHalf:
             x, bad = finite_part(gradient, factor)
             measured = x.to(torch.float64).square_().sum(), bad
             gradient, factor = self._changed(task, gradient, measured[0]), 1.0
-        run = pass_for(grad.device.type, self.kernels)
+        run = pass_for(grad.device, self.kernels)
         run(gradient, residual, factor, self._decay, above, buffers.keys, buffers.counts, buffers.norms2)
         if measured is not None:  # the report is about the gradient as it was
             buffers.norms2[1], buffers.counts[1] = measured
