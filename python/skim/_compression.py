@@ -249,7 +249,9 @@ class Compression:
         self.momentum = options.momentum()
         given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "others"}
         if isinstance(self.local, TensorLocalHalf):
-            given = {**self.local.options, **given}
+            # As Reducer.options has them: the shortest number that is the same float32.
+            own = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in self.local.options.items()}
+            given = {**own, **given}
         given = {**self.reducer.options, **given}
         self._equal = [f"{name}={_text(value)}" for name, value in given.items()] + list(also_equal)
         self.expect_equal()

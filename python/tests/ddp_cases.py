@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import unittest.mock
 import warnings
 
 import numpy as np
@@ -213,6 +214,17 @@ def case_local():
         assert (report.moved_bytes > 0) == kinds[local] and report.moved_bytes <= 2 * most, (report, most)
         assert ("between device and host" in str(report)) == kinds[local], str(report)
     assert kinds == {None: as_on_a_device, "host": False, "device": True}, kinds
+    # Some ranks on CPUs and some on devices: the device is no option, so they may be in one group.
+    of = type(skim.compression_of(model).options)
+    own = of.local_half
+    with unittest.mock.patch.object(of, "local_half", lambda self, _: own(self, torch.device("cuda" if RANK else "cpu"))):
+        model = attached(attach={"momentum_correction": 0.9, "residual_decay": 0.95})
+    for step in range(4):
+        model(gradients(step)).backward()
+        got = means(model)
+        everywhere = [torch.zeros_like(got) for _ in range(SIZE)]
+        dist.all_gather(everywhere, got)
+        assert got.any() and all(torch.equal(g, everywhere[0]) for g in everywhere)
     # What a device does not have: by default the residuals are then in host memory.
     for options in ({"select": "gaussian"}, {"per_parameter": True}, {"selector": skim.Selector("exact")}):
         model = attached(attach=options)

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-
 class Backend(torch.utils.backend_registration._DummyBackendModule):
     def __init__(self):
         self.of_thread = threading.local()
