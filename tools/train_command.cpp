@@ -9,8 +9,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
+#include <filesystem>
 #include <thread>
 
 #include "skim/error.hpp"
@@ -26,6 +29,7 @@
 #include "tools/units.hpp"
 #include "train/checkpoint.hpp"
 #include "train/fields.hpp"
+#include "train/loop.hpp"
 #include "train/model_options.hpp"
 #include "train/options_json.hpp"
 #include "train/trainer.hpp"
@@ -494,6 +498,43 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   return 0;
 }
 
+void expect_writable(const char* option, const std::filesystem::path& path) {
+  if (path.empty() || path == "-") return;
+  std::error_code ignored;
+  const bool exists = std::filesystem::exists(path, ignored);
+  const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
+  const bool is_folder = std::filesystem::is_directory(path, ignored);
+  if (!is_folder && access((exists ? path : folder).c_str(), W_OK) == 0) return;
+  throw InvalidArgument(std::string(option) + ": cannot open '" + path.string() +
+                        "': " + std::strerror(is_folder ? EISDIR : errno));
+}
+
+// Finds what would end all ranks before their first step, before any of them starts. Ranks find it
+// themselves, too, because no launcher starts those on other machines.
+void expect_to_start(const Arguments& a, const std::vector<Row>& rows) {
+  expect_writable("--metrics", a.train.metrics);
+  expect_writable("--summary", a.summary);
+  at::set_num_threads(1);  // the launcher forks
+  train::DataOptions options = a.train.data;
+  options.seed = a.train.seed;
+  try {
+    const train::DataInfo data = train::load_data(options).info();
+    for (const Row& r : rows) {
+      if (r.options.checkpoint.empty()) continue;
+      std::uint64_t parameters = 0;
+      for (const at::Tensor& p : train::make_model(r.options, data)->parameters()) {
+        parameters += static_cast<std::uint64_t>(p.numel());
+      }
+      const FeedbackOptions& f = r.options.feedback;
+      const int kept = (f.enabled ? 1 : 0) + (f.momentum_correction > 0.0F ? 1 : 0);
+      const auto ranks = static_cast<std::uint64_t>(a.ranks * kept);
+      train::expect_space(r.options.checkpoint, sizeof(float) * parameters * (1 + ranks));
+    }
+  } catch (const train::DataError& e) {
+    throw InvalidArgument(e.what());
+  }
+}
+
 std::chrono::milliseconds milliseconds_of(double seconds) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
 }
@@ -616,6 +657,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
                             std::to_string(kMostLocalRanks) +
                             " on one machine; for more, start skim under mpirun with a host file");
     }
+    expect_to_start(a, rows);
     std::vector<std::string> all{command.name};
     all.insert(all.end(), argv + 1, argv + argc);
     const LaunchOptions launched{.ranks = a.ranks,

@@ -134,6 +134,14 @@ void prune(const fs::path& dir, std::int64_t step, std::int64_t keep) {
 
 }  // namespace
 
+void expect_space(const fs::path& dir, std::uint64_t least_bytes) {
+  const std::uint64_t there = free_bytes(dir);
+  if (there >= least_bytes) return;
+  throw Error("'" + dir.string() + "' has room for " + in_mb(there) +
+              ", but a checkpoint takes at least " + in_mb(least_bytes) +
+              "; free some space, or give another folder");
+}
+
 CheckpointWriter::CheckpointWriter(fs::path dir, std::int64_t keep, Communicator& comm)
     : dir_(std::move(dir)), keep_(keep), comm_(comm) {}
 
@@ -145,13 +153,7 @@ void CheckpointWriter::expect_space(std::uint64_t least_bytes) {
   }
   std::string failure;
   if (comm_.rank() == 0) {
-    failure = failure_of([&] {
-      const std::uint64_t there = free_bytes(dir_);
-      if (there >= needed) return;
-      throw Error("'" + dir_.string() + "' has room for " + in_mb(there) +
-                  ", but a checkpoint takes at least " + in_mb(needed) +
-                  "; free some space, or give another folder");
-    });
+    failure = failure_of([&] { train::expect_space(dir_, needed); });
   }
   agree(failure, comm_);
 }

@@ -67,6 +67,9 @@ class CheckpointWriter {
   std::future<nlohmann::json> written_;  // this rank's part of the manifest
 };
 
+// Throws: Error if the disk of `dir`, which may not exist yet, has less room.
+void expect_space(const std::filesystem::path& dir, std::uint64_t least_bytes);
+
 // Whether a folder is a complete checkpoint, by its name.
 bool is_checkpoint(const std::filesystem::path& folder);
 // The complete checkpoints in dir, newest first.

@@ -759,6 +759,19 @@ class Checkpoints(Case):
             self.assert_refused(done, "checkpoint", "has room for 1.0 MB", "takes at least", status=1)
             self.assertNotIn("train loss", done.stdout)
 
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
+    def test_what_cannot_work_is_found_before_any_rank_starts(self):
+        nowhere = dict(os.environ, SKIM_MPIRUN="/nowhere/mpirun")  # it would be missed if ranks were started
+        for arguments, word in (
+            (["--data", "mnist", "--data-dir", "/nowhere"], "no file train-images-idx3-ubyte"),
+            (["--metrics", "/nowhere/m.jsonl"], "--metrics: cannot open '/nowhere/m.jsonl'"),
+            (["--summary", self.dir], "--summary: cannot open"),
+        ):
+            done = train("--ranks", 2, "--model", "linear", "--steps", 3, *arguments, env=nowhere)
+            self.assert_refused(done, word)
+        done = train("--ranks", 2, "--model", "linear", "--steps", 3, env=nowhere)
+        self.assertIn("/nowhere/mpirun", done.stderr)
+
     def test_a_folder_that_cannot_be_written(self):
         blocked = self.dir / "file"
         blocked.write_text("")
