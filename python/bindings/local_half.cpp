@@ -19,7 +19,7 @@ constexpr std::array kMethods{"set_layout", "select",   "accumulate",    "whole"
                               "commit",     "commit_all", "apply",         "apply_dense",
                               "apply_nan",  "end_step", "rollback_step", "residual"};
 // Of the state: in the library's format, or in one of the object's own.
-constexpr std::array kOfFeedback{"feedback", "take"}, kOfBytes{"save", "load"};
+constexpr std::array kOfFeedback{"as_feedback", "take_feedback"}, kOfBytes{"save", "load"};
 
 // The library's memory, read-only, for one call.
 template <class T>
@@ -208,7 +208,7 @@ void OwnLocalHalf::rollback_step() {
 void OwnLocalHalf::save(std::ostream& out) const {
   if (!selector_) return save_own(out);
   const nb::gil_scoped_acquire gil;
-  const nb::object kept = object_.attr("feedback")();
+  const nb::object kept = object_.attr("as_feedback")();
   nb::cast<const Feedback&>(kept).feedback.save(out);
   selector_->save(out);
 }
@@ -216,11 +216,11 @@ void OwnLocalHalf::load(std::span<std::istream* const> of_old_ranks, int rank, i
                         float share) {
   const nb::gil_scoped_acquire gil;
   if (selector_) {
-    const nb::object kept = object_.attr("feedback")();
+    const nb::object kept = object_.attr("as_feedback")();
     nb::cast<Feedback&>(kept).feedback.load(of_old_ranks, rank, size, share);
     const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
     if (same_group) selector_->load(*of_old_ranks[static_cast<std::size_t>(rank)]);
-    object_.attr("take")(kept);
+    object_.attr("take_feedback")(kept);
     return;
   }
   nb::list states;
@@ -234,7 +234,8 @@ void OwnLocalHalf::load(std::span<std::istream* const> of_old_ranks, int rank, i
 bool OwnLocalHalf::keeps_residual(Slot slot) {
   {
     const nb::gil_scoped_acquire gil;
-    if (nb::hasattr(object_, "keeps_residuals")) return nb::cast<bool>(object_.attr("keeps_residuals"));
+    const char* const keeps = "keeps_residuals";
+    if (nb::hasattr(object_, keeps)) return nb::cast<bool>(object_.attr(keeps));
   }
   return !residual(slot).empty();
 }

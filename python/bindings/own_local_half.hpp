@@ -44,8 +44,9 @@ class OwnLocalHalf final : public LocalHalf, public OwnPart {
  private:
   ErrorFeedback layout_;  // without residuals: it checks and keeps the layout
   bool has_check_ = false;
-  // Of an object with feedback() and take(), which saves and loads in the library's own format. It
-  // has no thresholds to save, so this selector never selects. Null: the format is the object's.
+  // Of an object with as_feedback() and take_feedback(), which saves and loads in the library's own
+  // format. It has no thresholds to save, so this selector never selects. Null: the format is the
+  // object's.
   std::unique_ptr<Selector> selector_;
   std::exception_ptr failure_;
   FloatArray whole_;  // what whole() returned, until the sum is applied

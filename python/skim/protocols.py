@@ -145,8 +145,8 @@ class OwnLocalHalf(Protocol):
     #
     # Of a state in the library's format, which the built-in local half can load, too:
     #
-    #   feedback(self) -> skim.ErrorFeedback            Returns a copy of all residuals and velocities.
-    #   take(self, feedback: skim.ErrorFeedback, /)     Replaces all residuals and velocities by copies of those.
+    #   as_feedback(self) -> skim.ErrorFeedback           Returns a copy of all residuals and velocities.
+    #   take_feedback(self, feedback: skim.ErrorFeedback, /)  Replaces all residuals and velocities by copies of those.
 
     def residual(self, slot: int, /) -> NDArray[float32]:
         """Returns a copy of the slot's residual [n] in host memory, for Reducer.residual(); [0] if none is kept."""

@@ -275,7 +275,7 @@ class TensorLocalHalf:
 
     # ---- the state ------------------------------------------------------------------------------
 
-    def feedback(self) -> _core.ErrorFeedback:
+    def as_feedback(self) -> _core.ErrorFeedback:
         kept = _core.ErrorFeedback(**self.options)
         kept.set_layout(self._layout)
         for slot in self._lengths:
@@ -285,7 +285,7 @@ class TensorLocalHalf:
         return kept
 
     @torch.no_grad()
-    def take(self, feedback: _core.ErrorFeedback) -> None:
+    def take_feedback(self, feedback: _core.ErrorFeedback) -> None:
         for slot in self._lengths:
             for of_slots, place in ((self._residuals, feedback.residual), (self._velocities, feedback.velocity)):
                 if slot in of_slots:

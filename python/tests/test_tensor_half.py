@@ -91,7 +91,7 @@ if HAS_TORCH:
 
     for name in (
         "set_layout", "check", "select", "accumulate", "whole", "commit", "commit_all", "apply", "apply_dense",
-        "apply_nan", "end_step", "rollback_step", "feedback", "take", "residual",
+        "apply_nan", "end_step", "rollback_step", "as_feedback", "take_feedback", "residual",
     ):  # fmt: skip
         setattr(OfEmulatedDevice, name, emulating(getattr(OfArrays, name)))
 
