@@ -514,7 +514,7 @@ void expect_writable(const char* option, const std::filesystem::path& path) {
 void expect_to_start(const Arguments& a, const std::vector<Row>& rows) {
   expect_writable("--metrics", a.train.metrics);
   expect_writable("--summary", a.summary);
-  at::set_num_threads(1);  // the launcher forks
+  at::set_num_threads(1);  // no other thread, because the launcher forks
   train::DataOptions options = a.train.data;
   options.seed = a.train.seed;
   try {

@@ -57,7 +57,7 @@ class StateError : public Error {
 
 // Checks a precondition of a public function. It is on in every build, because such checks run once
 // per call, not once per element. `why` is evaluated only on failure.
-#define SKIM_EXPECTS(cond, why)                  \
-  do {                                           \
-    if (!(cond)) ::skim::throw_invalid((why));   \
+#define SKIM_EXPECTS(cond, why)                \
+  do {                                         \
+    if (!(cond)) ::skim::throw_invalid((why)); \
   } while (false)

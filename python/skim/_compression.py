@@ -71,8 +71,7 @@ class Options:
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keywords of skim.Reducer
 
     def __post_init__(self) -> None:
-        given = {"total_steps": self.total_steps, "non_finite": self.non_finite, **self.others}
-        for name, value in given.items():
+        for name, value in {"total_steps": self.total_steps, "non_finite": self.non_finite, **self.others}.items():
             what, kinds = KINDS.get(TYPES.get(name), ("", ()))
             if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
                 raise _core.InvalidArgument(f"skim: {name}: must be {what}, not {value!r}")
@@ -93,12 +92,12 @@ class Options:
         if self.optimizer is None:
             return
         object.__setattr__(self, "optimizer", inner_optimizer(self.optimizer))
-        excluded = [name for name in FEEDBACK if "momentum" in name or "nesterov" in name]
-        second = [name for name in excluded if self.others.get(name)] + ["local"] * callable(self.local)
-        if second:
-            raise _core.InvalidArgument(
-                f"skim: optimizer and {second[0]} exclude each other: momentum correction is then the optimizer's momentum"
-            )
+        given = {"local": callable(self.local), **self.others}
+        for name in ("momentum_correction", "momentum_dampening", "nesterov_correction", "local"):
+            if given.get(name):
+                raise _core.InvalidArgument(
+                    f"skim: optimizer and {name} exclude each other: momentum correction is then the optimizer's momentum"
+                )
 
     def momentum(self) -> Correction | None:
         """The momentum correction that replaces the optimizer's momentum; None without an optimizer."""
@@ -121,8 +120,10 @@ class Options:
         """An option that TensorLocalHalf does not have; "": there is none."""
         if self.selector is not None:
             return "selector of your own"
+        if self.others.get("per_parameter"):
+            return "per_parameter"
         rule = self.others.get("select", "exact")
-        return f"select={rule!r}" if rule != "exact" else "per_parameter" * bool(self.others.get("per_parameter"))
+        return "" if rule == "exact" else f"select={rule!r}"
 
     def local_half(self, device: torch.device) -> OwnLocalHalf | None:
         """Makes the local half for gradients on this device. None: the built-in one, in host memory."""

@@ -5,10 +5,11 @@ Both do the same float32 additions. They sum norms in another order, so norms ma
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -20,27 +21,24 @@ KERNELS = (None, "triton", "pytorch")
 CHUNK = 1 << 22  # entries of a bucket that PyTorch works on at once: they bound its temporary memory
 
 
-class Pass(Protocol):
-    def __call__(
-        self,
-        gradient: torch.Tensor,
-        residual: torch.Tensor,
-        factor: float,
-        decay: float,
-        above: float,
-        keys: torch.Tensor,
-        counts: torch.Tensor,
-        norms2: torch.Tensor,
-    ) -> None:
-        """Does residual = decay * residual + gradient * factor, and collects the entries larger than `above`.
+@dataclasses.dataclass
+class Collected:
+    """What a pass finds. It fills these tensors on the bucket's device."""
 
-        gradient: [n], float32, float16 or bfloat16. An entry that is not finite adds 0 and is counted.
-        residual: [n], float32. A sum that overflows becomes the largest float.
-        keys: int64, zeros. Gets the keys (see key_of) of such entries, in any order, as many as there is room for.
-        counts: int32, zeros. Gets the number of such entries, and of entries of gradient that are not finite.
-        norms2: float64 [2]. Gets |residual|^2 and |gradient * factor|^2, of what is finite.
-        """
-        ...
+    # int64, zeros before. The keys (see key_of) of the entries larger than `above`, in any order, as many as there is
+    # room for.
+    keys: torch.Tensor
+    # int32 [2], zeros before. The number of such entries, and of entries of the gradient that are not finite.
+    counts: torch.Tensor
+    # float64 [2]. |residual|^2 and |gradient * factor|^2, of what is finite.
+    norms2: torch.Tensor
+
+
+# pass(gradient, residual, factor, decay, above, into): residual = decay * residual + gradient * factor.
+#   gradient  [n], float32, float16 or bfloat16. An entry that is not finite adds 0 and is counted.
+#   residual  [n], float32. A sum that overflows becomes the largest float.
+#   above     the magnitude that entries must exceed to be collected
+Pass = Callable[[torch.Tensor, torch.Tensor, float, float, float, Collected], None]
 
 
 def key_of(magnitude: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -53,31 +51,24 @@ def index_of(key: torch.Tensor) -> torch.Tensor:
 
 
 def in_pytorch(
-    gradient: torch.Tensor,
-    residual: torch.Tensor,
-    factor: float,
-    decay: float,
-    above: float,
-    keys: torch.Tensor,
-    counts: torch.Tensor,
-    norms2: torch.Tensor,
+    gradient: torch.Tensor, residual: torch.Tensor, factor: float, decay: float, above: float, into: Collected
 ) -> None:
     """Takes memory for n more floats."""
-    norms2.zero_()
+    into.norms2.zero_()
     magnitude = torch.empty_like(residual)
     for first in range(0, residual.numel(), CHUNK):
         r, m = residual[first : first + CHUNK], magnitude[first : first + CHUNK]
         x, bad = finite_part(gradient[first : first + CHUNK], factor)
-        counts[1:2].add_(bad)
+        into.counts[1:].add_(bad)
         if decay != 1.0:
             r.mul_(decay)
         r.add_(x).clamp_(-LARGEST, LARGEST)
-        norms2[0].add_(r.to(torch.float64).square_().sum())
-        norms2[1].add_(x.to(torch.float64).square_().sum())
+        into.norms2[0].add_(r.to(torch.float64).square_().sum())
+        into.norms2[1].add_(x.to(torch.float64).square_().sum())
         torch.abs(r, out=m)
-        counts[:1].add_(torch.count_nonzero(m > above))
-    largest, index = magnitude.topk(min(keys.numel(), residual.numel()), sorted=False)
-    keys[: index.numel()] = torch.where(largest > above, key_of(largest, index), 0)
+        into.counts[:1].add_(torch.count_nonzero(m > above))
+    largest, index = magnitude.topk(min(into.keys.numel(), residual.numel()), sorted=False)
+    into.keys[: index.numel()] = torch.where(largest > above, key_of(largest, index), 0)
 
 
 def finite_part(gradient: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from skim._passes import Collected
+
 BLOCK = 2048
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 NO_INDEX = tl.constexpr(0xFFFFFFFF)
@@ -58,14 +60,7 @@ def _kernel(
 
 
 def in_triton(
-    gradient: torch.Tensor,
-    residual: torch.Tensor,
-    factor: float,
-    decay: float,
-    above: float,
-    keys: torch.Tensor,
-    counts: torch.Tensor,
-    norms2: torch.Tensor,
+    gradient: torch.Tensor, residual: torch.Tensor, factor: float, decay: float, above: float, into: Collected
 ) -> None:
     n = residual.numel()
     blocks = triton.cdiv(n, BLOCK)
@@ -74,7 +69,7 @@ def in_triton(
     with torch.cuda.device(residual.device) if residual.is_cuda else contextlib.nullcontext():
         # Without fusion: a product is rounded before it is added, as on the CPU.
         _kernel[(blocks,)](
-            gradient, residual, n, factor, decay, above, keys, keys.numel(), counts, of_blocks,
+            gradient, residual, n, factor, decay, above, into.keys, into.keys.numel(), into.counts, of_blocks,
             block=BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
-    torch.sum(of_blocks, 0, out=norms2)
+    torch.sum(of_blocks, 0, out=into.norms2)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from skim import _core
-from skim._passes import KERNELS, LARGEST, NO_INDEX, collect_k_largest, finite_part, index_of, pass_for
+from skim._passes import KERNELS, LARGEST, NO_INDEX, Collected, collect_k_largest, finite_part, index_of, pass_for
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -120,9 +120,8 @@ class TensorLocalHalf:
         found = buffers.selected(residual, k)
         if k and above > floor:
             carried.adapt(found.count / k)
-        if found.count > buffers.room or (found.count < k and above > floor):
-            buffers.keys.zero_()
-            collect_k_largest(residual, k, task.threshold, buffers.keys)
+        if found.count > buffers.keys.numel() or (found.count < k and above > floor):
+            collect_k_largest(residual, k, task.threshold, buffers.keys.zero_())
             found = buffers.selected(residual, k)
         magnitudes = np.abs(found.values)
         threshold = float(magnitudes.min()) if found.values.size else 0.0
@@ -147,16 +146,15 @@ class TensorLocalHalf:
         residual = self._residuals.get(slot)
         if residual is None:
             residual = torch.zeros(task.n, device=grad.device)
-        buffers.clear(task.k)
+        into = buffers.cleared(task.k)
         factor, measured = float(np.float32(1.0) / np.float32(task.scale)), None
         if self._clip > 0.0 or self._momentum > 0.0:
             x, bad = finite_part(gradient, factor)
             measured = x.to(torch.float64).square_().sum(), bad
             gradient, factor = self._changed(task, gradient, measured[0]), 1.0
-        run = pass_for(grad.device, self.kernels)
-        run(gradient, residual, factor, self._decay, above, buffers.keys, buffers.counts, buffers.norms2)
+        pass_for(grad.device, self.kernels)(gradient, residual, factor, self._decay, above, into)
         if measured is not None:  # the report is about the gradient as it was
-            buffers.norms2[1], buffers.counts[1] = measured
+            into.norms2[1], into.counts[1] = measured
         return residual
 
     def _changed(self, task: _core.LocalTask, gradient: torch.Tensor, squared: torch.Tensor) -> torch.Tensor:
@@ -340,31 +338,20 @@ class Buffers:
         self._k = 0
         self.moved_bytes = 0
 
-    def clear(self, k: int) -> None:
+    def cleared(self, k: int) -> Collected:
         """Prepares a pass that selects k entries."""
         self._k = k
         if self._words.numel() < HEAD + 2 * k:
             self._keys = torch.zeros(2 * k + 4096, dtype=torch.int64, device=self.device)
             self._words = torch.zeros(HEAD + 2 * k, dtype=torch.int32, device=self.device)
             self._host = self._pinned(HEAD + 2 * k)
-        self.keys.zero_()
-        self.counts.zero_()
-
-    @property
-    def room(self) -> int:
-        return 2 * self._k + 4096
+        counts, norms2 = self._words[:2], self._words[2:HEAD].view(torch.float64)
+        return Collected(self.keys.zero_(), counts.zero_(), norms2)
 
     @property
     def keys(self) -> torch.Tensor:
-        return self._keys[: self.room]
-
-    @property
-    def counts(self) -> torch.Tensor:
-        return self._words[:2]
-
-    @property
-    def norms2(self) -> torch.Tensor:
-        return self._words[2:HEAD].view(torch.float64)
+        """With room for more candidates than are selected."""
+        return self._keys[: 2 * self._k + 4096]
 
     def measured(self) -> dict[str, Any]:
         """Of the last pass whose selection was taken."""

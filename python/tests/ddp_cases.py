@@ -13,7 +13,6 @@ import pickle
 import sys
 import tempfile
 import threading
-import traceback
 import unittest.mock
 import warnings
 
@@ -21,6 +20,7 @@ import numpy as np
 import skim
 import torch
 import torch.distributed as dist
+from cases import expect, expect_equal_everywhere, gathered, run
 from numpy_local_half import NumpyLocalHalf
 from skim._compression import Options
 from torch import nn
@@ -96,9 +96,7 @@ def same(a, b, size=None):
 def check_law(model, given, got, group=None, size=None):
     size = SIZE if size is None else size
     same(total(given, group), size * got + total(kept(model), group), size)
-    everywhere = [torch.zeros_like(got) for _ in range(size)]
-    dist.all_gather(everywhere, got, group=group)
-    assert all(torch.equal(g, everywhere[0]) for g in everywhere), "ranks got different gradients"
+    expect_equal_everywhere(got, "means", group)
 
 
 def train(model, steps, group=None, size=None, **law):
@@ -222,9 +220,8 @@ def case_local():
     for step in range(4):
         model(gradients(step)).backward()
         got = means(model)
-        everywhere = [torch.zeros_like(got) for _ in range(SIZE)]
-        dist.all_gather(everywhere, got)
-        assert got.any() and all(torch.equal(g, everywhere[0]) for g in everywhere)
+        assert got.any()
+        expect_equal_everywhere(got, "means")
     # What a device does not have: by default the residuals are then in host memory.
     for options in ({"select": "gaussian"}, {"per_parameter": True}, {"selector": skim.Selector("exact")}):
         model = attached(attach=options)
@@ -582,12 +579,6 @@ def case_clipped_gradients_are_equal():
         model.zero_grad()
 
 
-def gathered(value):
-    values = [None] * SIZE
-    dist.all_gather_object(values, value)
-    return values
-
-
 def case_compiled_models():
     inner = torch.compile(Linear(), backend="aot_eager")
     model = attached(inner, bucket_cap_mb=25)
@@ -765,15 +756,6 @@ def case_states_that_do_not_fit():
 
 
 # ---- what cannot work
-
-
-def expect(error, text, f, *args, **keywords):
-    try:
-        f(*args, **keywords)
-    except error as e:
-        assert text in str(e) and "\n" not in str(e), e
-        return
-    raise AssertionError(f"no {error.__name__}")
 
 
 def case_refusals():
@@ -1298,27 +1280,7 @@ def main():
     dist._DEFAULT_FIRST_BUCKET_BYTES = int(BUCKET_MB * 2**20)  # a megabyte in older versions of PyTorch
     dist.init_process_group("gloo")
     RANK, SIZE = dist.get_rank(), dist.get_world_size()
-    wanted = sys.argv[1:]
-    for name, case in list(globals().items()):
-        if not name.startswith("case_") or (wanted and name.removeprefix("case_") not in wanted):
-            continue
-        torch.manual_seed(0)
-        try:
-            case()
-            verdict = "ok"
-        except Exception:
-            verdict = "failed"
-            print(f"rank {RANK}: {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        verdicts = gathered(verdict)
-        if RANK == 0:
-            print(f"{name.removeprefix('case_')}: {'ok' if set(verdicts) == {'ok'} else 'failed'}", flush=True)
-        if set(verdicts) != {"ok"}:
-            os._exit(1)  # ranks may not agree any more on what comes next
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    # Not through Python's end: a thread of gloo may free the last all-gather's tensors only then, and
-    # that aborts the process (PyTorch 2.13 under load).
-    os._exit(0)
+    run(globals(), sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -5,16 +5,15 @@ Gradients are what the test says, as in ddp_cases.py. The law is one of each sha
     sum over islands of gradients  ==  P * mean  +  sum over islands of residuals
 """
 
-import os
 import sys
 import tempfile
-import traceback
 
 import numpy as np
 import skim
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases import expect, expect_equal_everywhere, gathered, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -108,9 +107,7 @@ def check_law(model, given, got):
         assert not residuals[name][g.numel() :].any(), "padding has a residual"
         left, right = between(g), islands * got[name] + between(kept)
         torch.testing.assert_close(left, right, rtol=0.0 if islands != 3 else 1e-6, atol=0.0 if islands != 3 else 0.01)
-        everywhere = [torch.zeros_like(got[name]) for _ in range(islands)]
-        dist.all_gather(everywhere, got[name], group=MESH["between"].get_group())
-        assert all(torch.equal(x, everywhere[0]) for x in everywhere), "islands got different gradients"
+        expect_equal_everywhere(got[name], f"means of {name}", MESH["between"].get_group())
 
 
 def train(model, steps, micro=1):
@@ -126,15 +123,6 @@ def train(model, steps, micro=1):
         for p in model.parameters():
             p.grad = None
     return given, got
-
-
-def expect(error, text, f, *args, **keywords):
-    try:
-        f(*args, **keywords)
-    except error as e:
-        assert text in str(e) and "\n" not in str(e), e
-        return
-    raise AssertionError(f"no {error.__name__}")
 
 
 # ---- the law
@@ -168,9 +156,7 @@ def case_mixed_precision():
     model = attached({"density": 1.0}, mp_policy=policy)
     _, got = train(model, range(2))
     for name, g in got.items():
-        everywhere = [torch.zeros_like(g) for _ in range(MESH["between"].size())]
-        dist.all_gather(everywhere, g, group=MESH["between"].get_group())
-        assert all(torch.equal(x, everywhere[0]) for x in everywhere), name
+        expect_equal_everywhere(g, f"means of {name}", MESH["between"].get_group())
 
 
 def case_modules_without_gradients():
@@ -357,10 +343,7 @@ def case_local_steps():
         assert last < 0.9 * first, (first, last)
         local.finish()
         for name, p in model.named_parameters():
-            mine = p.to_local().flatten()
-            everywhere = [torch.zeros_like(mine) for _ in range(MESH["between"].size())]
-            dist.all_gather(everywhere, mine, group=MESH["between"].get_group())
-            assert all(torch.equal(e, mine) for e in everywhere), f"islands have different {name}"
+            expect_equal_everywhere(p.to_local().flatten(), name, MESH["between"].get_group())
         with torch.no_grad():
             x, y = batch(1000)
             np.testing.assert_allclose(float(nn.functional.cross_entropy(model(x), y)), last, rtol=1e-6)
@@ -457,9 +440,7 @@ def case_another_number_of_islands():
     model = attached()
     train(model, range(3))
     owed = {name: between(r) / MESH["between"].size() for name, r in skim.compression_of(model).residuals().items()}
-    states = [None] * dist.get_world_size()
-    dist.all_gather_object(states, skim.state_dict(model))
-    whole = {key: value for state in states for key, value in state.items()}
+    whole = {key: value for state in gathered(skim.state_dict(model)) for key, value in state.items()}
     alone = sharded()
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     skim.attach(alone, between=groups[dist.get_rank()], **EXACT)
@@ -508,26 +489,7 @@ def main():
     dist.init_process_group("gloo")
     islands = int(sys.argv[1])
     MESH = init_device_mesh("cpu", (islands, dist.get_world_size() // islands), mesh_dim_names=("between", "inside"))
-    wanted = sys.argv[2:]
-    for name, case in list(globals().items()):
-        if not name.startswith("case_") or (wanted and name.removeprefix("case_") not in wanted):
-            continue
-        torch.manual_seed(0)
-        try:
-            case()
-            verdict = "ok"
-        except Exception:
-            verdict = "failed"
-            print(f"rank {dist.get_rank()}: {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        verdicts = [None] * dist.get_world_size()
-        dist.all_gather_object(verdicts, verdict)
-        if dist.get_rank() == 0:
-            print(f"{name.removeprefix('case_')}: {'ok' if set(verdicts) == {'ok'} else 'failed'}", flush=True)
-        if set(verdicts) != {"ok"}:
-            os._exit(1)  # ranks may not agree any more on what comes next
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # as in ddp_cases.py
+    run(globals(), sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ void describe_sparse(StepReport& report, const SparsePath& path, LocalHalf& loca
   // The two norms are rounded differently, so their ratio may exceed 1.
   report.capture =
       chosen.total_norm2 > 0.0 ? std::min(1.0, chosen.kept_norm2 / chosen.total_norm2) : 1.0;
-  report.residual_norm =
-      local.keeps_residual(report.id.slot) ? std::sqrt(std::max(0.0, chosen.total_norm2 + change)) : 0.0;
+  const bool keeps = local.keeps_residual(report.id.slot);
+  report.residual_norm = keeps ? std::sqrt(std::max(0.0, chosen.total_norm2 + change)) : 0.0;
 }
 
 void describe_dense(StepReport& report) {

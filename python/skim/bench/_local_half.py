@@ -31,58 +31,55 @@ def _rows(device: torch.device, n: int, density: float, arguments: argparse.Name
     k = max(1, int(n * density))
     gradients = [torch.randn(n, device=device) for _ in range(2)]  # in turn, so that none stays in a cache
     residual, mean = torch.zeros(n, device=device), torch.empty(n, device=device)
-    whats: dict[str, Callable[[int], None]] = {
-        "pass": lambda i: _ignore(residual.add_(gradients[i % 2])),
-        "topk": lambda i: _ignore(residual.abs().topk(k, sorted=False)),
+    # What is timed, given the mean's tensor with a new gradient in it. A step also tells its time until it has selected.
+    whats: dict[str, Callable[[], float | None]] = {
+        "pass": lambda: _nothing(residual.add_(mean)),
+        "topk": lambda: _nothing(residual.abs().topk(k, sorted=False)),
     }
-    reports: dict[str, list[Any]] = {}
     for kernels in arguments.kernels:
-        local = skim.TensorLocalHalf(kernels=kernels)
         reducer = skim.Reducer(
-            skim.in_process_group(1)[0], density=density, local=local, exchange="allgather", dense_below=0, value_code="f32"
-        )
+            skim.in_process_group(1)[0], density=density, local=skim.TensorLocalHalf(kernels=kernels),
+            exchange="allgather", dense_below=0, value_code="f32",
+        )  # fmt: skip
         reducer.set_layout([(0, [("x", n)])])
-        reports[kernels] = []
 
-        def step(i: int, reducer: skim.Reducer = reducer, of: list[Any] = reports[kernels]) -> None:
-            mean.copy_(gradients[i % 2])
-            begin = time.perf_counter()
+        def step(reducer: skim.Reducer = reducer) -> float:
             report = reducer.reduce(0, mean)  # type: ignore[arg-type]
             reducer.end_step()
-            _wait(device)
-            of.append((time.perf_counter() - begin, report.select_ns * 1e-9))
+            return report.select_ns * 1e-9
 
         whats[kernels] = step
     seconds: dict[str, list[float]] = {what: [] for what in whats}
+    selecting: dict[str, list[float]] = {what: [] for what in whats}
     for i in range(arguments.rounds + arguments.warm_up):
         for what, run in whats.items():
+            mean.copy_(gradients[i % 2])
             _wait(device)
             begin = time.perf_counter()
-            run(i)
+            of_select = run()
             _wait(device)
             if i >= arguments.warm_up:
                 seconds[what].append(time.perf_counter() - begin)
+                if of_select is not None:
+                    selecting[what].append(of_select)
     medians = {what: statistics.median(s) for what, s in seconds.items()}
-    for kernels, of in reports.items():
-        medians[kernels] = statistics.median(s for s, _ in of[arguments.warm_up :])
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     rows = []
     for what, median in medians.items():
-        select = [s for _, s in reports[what][arguments.warm_up :]] if what in reports else []
         rows.append({
             "what": what,
             "device": name,
             "n": n,
             "density": density,
             "ms": 1e3 * median,
-            "select_ms": 1e3 * statistics.median(select) if select else None,
+            "select_ms": 1e3 * statistics.median(selecting[what]) if selecting[what] else None,
             "ratio_to_pass": median / medians["pass"],
         })  # fmt: skip
     return rows
 
 
-def _ignore(_result: Any) -> None:
-    pass
+def _nothing(_result: Any) -> None:
+    """A time that is not known."""
 
 
 def _wait(device: torch.device) -> None:

@@ -1,0 +1,56 @@
+"""What ddp_cases.py and fsdp_cases.py share. Under torchrun, they run every function case_* on all ranks, in order."""
+
+import os
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+
+
+def gathered(value):
+    """Those of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def expect_equal_everywhere(tensor, what, group=None):
+    """what: the noun of the message."""
+    everywhere = [torch.zeros_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everywhere, tensor, group=group)
+    assert all(torch.equal(t, everywhere[0]) for t in everywhere), f"ranks have different {what}"
+
+
+def expect(error, text, f, *args, **keywords):
+    """f raises the error, with the text in its one line."""
+    try:
+        f(*args, **keywords)
+    except error as e:
+        assert text in str(e) and "\n" not in str(e), e
+        return
+    raise AssertionError(f"no {error.__name__}")
+
+
+def run(functions, wanted):
+    """Runs the cases, or those whose names are wanted, and ends the process. Rank 0 prints a verdict for each."""
+    for name, case in list(functions.items()):
+        if not name.startswith("case_") or (wanted and name.removeprefix("case_") not in wanted):
+            continue
+        torch.manual_seed(0)
+        try:
+            case()
+            verdict = "ok"
+        except Exception:
+            verdict = "failed"
+            print(f"rank {dist.get_rank()}: {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        verdicts = gathered(verdict)
+        if dist.get_rank() == 0:
+            print(f"{name.removeprefix('case_')}: {'ok' if set(verdicts) == {'ok'} else 'failed'}", flush=True)
+        if set(verdicts) != {"ok"}:
+            os._exit(1)  # ranks may not agree any more on what comes next
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    # Not through Python's end: a thread of gloo may free the last all-gather's tensors only then, and
+    # that aborts the process (PyTorch 2.13 under load).
+    os._exit(0)
