@@ -276,6 +276,7 @@ class Compression:
         self._thread: threading.Thread | None = None
         self._set_layout(None)
         self.was_finite = True  # the last step that has ended
+        self.ranks_of_mean = self.comm.size  # how many ranks reduced the last step; an elastic group may have others now
         self._residual_norms: dict[int, float] = {}  # by slot, after its last step
         self.elastic: ElasticSteps | None = None
         if is_elastic:
@@ -383,6 +384,7 @@ class Compression:
         def reduce(index: int) -> None:
             members = buckets[index]
             self.begin_bucket(index, members, opens_step=index == indices[0])
+            self.ranks_of_mean = self.comm.size
             tensors = [tensor_of[i] for i in members]
             whole = tensors[0].view(-1) if len(tensors) == 1 and tensors[0].is_contiguous() else None
             flat = torch.cat([t.reshape(-1) for t in tensors]) if whole is None else whole

@@ -296,7 +296,7 @@ class LocalSteps:
             applied, error = False, e
         if self._follows_density:
             for update, density in zip(updates, self._aggregator.densities(f)):
-                update.mul_(_core.outer_lr_for(self._aggregator.comm.size, density))
+                update.mul_(_core.outer_lr_for(self._aggregator.ranks_of_mean, density))
         return _Arrived(applied, updates, self._residuals(f), error)
 
     @torch.no_grad()

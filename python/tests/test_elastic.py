@@ -183,6 +183,7 @@ KINDS = [
     ("local", {"every": 3, "outer_lr": 1.0, "ahead": 0.0}),
     ("local", {"every": 2, "outer_lr": 1.0, "exchange": "param-server"}),  # rank 0 is the server
 ]
+FACTOR = ("local", {"every": 2})  # means are multiplied by outer_lr_for(number of ranks): the model gets more than was given
 
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
@@ -225,7 +226,6 @@ class Elastic(unittest.TestCase):
                     ],
                 )
 
-
     def test_a_rank_that_is_lost_takes_only_what_it_kept(self):
         for kind, options in KINDS[:3] + KINDS[5:6]:
             for sends in (0, 2, 3, 4, 5):
@@ -254,6 +254,18 @@ class Elastic(unittest.TestCase):
                     for r in ranks[:2]:
                         self.assertEqual([step for step, _ in r.steps_taken], list(range(run.steps)))
 
+    def test_a_mean_has_the_factor_of_the_ranks_that_have_reduced_it(self):
+        for sends in range(1, 9):  # some ranks may know that all have reduced the step, and others hear it later
+            with self.subTest(sends=sends):
+                kind, options = FACTOR
+                run = Run()
+                ranks = [Rank(run, kind=kind, min_ranks=m, **options) for m in (4, 3, 3, 3)]
+                run.wait_until(lambda: all(r.trains() for r in ranks))
+                ranks[3].is_to_be_lost = sends
+                run.wait_until(lambda: not ranks[3].is_alive())
+                run.end()
+                for r in ranks[:3]:
+                    self.assertTrue(torch.equal(r.x(), ranks[0].x()))
 
     def test_a_rank_is_lost_while_another_leaves(self):
         for sends in range(6):
@@ -294,7 +306,7 @@ class Elastic(unittest.TestCase):
                 self.change_at_random(random.Random(seed))
 
     def change_at_random(self, draw):
-        kind, options = draw.choice(KINDS)
+        kind, options = draw.choice([*KINDS, FACTOR])
         run = Run()
         first, second = (Rank(run, kind=kind, min_ranks=2, **options) for _ in range(2))
         run.wait_until(lambda: first.trains() and second.trains())
