@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does sparse training end where dense training does? Runs studies/quality_run.py many times.
 
-  studies/quality.py TASK FILE [--ranks 2] [--steps N] [--rates X,X,X] [--seeds 0,1,2] [--methods METHOD METHOD ...]
+  studies/quality.py TASK FILE [--ranks 2] [--steps N] [--device cpu] [--rates X,X,X] [--seeds 0,1,2] [--methods METHOD METHOD ...]
 
 TASK: gpt, lstm, fashion, resnet8 or resnet20. All methods take the same steps on the same examples, and are tuned by
 the same rule. Seed 0 runs at every rate. While the lowest or highest rate is the best, half or twice that rate runs
@@ -72,7 +72,7 @@ def arguments_of(task, method, rate, seed, options):
         by_ranks, *others = more
         more = ["--density", by_ranks[options.ranks], "--value-code", "q4", *others]
     return [str(a) for a in (task, kind, "--lr", f"{rate:g}", "--steps", options.steps or steps, "--batch", batch,
-                             "--seed", seed, *more)]
+                             "--seed", seed, "--device", options.device, *more)]
 
 
 def run(task, method, rate, seed, options):
@@ -102,6 +102,7 @@ def main():
     parser.add_argument("file", type=pathlib.Path)
     parser.add_argument("--ranks", type=int, choices=RANKS, default=2)
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the ranks share one GPU")
     parser.add_argument("--rates", type=numbers(float), default=None)
     parser.add_argument("--one-rate", action="store_true", help="do not look for a better rate than the best of --rates")
     parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
@@ -112,9 +113,10 @@ def main():
     rows = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
 
     def row_of(method, rate, seed):
-        wanted = {"task": task, "label": method, "lr": rate, "seed": seed, "ranks": options.ranks, "steps": steps}
+        wanted = {"task": task, "label": method, "lr": rate, "seed": seed, "ranks": options.ranks, "steps": steps,
+                  "device": options.device}
         for row in rows:
-            if wanted.items() <= row.items():
+            if wanted.items() <= ({"device": "cpu"} | row).items():
                 return row
         rows.append(run(task, method, rate, seed, options))
         with options.file.open("a") as out:

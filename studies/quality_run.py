@@ -49,6 +49,9 @@ class Text:
         tenth = len(data) // 10
         self.train, self.validation, self.test = data.split([len(data) - 2 * tenth, tenth, tenth])
 
+    def move_to(self, device):
+        self.train, self.validation, self.test = (part.to(device) for part in (self.train, self.validation, self.test))
+
     def batch(self, size):
         return gpt_text.batch_of(self.train, size)
 
@@ -97,6 +100,10 @@ class Images:
 
         def forward(self, x, y):
             return functional.cross_entropy(self.net(x), y)
+
+    def move_to(self, device):
+        parts = (self.train, self.validation, self.test)
+        self.train, self.validation, self.test = ((x.to(device), y.to(device)) for x, y in parts)
 
     def batch(self, size):
         images, labels = self.train
@@ -177,7 +184,7 @@ class Resnet(Images):
 
     class Autocast(nn.Sequential):
         def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(x.device.type, torch.bfloat16):
                 return super().forward(x.to(memory_format=torch.channels_last)).float()
 
     def __init__(self, depth, bf16=False):
@@ -265,6 +272,7 @@ def main():
     parser.add_argument("--outer-momentum", type=float, default=0.0, help="local")
     parser.add_argument("--delay", type=int, default=0, help="local: steps until a mean is applied")
     parser.add_argument("--demo-momentum", type=float, default=0.95, help="demo")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the ranks share one GPU")
     parser.add_argument("--curve", type=int, default=0, metavar="N",
                         help="validate every N steps, too; the row then has [step, seconds, metric] of each. The "
                         "seconds are of training alone")
@@ -273,9 +281,10 @@ def main():
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     task = TASKS[options.task]()
+    task.move_to(options.device)
 
     torch.manual_seed(options.seed)
-    model = task.model()
+    model = task.model().to(options.device)
     optimizer = task.optimizer(model.parameters(), options.lr)
     if options.method == "demo":
         optimizer = torch.optim.SGD(model.parameters(), options.lr, weight_decay=optimizer.defaults["weight_decay"])

@@ -1,6 +1,7 @@
 """skim.TensorLocalHalf against the built-in local half, bit by bit, with its pass in PyTorch and in Triton."""
 
 import importlib.util
+import itertools
 import os
 import pathlib
 import subprocess
@@ -389,12 +390,112 @@ class Training(unittest.TestCase):
 if HAS_TORCH and torch.cuda.is_available():
 
     class OnCuda(InPyTorch):
-        def make(self, **options):
-            return OfCuda(kernels="pytorch", **options)
+        KERNELS = "pytorch"
 
-    class OnCudaInTriton(InPyTorch):
         def make(self, **options):
-            return OfCuda(kernels="triton", **options)
+            return OfCuda(kernels=self.KERNELS, **options)
+
+        def test_a_warm_step_neither_waits_twice_nor_takes_memory(self):
+            """PyTorch raises an error at every wait but the one for the selected entries."""
+            n, k, waits = 1_000_000, 1000, 0
+            wait, watched = Buffers.wait, torch.cuda.set_sync_debug_mode
+
+            def counted(buffers):
+                nonlocal waits
+                waits += 1
+                watched("default")
+                wait(buffers)
+                watched("error")
+
+            def take(reducer, gradients):
+                for g in gradients:
+                    reducer.reduce(0, g)
+                    reducer.end_step()
+
+            def check(half, code):
+                nonlocal waits
+                comm = skim.in_process_group(1)[0]
+                reducer = skim.Reducer(comm, local=half, density=k / n, value_code=code, exchange="allgather")
+                reducer.set_layout([(0, [("w", n)])])
+                gradients = [torch.randn(n, device="cuda") for _ in range(24)]
+                take(reducer, gradients[:12])
+                torch.cuda.synchronize()
+                before, waits = torch.cuda.memory_stats()["segment.all.allocated"], 0
+                with unittest.mock.patch.object(Buffers, "wait", counted):
+                    watched("error")
+                    take(reducer, gradients[12:])
+                    watched("default")
+                self.assertEqual(waits, 12)
+                self.assertEqual(torch.cuda.memory_stats()["segment.all.allocated"], before)
+
+            for feedback in [{}, *FEEDBACK]:
+                for code in ("f32", "q4"):
+                    with self.subTest(code=code, **feedback):
+                        try:
+                            check(skim.TensorLocalHalf(kernels=self.KERNELS, **feedback), code)
+                        finally:
+                            watched("default")
+
+    class OnCudaInTriton(OnCuda):
+        KERNELS = "triton"
+
+    class TrainingOnCuda(unittest.TestCase):
+        """skim.LocalSteps, skim.Aggregator and skim.attach, on a GPU and on the CPU. The sums of matrices differ in
+        their last bits."""
+
+        def losses(self, device, backend, kind, autocast, scaled):
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            try:
+                return self.train(device, kind, autocast, scaled)
+            finally:
+                dist.destroy_process_group()
+
+        def train(self, device, kind, autocast, scaled):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)).to(device)
+            inner = model
+            options = {"density": 0.05, "dense_below": 0, "exchange": "allgather"}
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            scaler = torch.amp.GradScaler(device, enabled=scaled, init_scale=64.0)
+            if kind == "attach":
+                model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+                skim.attach(model, optimizer=optimizer, scaler=scaler, **options)
+            elif kind == "local":
+                local = skim.LocalSteps(model, optimizer, every=2, **options)
+            else:
+                aggregator = skim.Aggregator(model.parameters(), optimizer=optimizer, **options)
+            found = []
+            data = torch.Generator().manual_seed(1)
+            for _ in range(120):
+                x = torch.randn(32, 64, generator=data).to(device)
+                y = x[:, :10].argmax(1)
+                optimizer.zero_grad()
+                with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                    loss = torch.nn.functional.cross_entropy(model(x), y)
+                scaler.scale(loss).backward()
+                if kind == "aggregator":
+                    scaler.unscale_(optimizer)
+                    aggregator.step()
+                scaler.step(optimizer)
+                scaler.update()
+                if kind == "local":
+                    local.after_step()
+                found.append(loss.item())
+            if kind == "attach":
+                skim.detach(model)
+            elif kind == "local":
+                local.finish()
+            assert all(p.device.type == device for p in inner.parameters())
+            return found
+
+        def test_losses_are_those_of_the_cpu(self):
+            for backend, kind in itertools.product(("gloo", "nccl"), ("attach", "local", "aggregator")):
+                for autocast, scaled in ((False, False), (True, True)):
+                    with self.subTest(backend=backend, kind=kind, autocast=autocast, scaled=scaled):
+                        cuda = self.losses("cuda", backend, kind, autocast, scaled)
+                        cpu = self.losses("cpu", "gloo", kind, autocast, scaled)
+                        self.assertLess(cuda[-1], 0.7 * cuda[0])
+                        np.testing.assert_allclose(cuda[-10:], cpu[-10:], rtol=0.15 if autocast else 0.05)
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # Triton reads it when it is imported
@@ -413,6 +514,29 @@ class Interpreted(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         count = unittest.defaultTestLoader.loadTestsFromTestCase(InPyTorch).countTestCases()
         self.assertIn(f"Ran {count} tests", done.stderr)
+
+
+@unittest.skipUnless(HAS_TRITON, "triton is not installed")
+class Compiled(unittest.TestCase):
+    def test_the_pass_in_Triton_compiles_for_gpus_of_both_makers(self):
+        """The interpreter runs more than the compiler takes."""
+        from skim._triton_pass import BLOCK, _kernel
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile
+
+        others = {
+            "residual": "*fp32", "n": "i32", "factor": "fp32", "decay": "fp32", "above": "fp32", "keys": "*i64",
+            "room": "i32", "counts": "*i32", "norms2": "*fp64", "block": "constexpr",
+        }  # fmt: skip
+        for target in (GPUTarget("cuda", 70, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
+            for gradient in ("fp32", "fp16", "bf16"):
+                with self.subTest(target=target, gradient=gradient):
+                    source = ASTSource(_kernel, {"gradient": "*" + gradient, **others}, {"block": BLOCK})
+                    made = compile(source, target=target, options={"enable_fp_fusion": False})
+                    assembly = made.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+                    self.assertIn("_kernel", assembly)
+                    # Products are rounded before they are added, as on the CPU.
+                    self.assertNotRegex(assembly, r"\bfma\.rn(\.ftz)?\.f32\b|\bv_(fma|fmac|mac|mad)_f32")
 
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")

@@ -19,8 +19,8 @@ DEFAULT = [*(hook for hook in HOOKS if hook != "barrier"), "skim-auto"]
 DDP = """\
 Measures the time of a training step under PyTorch's DistributedDataParallel for several communication hooks.
 
-The model is an MLP with six layers of 1024 x 1024 and one of 1024 x 10: 6.3 million parameters. A step is forward,
-backward, exchange and SGD on a batch of 32 per rank. Each rank is a process with one thread.
+The model is an MLP with six layers of N x N and one of N x 10. N is --width: 1024 makes 6.3 million parameters. A step
+is forward, backward, exchange and SGD on --batch examples per rank. Each rank is a process with one thread.
 
 Every hook has its own processes and its own model, with the same seed. In each round the hooks take turns, while the
 processes of the other hooks wait. So other load on the machine affects all hooks alike. Each round gives the ratio of
@@ -124,6 +124,9 @@ def _declare_ddp(commands: Any) -> None:
     add("--exchange", choices=EXCHANGES, default="allgather", metavar="NAME",
         help="exchange of the hook skim: one of " + ", ".join(EXCHANGES) + " (allgather)")  # fmt: skip
     add("--bucket-mb", type=_size, default=25.0, metavar="MB", help="bucket_cap_mb of DDP (25, as DDP)")
+    add("--width", type=_whole(1, 10**5), default=1024, metavar="N",
+        help="width of the 6 layers of the model, which has about 6 N^2 parameters (1024)")  # fmt: skip
+    add("--batch", type=_whole(1, 10**6), default=32, metavar="N", help="examples per rank and step (32)")
     add("--steps", type=_whole(1, 10**6), default=20, metavar="N", help="timed steps per hook and round (20)")
     add("--rounds", type=_whole(1, 10**6), default=5, metavar="N", help="rounds per run (5)")
     add("--warm-up", type=_whole(0, 10**6), default=40, metavar="N", help="steps before the first round (40)")

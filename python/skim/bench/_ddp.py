@@ -213,6 +213,8 @@ class Hook:
             warm_up=arguments.warm_up,
             address="",
             timeout=arguments.timeout,
+            width=arguments.width,
+            batch=arguments.batch,
             local="device" if where or arguments.device == "cuda" else "host",
             islands=arguments.islands,
             device=arguments.device,

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import skim
 
-BATCH, WIDTH, LAYERS, CLASSES = 32, 1024, 6, 10
+LAYERS, CLASSES = 6, 10
 BATCHES = 8  # prepared on each rank, and used in turn
 SETTLE = 2  # untimed steps at the start of a turn, because other processes had the processor and its caches
 
@@ -48,6 +48,8 @@ class Task:
     warm_up: int
     address: str  # of rank 0
     timeout: float
+    width: int = 1024  # of the model's layers
+    batch: int = 32  # examples per rank
     local: Literal["host", "device"] = "host"  # of skim
     islands: int = 0  # of ranks that share the parameters by fully_shard, with the hook between islands; 0: DDP
     device: str = "cpu"  # or cuda
@@ -99,8 +101,8 @@ class _Trainer:
         torch.manual_seed(0)
         layers: list[torch.nn.Module] = []
         for _ in range(LAYERS):
-            layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
-        layers.append(torch.nn.Linear(WIDTH, CLASSES))
+            layers += [torch.nn.Linear(task.width, task.width), torch.nn.ReLU()]
+        layers.append(torch.nn.Linear(task.width, CLASSES))
         self.device = torch.device(task.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", task.rank % torch.cuda.device_count())
@@ -115,7 +117,10 @@ class _Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         torch.manual_seed(1 + task.rank)
         self.batches = [
-            (torch.randn(BATCH, WIDTH).to(self.device), torch.randint(CLASSES, (BATCH,)).to(self.device))
+            (
+                torch.randn(task.batch, task.width).to(self.device),
+                torch.randint(CLASSES, (task.batch,)).to(self.device),
+            )
             for _ in range(BATCHES)
         ]
         self.steps = 0
