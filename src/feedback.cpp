@@ -11,6 +11,7 @@
 #include <limits>
 #include <map>
 #include <new>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "assert.hpp"
 #include "half.hpp"
 #include "numbers.hpp"
+#include "feedback/residual_store.hpp"
 #include "skim/error.hpp"
 #include "state.hpp"
 
@@ -64,6 +66,11 @@ class Arena {
   std::size_t n_ = 0;
 };
 
+// The floats of a slot's place in the arena.
+constexpr std::size_t padded(std::size_t n) {
+  return (n * sizeof(float) + kSlotAlign - 1) / kSlotAlign * kSlotAlign / sizeof(float);
+}
+
 struct SlotState {
   std::vector<Segment> parameters;  // ascending by offset
   std::size_t at = 0, n = 0;        // place in the arena
@@ -86,10 +93,10 @@ class Journal {
   bool empty() const noexcept { return runs_.empty(); }
   struct Entries {
     Index* index;
-    float* before;  // the earlier value at base + index
+    float* before;  // the earlier value
   };
-  // Room for `count` entries, which the caller fills.
-  Entries extend(std::size_t base, std::size_t count) {
+  // Room for `count` entries of a slot, which the caller fills.
+  Entries extend(Slot slot, std::size_t count) {
     // The number of returned entries differs between steps. So a step gets room for four times the
     // first step's entries, and a warm step does not grow the arrays.
     const std::size_t needed = std::max(used_ + count, 4 * first_step_);
@@ -97,17 +104,20 @@ class Journal {
       index_.resize(needed);
       before_.resize(needed);
     }
-    if (count > 0) runs_.push_back({base, used_});
+    if (count > 0) runs_.push_back({slot, used_});
     used_ += count;
     return {index_.data() + used_ - count, before_.data() + used_ - count};
   }
-  // Goes backwards, so that an entry that changed twice gets its first value.
-  void undo(float* arena) const {
+  // Goes backwards, so that an entry that changed twice gets its first value. values_of(slot): where
+  // the slot's values are.
+  template <class ValuesOf>
+  void undo(const ValuesOf& values_of) const {
     std::size_t end = used_;
     for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) {
+      float* const values = values_of(run->slot);
       while (end > run->first) {
         --end;
-        arena[run->base + index_[end]] = before_[end];
+        values[index_[end]] = before_[end];
       }
     }
   }
@@ -119,7 +129,8 @@ class Journal {
 
  private:
   struct Run {
-    std::size_t base, first;  // of the slot in the arena; of its entries in index_ and before_
+    Slot slot;
+    std::size_t first;  // of its entries in index_ and before_
   };
   std::vector<Run> runs_;
   std::vector<Index> index_;
@@ -154,7 +165,10 @@ struct ErrorFeedback::Impl {
   FeedbackOptions options;
   std::unordered_map<Slot, SlotState> slots;
   std::vector<Slot> order;  // in the order of declaration
-  Arena arena;
+  Arena arena;              // of residuals in f32
+  ResidualStore stored;     // of residuals in another code
+  Arena working;            // the residual of the slot `held`, if it is in another code
+  std::optional<Slot> held;
   Arena velocity;           // laid out as arena; empty without momentum
   Arena ahead;              // Nesterov: begin() returns it
   std::size_t entries = 0;  // of all slots
@@ -173,9 +187,54 @@ struct ErrorFeedback::Impl {
   }
   bool open() const { return !journal.empty() || open_dense; }
 
-  void mask(const SlotState& s, const SparseView& sent, const SparseView& returned) {
+  // The slot's residual, valid until it is called for another slot, or put_back.
+  float* residual(Slot slot) {
+    const SlotState& s = slots.at(slot);
+    if (options.residual_code == ResidualCode::f32) return arena.data() + s.at;
+    if (held != slot) {
+      put_back();
+      stored.load(s.at, {working.data(), s.n});
+      held = slot;
+    }
+    return working.data();
+  }
+  void put_back() {
+    if (!held) return;
+    const SlotState& s = slots.at(*held);
+    stored.store(s.at, {working.data(), s.n});
+    held.reset();
+  }
+  std::size_t padded_entries() const {
+    std::size_t total = 0;
+    for (const auto& [slot, s] : slots) total = std::max(total, s.at + padded(s.n));
+    return total;
+  }
+  // All residuals as floats, laid out as arena.
+  Arena decoded() {
+    put_back();
+    Arena all(padded_entries());
+    for (const auto& [slot, s] : slots) stored.load(s.at, {all.data() + s.at, s.n});
+    return all;
+  }
+  // Takes residuals as floats, in the layout of now.
+  void take(Arena all) {
+    if (options.residual_code == ResidualCode::f32) {
+      arena = std::move(all);
+      return;
+    }
+    std::size_t largest = 0;
+    held.reset();
+    stored = ResidualStore(options.residual_code, all.size());
+    for (const auto& [slot, s] : slots) {
+      stored.store(s.at, {all.data() + s.at, s.n});
+      largest = std::max(largest, s.n);
+    }
+    working = Arena(largest);
+  }
+
+  void mask(Slot slot, const SlotState& s, const SparseView& sent, const SparseView& returned) {
     float* const m = velocity.data() + s.at;
-    const Journal::Entries was = masked.extend(s.at, sent.nnz());
+    const Journal::Entries was = masked.extend(slot, sent.nnz());
     std::size_t back = 0;
     for (std::size_t e = 0; e < sent.nnz(); ++e) {
       const Index i = sent.index[e];
@@ -210,6 +269,9 @@ ErrorFeedback::ErrorFeedback(FeedbackOptions options) : impl_(std::make_unique<I
   SKIM_EXPECTS(
       options.enabled || (options.momentum_correction == 0.0F && options.residual_decay == 1.0F),
       "feedback: momentum_correction and residual_decay need a residual (enabled)");
+  SKIM_EXPECTS(is_named(options.residual_code), "feedback: unknown residual_code");
+  SKIM_EXPECTS(options.enabled || options.residual_code == ResidualCode::f32,
+               "feedback: residual_code needs a residual (enabled)");
   impl_->options = options;
 }
 ErrorFeedback::~ErrorFeedback() = default;
@@ -247,7 +309,7 @@ void ErrorFeedback::set_layout(std::span<const Bucket> buckets) {
     }
     entries += s.n;
     largest = std::max(largest, s.n);
-    total += (s.n * sizeof(float) + kSlotAlign - 1) / kSlotAlign * kSlotAlign / sizeof(float);
+    total += padded(s.n);
     order.push_back(b.slot);
     SKIM_EXPECTS(slots.try_emplace(b.slot, std::move(s)).second,
                  "set_layout: slot " + std::to_string(b.slot) + " stands twice");
@@ -274,15 +336,19 @@ void ErrorFeedback::set_layout(std::span<const Bucket> buckets) {
     return to;
   };
   const FeedbackOptions& o = impl_->options;
-  Arena arena = o.enabled ? moved(impl_->arena) : Arena();
+  Arena residuals;
+  if (o.enabled) {
+    const bool is_coded = o.residual_code != ResidualCode::f32;
+    residuals = is_coded ? moved(impl_->decoded()) : moved(impl_->arena);
+  }
   Arena velocity = o.momentum_correction > 0.0F ? moved(impl_->velocity) : Arena();
   Arena ahead(o.momentum_correction > 0.0F && o.nesterov_correction ? largest : 0);
-  impl_->arena = std::move(arena);
   impl_->velocity = std::move(velocity);
   impl_->ahead = std::move(ahead);
   impl_->entries = entries;
   impl_->slots = std::move(slots);
   impl_->order = std::move(order);
+  impl_->take(std::move(residuals));
 }
 
 std::span<const Slot> ErrorFeedback::slots() const noexcept { return impl_->order; }
@@ -296,7 +362,7 @@ std::size_t ErrorFeedback::size(Slot slot) const { return impl_->at(slot, "size"
 DenseView ErrorFeedback::residual(Slot slot) {
   const SlotState& s = impl_->at(slot, "residual");
   if (!impl_->options.enabled) return {};
-  return std::span<float>(impl_->arena.data() + s.at, s.n);
+  return std::span<float>(impl_->residual(slot), s.n);
 }
 
 DenseView ErrorFeedback::velocity(Slot slot) {
@@ -346,12 +412,12 @@ double ErrorFeedback::commit(Slot slot, const SparseView& sent, const SparseView
                    ", returned " + std::to_string(returned.dim) + ", expected " +
                    std::to_string(s.n) + ")");
   if (!impl_->options.enabled) return 0.0;
-  float* const r = impl_->arena.data() + s.at;
+  float* const r = impl_->residual(slot);
   // Two sums, because one would wait for its own additions longer than for memory.
   double even = 0.0, odd = 0.0;
   const auto add = [&](const SparseView& part, float sign) {
     const std::size_t nnz = part.nnz();
-    const Journal::Entries was = impl_->journal.extend(s.at, nnz);
+    const Journal::Entries was = impl_->journal.extend(slot, nnz);
     // Entries lie far apart, and a cache miss takes as long as hundreds of instructions. A sparse
     // commit prefetches single entries some way ahead. A dense one loads whole blocks.
     constexpr std::size_t kAhead = 64, kBlock = 1024, kLine = 16;
@@ -384,7 +450,7 @@ double ErrorFeedback::commit(Slot slot, const SparseView& sent, const SparseView
   add(sent, -1.0F);
   add(returned, 1.0F);
   if (impl_->options.momentum_correction > 0.0F && impl_->options.factor_masking) {
-    impl_->mask(s, sent, returned);
+    impl_->mask(slot, s, sent, returned);
   }
   return even + odd;
 }
@@ -399,20 +465,21 @@ void ErrorFeedback::commit_all(Slot slot) {
 void ErrorFeedback::end_step() noexcept {
   impl_->journal.clear();
   impl_->masked.clear();
-  if (!impl_->open_dense) return;
-  for (auto& [slot, s] : impl_->slots) {
-    if (s.delivered && s.n > 0) {
-      std::memset(impl_->arena.data() + s.at, 0, s.n * sizeof(float));
+  if (impl_->open_dense) {
+    for (auto& [slot, s] : impl_->slots) {
+      if (s.delivered && s.n > 0) std::memset(impl_->residual(slot), 0, s.n * sizeof(float));
+      s.delivered = false;
     }
-    s.delivered = false;
+    impl_->open_dense = false;
   }
-  impl_->open_dense = false;
+  impl_->put_back();
 }
 
 void ErrorFeedback::rollback_step() {
-  impl_->journal.undo(impl_->arena.data());
+  impl_->journal.undo([&](Slot slot) { return impl_->residual(slot); });
   impl_->journal.clear();
-  impl_->masked.undo(impl_->velocity.data());
+  impl_->put_back();
+  impl_->masked.undo([&](Slot slot) { return impl_->velocity.data() + impl_->slots.at(slot).at; });
   impl_->masked.clear();
   for (auto& [slot, s] : impl_->slots) s.delivered = false;
   impl_->open_dense = false;
@@ -434,10 +501,13 @@ void ErrorFeedback::save(std::ostream& out) const {
       w.put(p.name);
       w.put(static_cast<std::uint64_t>(p.length));
       const std::size_t at = s.at + p.offset;
-      if (has_residual) w.put(std::span<const float>(impl_->arena.data() + at, p.length));
+      if (has_residual) {
+        w.put(std::span<const float>(impl_->residual(slot) + p.offset, p.length));
+      }
       if (has_velocity) w.put(std::span<const float>(impl_->velocity.data() + at, p.length));
     }
   }
+  impl_->put_back();
   w.end();
 }
 
@@ -457,7 +527,8 @@ void ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, 
     share = 1.0F / static_cast<float>(of_old_ranks.size());
   }
   // The size is 0 if the state is not kept.
-  Arena arena(impl_->arena.size()), velocity(impl_->velocity.size());
+  const std::size_t n = impl_->padded_entries();
+  Arena arena(impl_->options.enabled ? n : 0), velocity(impl_->velocity.size());
   std::vector<float> values;
   // Reads every stream, even if this rank does not want its residual, because other state follows
   // in the stream.
@@ -492,7 +563,7 @@ void ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, 
     }
     in.end();
   }
-  impl_->arena = std::move(arena);
+  impl_->take(std::move(arena));
   impl_->velocity = std::move(velocity);
 }
 

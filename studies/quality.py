@@ -57,6 +57,13 @@ for _share in DENSITY:
         _density = (DENSITY_15 if "15" in _name else DENSITY)[_share]
         METHODS |= {f"{_name}, {_share}": ["local", _density, *_options],
                     f"{_name}, outer rate 1, {_share}": ["local", _density, *_options, "--outer-lr", "1"]}
+    for _code in ("bf16", "q8"):
+        METHODS |= {
+            f"momentum correction, {_share}, {_code} residuals": ["correction", DENSITY[_share], "--residual-code", _code],
+            f"step ahead, {_share}, {_code} residuals": ["local", DENSITY[_share], "--residual-code", _code],
+        }
+# On twice as many ranks: two islands that shard the model inside. DENSITY is that of two ranks.
+METHODS["momentum correction, 1 %, sharded"] = ["correction", {4: DENSITY["1 %"][2]}, "--islands", "2"]
 # A sweep of the density, for docs/results/quality.md: S against the distance to dense.
 SWEEP = (0.001, 0.003, 0.01, 0.028, 0.1)
 SWEPT = {"momentum correction": "correction", "step ahead": "local", "momentum after the sum": "after-sum"}

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional
@@ -266,6 +268,7 @@ def main():
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--exchange", choices=["auto", *skim.exchanges], default="allgather")
     parser.add_argument("--value-code", choices=skim.value_codes, default="f32")
+    parser.add_argument("--residual-code", default="f32", help="f32, bf16 or q8")
     parser.add_argument("--every", type=int, default=1, help="local: steps of a round")
     parser.add_argument("--ahead", type=float, default=1.0, help="local")
     parser.add_argument("--outer-lr", type=float, default=0.0, help="local: factor of the mean; 0: by the density")
@@ -273,6 +276,9 @@ def main():
     parser.add_argument("--delay", type=int, default=0, help="local: steps until a mean is applied")
     parser.add_argument("--demo-momentum", type=float, default=0.95, help="demo")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the ranks share one GPU")
+    parser.add_argument("--islands", type=int, default=0, metavar="I",
+                        help="dense, correction: shard the GPT by fully_shard inside I islands, with the exchange between "
+                        "them. --batch is an island's then (0: DDP)")
     parser.add_argument("--curve", type=int, default=0, metavar="N",
                         help="validate every N steps, too; the row then has [step, seconds, metric] of each. The "
                         "seconds are of training alone")
@@ -285,6 +291,13 @@ def main():
 
     torch.manual_seed(options.seed)
     model = task.model().to(options.device)
+    island, place, places, mesh = rank, 0, 1, None
+    if options.islands:
+        places = ranks // options.islands
+        island, place = divmod(rank, places)
+        mesh = init_device_mesh(options.device, (options.islands, places), mesh_dim_names=("between", "inside"))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh if options.method == "dense" else mesh["inside"])
     optimizer = task.optimizer(model.parameters(), options.lr)
     if options.method == "demo":
         optimizer = torch.optim.SGD(model.parameters(), options.lr, weight_decay=optimizer.defaults["weight_decay"])
@@ -293,8 +306,10 @@ def main():
     if options.method == "powersgd":
         # One bucket: with several, gloo meets the hook's sums in another order on another rank.
         dist._DEFAULT_FIRST_BUCKET_BYTES = 2**30
-    trained = model if is_local or options.method == "demo" else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
-    compression = {"density": options.density, "exchange": options.exchange, "value_code": options.value_code}
+    is_whole = is_local or options.method == "demo" or mesh is not None
+    trained = model if is_whole else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
+    compression = {"density": options.density, "exchange": options.exchange, "value_code": options.value_code,
+                   "residual_code": options.residual_code}
     local = demo = None
     if is_local:
         local = skim.LocalSteps(
@@ -302,7 +317,8 @@ def main():
             outer_momentum=options.outer_momentum, delay=options.delay, **compression,
         )  # fmt: skip
     elif options.method in ("after-sum", "correction"):
-        skim.attach(trained, **compression, optimizer=optimizer if options.method == "correction" else None)
+        between = {} if mesh is None else {"between": mesh["between"].get_group()}
+        skim.attach(trained, **compression, **between, optimizer=optimizer if options.method == "correction" else None)
     elif options.method == "demo":
         demo = DeMo(optimizer, options.demo_momentum, **compression)
     elif options.method == "fp16":
@@ -311,12 +327,12 @@ def main():
         power = PowerSGDState(None, 1, start_powerSGD_iter=10)
         trained.register_comm_hook(power, powerSGD_hook)
 
-    torch.manual_seed(1000 * options.seed + 1 + rank)  # for batches that differ between ranks
+    torch.manual_seed(1000 * options.seed + 1 + island)  # for batches that differ between ranks, or islands
     began, last, curve = time.perf_counter(), [], []
     for step in range(options.steps):
         with trained.no_sync() if options.method == "alone" else contextlib.nullcontext():
             optimizer.zero_grad()
-            loss = trained(*task.batch(options.batch))
+            loss = trained(*(part[place::places] for part in task.batch(options.batch)))
             loss.backward()
         (local or demo or optimizer).step()
         schedule.step()

@@ -572,6 +572,8 @@ TEST(feedback, options_out_of_range_are_refused) {
       {"decay", {.residual_decay = nan}},
       {"need a residual", {.enabled = false, .momentum_correction = 0.9F}},
       {"need a residual", {.enabled = false, .residual_decay = 0.9F}},
+      {"needs a residual", {.enabled = false, .residual_code = ResidualCode::bf16}},
+      {"residual_code", {.residual_code = static_cast<ResidualCode>(7)}},
   };
   for (const auto& [word, options] : rows) {
     const auto& o = options;
@@ -780,6 +782,125 @@ TEST(feedback, velocities_are_saved_loaded_and_laid_out_as_residuals) {
   EXPECT_EQ(velocity(fresh, 0), Floats(40, 0.0F));
   ErrorFeedback before = example(1);
   EXPECT_EQ(residual(fresh, 0), residual(before, 0));
+}
+
+// ---- residuals in fewer bits ----
+
+constexpr ResidualCode kCodes[] = {ResidualCode::bf16, ResidualCode::q8};
+
+ErrorFeedback coded(ResidualCode code, const std::vector<std::size_t>& lengths) {
+  ErrorFeedback f({.residual_code = code});
+  f.set_layout(buckets(lengths));
+  return f;
+}
+
+// What is left of `values` after a step.
+Floats kept(ResidualCode code, const Floats& values) {
+  ErrorFeedback f = coded(code, {values.size()});
+  fill(f, 0, values);
+  f.end_step();
+  return residual(f, 0);
+}
+
+// Both codes hold whole numbers of up to 127 exactly, so that the laws are equalities.
+TEST(feedback, codes_lose_nothing_of_small_whole_numbers) {
+  const std::vector<std::size_t> lengths = {40, 200, 64, 1};
+  for (const ResidualCode code : kCodes) {
+    ErrorFeedback f = coded(code, lengths);
+    std::vector<Floats> expected;
+    for (const std::size_t n : lengths) expected.emplace_back(n, 0.0F);
+    std::mt19937_64 rng(1);
+    for (int step = 0; step < 30; ++step) {
+      const bool taken_back = step % 7 == 3;
+      for (Slot slot = 0; slot < lengths.size(); ++slot) {
+        Floats& r = expected[slot];
+        const std::span<float> values = f.residual(slot).span();
+        SparseBuffer sent, returned;
+        sent.reset(r.size());
+        returned.reset(r.size());
+        for (std::size_t i = 0; i < r.size(); ++i) {
+          values[i] += static_cast<float>(static_cast<int>(rng() % 5) - 2);
+          r[i] += values[i] - r[i];
+          if (rng() % 3 != 0 && std::abs(r[i]) < 100.0F) continue;
+          sent.append(static_cast<Index>(i), r[i]);
+          if (rng() % 4 == 0) returned.append(static_cast<Index>(i), 1.0F);
+        }
+        if (step % 11 == 5 && slot == 1) {
+          f.commit_all(slot);
+          if (!taken_back) std::ranges::fill(r, 0.0F);
+          continue;
+        }
+        f.commit(slot, sent.view(), returned.view());
+        if (taken_back) continue;
+        for (const Index i : sent.view().index) r[i] = 0.0F;
+        for (const Index i : returned.view().index) r[i] += 1.0F;
+      }
+      if (taken_back) {
+        f.rollback_step();
+      } else {
+        f.end_step();
+      }
+      for (Slot slot = 0; slot < lengths.size(); ++slot) {
+        EXPECT_EQ(residual(f, slot), expected[slot]) << name_of(code) << ' ' << step << ' ' << slot;
+      }
+    }
+  }
+}
+
+TEST(feedback, what_a_code_holds_does_not_change_any_more) {
+  Floats values = test::normal(5000, 1);
+  const float extremes[] = {0.0F,   -0.0F, 1e-45F, -1e-38F, std::numeric_limits<float>::max(),
+                            -3e38F, 127.0F, 128.0F, 255.0F, 1e30F};
+  for (std::size_t i = 0; i < std::size(extremes); ++i) values[70 * i] = extremes[i];
+  for (const ResidualCode code : kCodes) {
+    const Floats once = kept(code, values);
+    EXPECT_EQ(kept(code, once), once) << name_of(code);
+    for (const float v : once) EXPECT_TRUE(std::isfinite(v));
+  }
+}
+
+TEST(feedback, codes_round_within_their_bounds_and_to_both_sides) {
+  const std::size_t n = 1 << 16, block = 64;
+  const Floats values = test::normal(n, 2);
+  for (const ResidualCode code : kCodes) {
+    const Floats found = kept(code, values);
+    double sum = 0.0, variance = 0.0;
+    for (std::size_t first = 0; first < n; first += block) {
+      float largest = 0.0F;
+      for (std::size_t i = first; i < first + block; ++i) {
+        largest = std::max(largest, std::abs(values[i]));
+      }
+      for (std::size_t i = first; i < first + block; ++i) {
+        const double error = double{found[i]} - double{values[i]};
+        const double bound = code == ResidualCode::bf16 ? std::abs(values[i]) / 128.0 : largest / 63.0;
+        EXPECT_LT(std::abs(error), bound) << name_of(code) << ' ' << i;
+        sum += error;
+        variance += error * error;
+      }
+    }
+    EXPECT_GT(variance, 0.0);
+    EXPECT_LT(std::abs(sum), 4.0 * std::sqrt(variance)) << name_of(code);
+  }
+}
+
+TEST(feedback, a_state_of_each_code_loads_into_each_other) {
+  const ResidualCode all[] = {ResidualCode::f32, ResidualCode::bf16, ResidualCode::q8};
+  for (const ResidualCode from : all) {
+    ErrorFeedback f({.residual_code = from});
+    f.set_layout(buckets({40, 7}));
+    fill(f, 0, test::integers(40, 1, 100));
+    fill(f, 1, test::integers(7, 2, 100));
+    const std::string state = saved(f);
+    for (const ResidualCode to : all) {
+      ErrorFeedback other({.residual_code = to});
+      other.set_layout(buckets({40, 7}));
+      load(other, {state}, 0, 1);
+      EXPECT_EQ(residual(other, 0), residual(f, 0)) << name_of(from) << ' ' << name_of(to);
+      EXPECT_EQ(residual(other, 1), residual(f, 1)) << name_of(from) << ' ' << name_of(to);
+      other.set_layout(buckets({40, 7}));
+      EXPECT_EQ(residual(other, 0), residual(f, 0));
+    }
+  }
 }
 
 TEST(feedback, a_state_of_the_version_before_is_refused) {

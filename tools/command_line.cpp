@@ -6,10 +6,12 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <sstream>
 
 #include "skim/error.hpp"
 #include "skim/version.hpp"
+#include "tools/units.hpp"
 #include "train/data.hpp"
 
 namespace skim::tool {
@@ -49,6 +51,83 @@ class HelpFormatter final : public CLI::Formatter {
   }
 };
 
+// How many letters must be added, removed or replaced to make b of a.
+std::size_t distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    std::size_t diagonal = row[0]++;
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({replaced, row[j] + 1, row[j + 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+// name: without dashes. dashes: "--", or "" in a file.
+std::string no_option(const CLI::App& app, const std::string& name, const std::string& dashes) {
+  std::string best;
+  std::size_t least = 1 + std::max<std::size_t>(2, name.size() / 4);
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& one : option->get_lnames()) {
+      if (const std::size_t d = distance(name, one); d < least) {
+        least = d;
+        best = one;
+      }
+    }
+  }
+  std::string why = "no option '" + dashes + name + "'";
+  if (!best.empty()) why.append("; did you mean '").append(dashes).append(best).append("'?");
+  return why;
+}
+
+// What to say of arguments that are no options and no values of options.
+std::string why_extra(const CLI::App& app, const std::vector<std::string>& extra) {
+  for (const std::string& word : extra) {
+    if (word.starts_with("--")) return no_option(app, word.substr(2, word.find('=') - 2), "--");
+  }
+  return "'" + extra.front() + "' is no option, and no option before it takes it";
+}
+
+// Reads TOML. Says which line is wrong.
+class TomlFile final : public CLI::ConfigTOML {
+ public:
+  explicit TomlFile(const CLI::App& app) : app_(app) {}
+
+  std::vector<CLI::ConfigItem> from_config(std::istream& in) const override {
+    std::ostringstream whole;
+    std::size_t number = 0;
+    for (std::string line; std::getline(in, line);) {
+      check(line, ++number);
+      whole << line << '\n';
+    }
+    std::istringstream again(whole.str());
+    return CLI::ConfigTOML::from_config(again);
+  }
+
+ private:
+  void check(const std::string& line, std::size_t number) const {
+    const auto fail = [&](const std::string& why) {
+      throw CLI::ConfigError("--config " + app_.get_config_ptr()->as<std::string>() + ", line " +
+                             std::to_string(number) + ": " + why);
+    };
+    const std::string text = trimmed(line.substr(0, line.find('#')));
+    if (text.empty()) return;
+    if (text.front() == '[') fail(text + ": write the options without sections");
+    const std::size_t sign = text.find('=');
+    const std::string name = trimmed(text.substr(0, sign));
+    if (sign == text.npos || name.empty() || trimmed(text.substr(sign + 1)).empty()) {
+      fail("expected NAME = VALUE on one line, in TOML, got '" + text + "'");
+    }
+    if (app_.get_option_no_throw("--" + name) == nullptr) fail(no_option(app_, name, ""));
+  }
+  static std::string trimmed(std::string text) { return CLI::detail::trim(text); }
+
+  const CLI::App& app_;
+};
+
 }  // namespace
 
 CommandLine::CommandLine(CLI::App& app) : app_(app) {
@@ -60,6 +139,7 @@ CommandLine::CommandLine(CLI::App& app) : app_(app) {
                  "dashes)")
       ->option_text("FILE");
   app.allow_config_extras(CLI::config_extras_mode::error);
+  app.config_formatter(std::make_shared<TomlFile>(app));
 }
 
 CLI::Option* CommandLine::call(const char* name, const std::function<void(const std::string&)>& set,
@@ -91,7 +171,7 @@ std::string CommandLine::listed(const std::string& what, const std::vector<std::
 
 int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
   constexpr int kUsageError = 2, kRunError = 1;
-  const std::string name = app.get_name();
+  const std::string name = app.get_name(), hint = " (" + name + " --help lists all options)";
   const auto failed = [&name](const std::string& why, int status) {
     std::fprintf(stderr, "%s: %s\n", name.c_str(), why.c_str());
     return status;
@@ -102,8 +182,10 @@ int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int(
     return app.exit(e);
   } catch (const CLI::CallForVersion& e) {
     return app.exit(e);
+  } catch (const CLI::ExtrasError&) {
+    return failed(why_extra(app, app.remaining(true)) + hint, kUsageError);
   } catch (const CLI::ParseError& e) {
-    return failed(std::string(e.what()) + " (" + name + " --help lists all options)", kUsageError);
+    return failed(e.what() + hint, kUsageError);
   }
   try {
     return run();
@@ -128,6 +210,18 @@ CLI::Validator in_range(const FieldRange& range) {
         const double x = std::strtod(text.c_str(), &end);
         const bool good = !text.empty() && *end == '\0' && range.holds(x);
         return good ? std::string() : "expected a number " + range.text() + ", got '" + text + "'";
+      },
+      "");
+}
+CLI::Validator digits(bool whole) {
+  return CLI::Validator(
+      [whole](std::string& text) {
+        try {
+          text = in_digits(text, whole);
+        } catch (const InvalidArgument& e) {
+          return std::string(e.what());
+        }
+        return std::string();
       },
       "");
 }

@@ -15,6 +15,19 @@
 
 namespace skim::tool {
 
+// The number that an option of type T takes, or each of the numbers.
+template <class T>
+struct NumberOf {
+  using type = T;
+};
+template <class T>
+struct NumberOf<std::vector<T>> {
+  using type = T;
+};
+
+// Takes numbers as people write them, as in_digits() in units.hpp.
+CLI::Validator digits(bool whole);
+
 // Declares the options of a command line in groups, with a --help that reads like a manual page.
 // Errors about wrong names list the valid ones. All references given to it must outlive the
 // parsing.
@@ -32,7 +45,10 @@ class CommandLine {
   // An option without a default in the help: a path, a list, or a number whose 0 means "not given".
   template <class T>
   CLI::Option* plain(const char* name, T& value, const char* type, const std::string& what) {
-    return styled(app_.add_option(name, value, what), type);
+    CLI::Option* const added = styled(app_.add_option(name, value, what), type);
+    using Number = typename NumberOf<T>::type;
+    if constexpr (std::is_arithmetic_v<Number>) added->transform(digits(std::is_integral_v<Number>));
+    return added;
   }
   template <class T>
   CLI::Option* option(const char* name, T& value, const char* type, const std::string& what) {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cctype>
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
@@ -295,9 +296,15 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
   const auto seconds = [&line](const char* name, double& x, const char* what) {
     line.call(name, [&x, name](const std::string& t) { x = parse_seconds(name, t); }, "TIME", what);
   };
-  line.option("--timeout", a.timeout, "SECONDS",
-              "how long a rank waits for another, and the command for all ranks to start")
-      ->check(positive());
+  const auto set_timeout = [&a](const std::string& given) {
+    const bool has_unit = !given.empty() && std::isalpha(static_cast<unsigned char>(given.back())) != 0;
+    a.timeout = parse_seconds("--timeout", has_unit ? given : given + "s");
+    if (!(a.timeout > 0.0)) throw InvalidArgument("--timeout: expected a time > 0, got '" + given + "'");
+  };
+  line.call("--timeout", set_timeout, "TIME",
+            "how long a rank waits for another, and the command for all ranks to start; as 30 "
+            "(seconds) or 2min")
+      ->default_str(fmt::format("{:g}s", a.timeout));
   seconds("--grace", a.grace,
           "from a signal to the end of the run, at most: for the step and the checkpoint [20s]");
   line.plain("--restarts", a.restarts.restarts, "N",

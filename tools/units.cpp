@@ -1,9 +1,14 @@
 #include "tools/units.hpp"
 
+#include <algorithm>
 #include <array>
+#include <cctype>
+#include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <iterator>
 #include <string_view>
+#include <system_error>
 
 #include "skim/error.hpp"
 
@@ -49,11 +54,30 @@ double parse_bytes(const std::string& option, const std::string& text) {
 }
 
 double parse_link(const std::string& option, const std::string& text) {
-  static constexpr std::array<Unit, 3> kUnits{{{"kbit", 1e3}, {"mbit", 1e6}, {"gbit", 1e9}}};
-  const double bits = parse(text, kUnits);
+  static constexpr std::array<Unit, 9> kUnits{{{"kbit", 1e3},   {"mbit", 1e6},   {"gbit", 1e9},
+                                               {"kbit/s", 1e3}, {"mbit/s", 1e6}, {"gbit/s", 1e9},
+                                               {"kbps", 1e3},   {"mbps", 1e6},   {"gbps", 1e9}}};
+  std::string lower = text;
+  std::ranges::transform(lower, lower.begin(), [](unsigned char c) { return std::tolower(c); });
+  const double bits = parse(lower, kUnits);
   if (bits > 0.0) return 8.0 / bits;
   throw InvalidArgument(option + ": expected a rate such as 100mbit, 1gbit or 2.5gbit, got '" +
                         text + "'");
+}
+
+std::string in_digits(const std::string& text, bool whole) {
+  static constexpr std::array<Unit, 6> kUnits{
+      {{"", 1}, {"k", 1e3}, {"K", 1e3}, {"M", 1e6}, {"G", 1e9}, {"%", 0.01}}};
+  const double x = parse(text, kUnits);
+  const bool is_plain = text.find_first_not_of(whole ? "0123456789" : "+-.0123456789eE") == text.npos;
+  if (std::isnan(x) || is_plain || (whole && text.ends_with('%'))) return text;
+  constexpr double kMost = 0x1p53;  // up to here doubles hold every whole number
+  if (whole && (x != std::floor(x) || std::abs(x) > kMost)) {
+    throw InvalidArgument("expected a whole number, as 1000, 1e3 or 25k, got '" + text + "'");
+  }
+  char buffer[400];
+  const auto [end, error] = std::to_chars(buffer, std::end(buffer), x, std::chars_format::fixed);
+  return error == std::errc() ? std::string(buffer, end) : text;
 }
 
 }  // namespace skim::tool

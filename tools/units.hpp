@@ -11,7 +11,12 @@ namespace skim::tool {
 double parse_seconds(const std::string& option, const std::string& text);
 // "300kB", "50MB", "2GB" -> bytes, > 0 (MB = 10^6 bytes).
 double parse_bytes(const std::string& option, const std::string& text);
-// "100mbit", "1gbit", "2.5gbit" -> seconds per byte.
+// "100mbit", "1Gbit", "2.5Gbps", "10Gbit/s" -> seconds per byte.
 double parse_link(const std::string& option, const std::string& text);
+
+// A number as people write it, "25M", "10k", "1%" or "1e3", in digits: "25000000", "10000", "0.01",
+// "1000". Any other text stays as it is. whole: without %, and a number that is not whole throws
+// InvalidArgument, which does not name the option.
+std::string in_digits(const std::string& text, bool whole);
 
 }  // namespace skim::tool

@@ -18,8 +18,15 @@ namespace {
 
 bool holds_updates(const TrainOptions& o) { return memory_of(o) == Memory::updates; }
 
+// "1%" is 0.01.
 std::optional<double> number(std::string_view text) {
   double value = 0.0;
+  if (text.ends_with('%')) {
+    text.remove_suffix(1);
+    if (text.ends_with('%')) return std::nullopt;
+    const std::optional<double> percent = number(text);
+    return percent ? std::optional(*percent / 100.0) : std::nullopt;
+  }
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
   return value;
@@ -270,6 +277,9 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   if (!o.feedback.enabled && o.feedback.residual_decay < 1.0F) {
     throw InvalidArgument("--residual-decay needs residuals: leave out --no-feedback");
   }
+  if (!o.feedback.enabled && o.feedback.residual_code != ResidualCode::f32) {
+    throw InvalidArgument("--residual-code needs residuals: leave out --no-feedback");
+  }
   r.feedback = o.feedback;
   if (o.feedback.momentum_correction > 0.0F) {
     if (o.optimizer == OptimizerKind::sgd && o.momentum > 0.0) {
@@ -284,6 +294,7 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   }
   if (is_dense(o)) {
     r.feedback.residual_decay = 1.0F;
+    r.feedback.residual_code = ResidualCode::f32;
     // A dense sum leaves nothing behind: without momentum it needs no second copy of the gradient.
     r.feedback.enabled = o.feedback.enabled && o.feedback.momentum_correction > 0.0F;
   }

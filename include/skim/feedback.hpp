@@ -1,13 +1,27 @@
 // Error feedback: each step adds to its gradient the entries that earlier steps did not send.
 #pragma once
 
+#include <cstdint>
 #include <iosfwd>
 #include <memory>
 #include <span>
+#include <string_view>
 
+#include "skim/names.hpp"
 #include "skim/types.hpp"
 
 namespace skim {
+
+// How residuals are kept between steps. A step works on floats: those of one slot at a time.
+//   f32   4 bytes for each entry
+//   bf16  2 bytes. Rounding changes an entry by less than 2^-7 of it.
+//   q8    1 + 1/64 bytes: multiples of a power of two, in blocks of 64 entries. Rounding changes an
+//         entry by less than 1/63 of the largest of its block, or 2^-126.
+// Rounding is stochastic: the mean of what it makes of an entry is the entry. So the law below holds
+// in the mean, and for each entry and step within these bounds.
+enum class ResidualCode : std::uint8_t { f32, bf16, q8 };
+template <>
+std::span<const std::string_view> names_of<ResidualCode>() noexcept;
 
 struct FeedbackOptions {
   bool enabled = true;  // false: no residual is kept ("none", for comparison)
@@ -37,12 +51,13 @@ struct FeedbackOptions {
   // v = residual_decay * v + g, in [0, 1]: SelectTask::decay (the error feedback of SparseLoCo,
   // arXiv 2508.15706).
   float residual_decay = 1.0F;
+  ResidualCode residual_code = ResidualCode::f32;
 
   bool operator==(const FeedbackOptions&) const = default;
 };
 
-// Holds one residual per slot. All residuals lie in one arena, with one float per parameter and a
-// table of parameter names. Not thread-safe.
+// Holds one residual per slot. All residuals lie in one arena, with one float per parameter (see
+// ResidualCode) and a table of parameter names. Not thread-safe.
 //
 // Law: no gradient mass is created or lost. Summed over all ranks,
 //   residual_after + held_after + delivered  ==  residual_before + held_before + grad
@@ -75,9 +90,11 @@ class ErrorFeedback {
   std::size_t size(Slot slot) const;
 
   // The residual of a slot [n]. It is also the accumulator: a Selector adds the gradient to it.
-  // Empty if !enabled. Valid until set_layout. Throws: InvalidArgument: unknown slot.
+  // Empty if !enabled. Valid until set_layout; with another residual_code than f32, until any other
+  // call. Throws: InvalidArgument: unknown slot.
   DenseView residual(Slot slot);
-  // The velocity m of a slot [n]; empty without momentum. Validity and errors: as residual().
+  // The velocity m of a slot [n]; empty without momentum. Valid until set_layout. Errors: as
+  // residual().
   DenseView velocity(Slot slot);
 
   // Prepares this rank's gradient and returns the view that a Selector must add to the residual in

@@ -176,6 +176,8 @@ void each_field(Options& o, F&& f) {
               kNotNegative});
   f("residual_decay", o.residual_decay,
     FieldInfo{"factor of the residual in every step", kFraction});
+  f("residual_code", o.residual_code,
+    FieldInfo{"how residuals are kept between steps: 4, 2 or about 1 bytes for each parameter"});
 }
 
 template <OptionsOf<LocalStepsOptions> Options, class F>

@@ -85,11 +85,16 @@ void bind_feedback(nb::module_& m) {
       .def(
           "residual",
           [](nb::handle_t<Feedback> self, Slot slot) {
-            return view_of(self, nb::inst_ptr<Feedback>(self)->feedback.residual(slot));
+            Feedback& f = *nb::inst_ptr<Feedback>(self);
+            if (f.feedback.options().residual_code != ResidualCode::f32) {
+              expect_no_views(f, "residual");
+            }
+            return view_of(self, f.feedback.residual(slot));
           },
           "slot"_a,
           "The slot's residual, float32 [n]; [0] if feedback is off. It is not a copy: "
-          "Selector.select adds the gradient to it.")
+          "Selector.select adds the gradient to it. With another residual_code than f32, raises "
+          "BufferError while another array of residual() or velocity() is in use.")
       .def(
           "velocity",
           [](nb::handle_t<Feedback> self, Slot slot) {

@@ -23,6 +23,7 @@ class FeedbackOptions(TypedDict, total=False):
     factor_masking: bool
     local_clip: float
     residual_decay: float
+    residual_code: str
 
 
 class ReducerOptions(FeedbackOptions, total=False):

@@ -11,12 +11,14 @@ import importlib.util
 import os
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from skim import _core
 
 LARGEST = torch.finfo(torch.float32).max
 NO_INDEX = 0xFFFFFFFF  # all indices are smaller
+NO_ENTRY = 0x7FFFFFFF  # the same among 32-bit integers, which index up to 2^31 - 1 entries
 KERNELS = (None, "triton", "pytorch")
 CHUNK = 1 << 22  # entries of a bucket that PyTorch works on at once: they bound its temporary memory
 
@@ -96,20 +98,29 @@ def collect_k_largest(residual: torch.Tensor, k: int, least: float, keys: torch.
     keys[k : 2 * k] = torch.where(there, key_of(kth.expand(k), first_k), 0)
 
 
-@functools.cache
-def pass_for(device: torch.device, name: str | None) -> Pass:
-    """The pass of KERNELS for a device. None: Triton where it can run, otherwise PyTorch.
+def magnitude_of(key: int) -> float:
+    return float(np.uint32(key >> 32).view(np.float32))
 
-    Raises InvalidArgument where Triton cannot run.
-    """
-    missing = "" if name == "pytorch" else _why_no_triton(device)
-    if name == "triton" and missing:
-        raise _core.InvalidArgument(f"skim: kernels: no triton here: {missing}; use pytorch")
-    if name == "pytorch" or missing:
+
+def pass_for(device: torch.device, kernels: str | None) -> Pass:
+    """The pass for a device. Raises: as has_triton."""
+    if not has_triton(device, kernels):
         return in_pytorch
     from skim._triton_pass import in_triton
 
     return in_triton
+
+
+@functools.cache
+def has_triton(device: torch.device, kernels: str | None) -> bool:
+    """Whether Triton does the work there. kernels: of KERNELS. None: Triton where it can run, otherwise PyTorch.
+
+    Raises InvalidArgument if it is "triton" and cannot run.
+    """
+    missing = "" if kernels == "pytorch" else _why_no_triton(device)
+    if kernels == "triton" and missing:
+        raise _core.InvalidArgument(f"skim: kernels: no triton here: {missing}; use pytorch")
+    return kernels != "pytorch" and not missing
 
 
 def _why_no_triton(device: torch.device) -> str:

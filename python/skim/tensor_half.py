@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from skim import _core
-from skim._passes import KERNELS, LARGEST, NO_INDEX, Collected, collect_k_largest, finite_part, index_of, pass_for
+from skim._passes import KERNELS, LARGEST, NO_ENTRY, Collected, collect_k_largest, finite_part, index_of, magnitude_of, pass_for
+from skim._residual_store import ResidualStore
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from skim.protocols import Entries
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-HEAD = 6  # 32-bit words before the selected entries: two counts, and two norms in float64
+HEAD = 10  # 32-bit words before the selected entries: two counts, three norms in float64, the key of the last
 
 
 class TensorLocalHalf:
@@ -34,7 +35,8 @@ class TensorLocalHalf:
     Residuals and means are those of the built-in local half, bit for bit. Norms may differ in their last bits, and so
     may what local_clip makes of them. A saved state can be loaded by the built-in local half, and the other way round.
 
-    Takes 4 bytes of the device's memory per parameter, 8 with momentum_correction, and O(k) beside.
+    Takes 4 bytes of the device's memory per parameter (residual_code="bf16": 2, "q8": 1, and 4 for each entry of the
+    largest bucket), 4 more with momentum_correction, and O(k) beside.
     All work is queued on the current stream of the gradient's device.
     """
 
@@ -55,11 +57,16 @@ class TensorLocalHalf:
         self._decay = float(np.float32(options.get("residual_decay", 1.0)))
         self._layout: list[tuple[int, list[tuple[str, int]]]] = []
         self._lengths: dict[int, int] = {}
-        self._residuals: dict[int, torch.Tensor] = {}  # [n] of each slot
+        self._code = options.get("residual_code", "f32")
+        self._residuals: dict[int, torch.Tensor] = {}  # [n] of each slot, if they are kept as floats
+        self._stores: dict[int, ResidualStore] = {}  # otherwise
+        self._working = torch.zeros(0)  # the residual of the slot `held`, which a store has without what is new
+        self._held: int | None = None
         self._velocities: dict[int, torch.Tensor] = {}  # [n] of each slot; empty without momentum correction
         self._carried: dict[int, Carried] = {}
         self._sent: dict[int, Selected] = {}  # the selection of each slot in this step
-        self._journal: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # tensor, indices, values before
+        # Changes of residuals and velocities: the slot, which of both, indices, values before.
+        self._journal: list[tuple[int, Callable[[int], torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._delivered: set[int] = set()  # slots whose whole residual was delivered in this step
         self._buffers: dict[torch.device, Buffers] = {}
         self._accumulated: torch.Tensor | None = None  # what accumulate() has added up, until whole()
@@ -72,10 +79,18 @@ class TensorLocalHalf:
     # ---- the layout -----------------------------------------------------------------------------
 
     def set_layout(self, layout: list[tuple[int, list[tuple[str, int]]]]) -> None:
-        residuals, velocities = self._by_name(self._residuals), self._by_name(self._velocities)
+        of_slots = {slot: self._residual(slot).clone() for slot in self._stores} or self._residuals
+        self._put_back()
+        residuals, velocities = self._by_name(of_slots), self._by_name(self._velocities)
         self._layout = layout
         self._lengths = {slot: sum(n for _, n in parameters) for slot, parameters in layout}
         self._residuals = self._joined(residuals) if self.keeps_residuals else {}
+        self._stores = {}
+        if self._code != "f32":
+            for slot, whole in self._residuals.items():
+                self._stores[slot] = ResidualStore(self._code, whole.numel(), whole.device)
+                self._stores[slot].store(whole, self.kernels != "pytorch")
+            self._residuals = {}
         self._velocities = self._joined(velocities) if self._momentum > 0.0 else {}
         self._carried = {slot: Carried() for slot in self._lengths}
 
@@ -108,6 +123,39 @@ class TensorLocalHalf:
             raise _core.InvalidArgument(f"skim: at most 2^31 - 1 entries at once, not {n}; use smaller buckets")
         pass_for(grad.device, self.kernels)
 
+    # ---- residuals ------------------------------------------------------------------------------
+
+    def _residual(self, slot: int) -> torch.Tensor:
+        """The slot's residual [n] as floats. With another code, valid until it is called for another slot."""
+        if self._code == "f32":
+            return self._residuals[slot]
+        store = self._stores[slot]
+        if self._held != slot or self._working.device != store.device:
+            self._put_back()
+            if self._working.device != store.device or self._working.numel() < store.n:
+                self._working = torch.empty(max(self._lengths.values()), device=store.device)
+            store.load(self._working[: store.n])
+            self._held = slot
+        return self._working[: store.n]
+
+    def _velocity(self, slot: int) -> torch.Tensor:
+        return self._velocities[slot]
+
+    def _put_back(self) -> None:
+        """Keeps the residual of the slot that is held in its code."""
+        if self._held is not None:
+            store, self._held = self._stores[self._held], None
+            store.store(self._working[: store.n], self.kernels != "pytorch")
+
+    def _move(self, slot: int, device: torch.device) -> None:
+        """Moves what is kept of a slot to a device, unless it is there."""
+        for of_slots in (self._residuals, self._velocities):
+            if slot in of_slots and of_slots[slot].device != device:
+                of_slots[slot] = of_slots[slot].to(device)
+        if slot in self._stores and self._stores[slot].device != device:
+            self._put_back()
+            self._stores[slot].move_to(device)
+
     # ---- a bucket -------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -123,11 +171,9 @@ class TensorLocalHalf:
         if found.count > buffers.keys.numel() or (found.count < k and above > floor):
             collect_k_largest(residual, k, task.threshold, buffers.keys.zero_())
             found = buffers.selected(residual, k)
-        magnitudes = np.abs(found.values)
-        threshold = float(magnitudes.min()) if found.values.size else 0.0
-        carried.update(n, k, threshold if found.values.size == k else 0.0)
+        carried.update(n, k, found.threshold if found.values.size == k else 0.0)
         self._sent[task.slot] = found
-        report = _core.SelectReport(threshold=threshold, kept_norm2=norm2(found.values), **buffers.measured())
+        report = _core.SelectReport(threshold=found.threshold, kept_norm2=found.norm2, **buffers.measured())
         return found.indices, found.values, report
 
     @torch.no_grad()
@@ -140,12 +186,8 @@ class TensorLocalHalf:
     def _add(self, task: _core.LocalTask, grad: torch.Tensor, above: float, buffers: Buffers) -> torch.Tensor:
         """Adds the gradient to the residual, which it returns, and collects the entries larger than `above`."""
         slot, gradient = task.slot, grad.view(-1)
-        for of_slots in (self._residuals, self._velocities):
-            if slot in of_slots and of_slots[slot].device != grad.device:
-                of_slots[slot] = of_slots[slot].to(grad.device)
-        residual = self._residuals.get(slot)
-        if residual is None:
-            residual = torch.zeros(task.n, device=grad.device)
+        self._move(slot, grad.device)
+        residual = self._residual(slot) if self.keeps_residuals else torch.zeros(task.n, device=grad.device)
         into = buffers.cleared(task.k)
         factor, measured = float(np.float32(1.0) / np.float32(task.scale)), None
         if self._clip > 0.0 or self._momentum > 0.0:
@@ -186,50 +228,53 @@ class TensorLocalHalf:
     def commit(self, slot: int, sent: Entries, returned: Entries) -> float:
         if not self.keeps_residuals:
             return 0.0
-        residual, selected = self._residuals[slot], self._sent.pop(slot, None)
-        change = 0.0
-        after = np.zeros(0, np.float32)
+        residual, selected = self._residual(slot), self._sent.pop(slot, None)
+        change, after = 0.0, None  # after: of the sent entries; None: all are 0
         if sent[0].size:
             if selected is not None and np.array_equal(selected.indices, sent[0]):
-                index, before = selected.on_device, selected.values
-                if np.array_equal(before, sent[1]):  # nothing was rounded
-                    by = residual[index]
-                else:
-                    [by] = self._to(residual.device, sent[1])
+                index, before, before_norm2 = selected.on_device.to(torch.int64), selected.values, selected.norm2
             else:
                 index, by = self._entries_to(residual.device, sent)
                 before = residual[index].cpu().numpy()
-            self._change(residual, index, -by)
-            after = finite_sum(before, -sent[1])
-            change += norm2(after) - norm2(before)
+                before_norm2 = norm2(before)
+            if np.array_equal(before, sent[1]):  # nothing was rounded
+                self._journal.append((slot, self._residual, index, residual[index]))
+                residual.index_fill_(0, index, 0.0)
+            else:
+                [by] = self._to(residual.device, sent[1])
+                self._change(slot, index, -by)
+                after = finite_sum(before, -sent[1])
+                change += norm2(after)
+            change -= before_norm2
             if slot in self._velocities and self.options.get("factor_masking", True):
-                self._mask(self._velocities[slot], index, sent, returned)
+                self._mask(slot, index, sent, returned)
         if returned[0].size:
             index, by = self._entries_to(residual.device, returned)
             place = np.searchsorted(sent[0], returned[0])
             if sent[0].size and np.array_equal(sent[0][np.minimum(place, sent[0].size - 1)], returned[0]):
-                before = after[place]
+                before = np.zeros(place.size, np.float32) if after is None else after[place]
             else:
                 before = residual[index].cpu().numpy()
-            self._change(residual, index, by)
+            self._change(slot, index, by)
             change += norm2(finite_sum(before, returned[1])) - norm2(before)
         return change
 
-    def _change(self, tensor: torch.Tensor, index: torch.Tensor, by: torch.Tensor) -> None:
-        before = tensor[index]
-        self._journal.append((tensor, index, before))
+    def _change(self, slot: int, index: torch.Tensor, by: torch.Tensor) -> None:
+        residual = self._residual(slot)
+        before = residual[index]
+        self._journal.append((slot, self._residual, index, before))
         total = before + by
         # As in the library: a sum of NaN changes nothing.
-        tensor[index] = torch.where(total.isnan(), before, total.clamp(-LARGEST, LARGEST))
+        residual[index] = torch.where(total.isnan(), before, total.clamp(-LARGEST, LARGEST))
 
-    def _mask(self, velocity: torch.Tensor, index: torch.Tensor, sent: Entries, returned: Entries) -> None:
+    def _mask(self, slot: int, index: torch.Tensor, sent: Entries, returned: Entries) -> None:
         """Clears the velocity of entries that were delivered: sent, and not given back whole."""
-        delivered = sent[1] != 0.0
+        velocity, delivered = self._velocity(slot), sent[1] != 0.0
         _, here, there = np.intersect1d(sent[0], returned[0], assume_unique=True, return_indices=True)
         delivered[here] &= sent[1][here] != returned[1][there]
         [keeps] = self._to(velocity.device, np.where(delivered, np.float32(0.0), np.float32(1.0)))
         before = velocity[index]
-        self._journal.append((velocity, index, before))
+        self._journal.append((slot, self._velocity, index, before))
         velocity[index] = torch.where(keeps > 0.0, before, 0.0)
 
     def commit_all(self, slot: int) -> None:
@@ -257,16 +302,17 @@ class TensorLocalHalf:
     @torch.no_grad()
     def end_step(self) -> None:
         for slot in self._delivered:
-            self._residuals[slot].zero_()
+            self._residual(slot).zero_()
         self._close()
 
     @torch.no_grad()
     def rollback_step(self) -> None:
-        for tensor, index, before in reversed(self._journal):
-            tensor[index] = before
+        for slot, tensor_of, index, before in reversed(self._journal):
+            tensor_of(slot)[index] = before
         self._close()
 
     def _close(self) -> None:
+        self._put_back()
         self._journal.clear()
         self._delivered.clear()
         self._sent.clear()
@@ -277,17 +323,21 @@ class TensorLocalHalf:
         kept = _core.ErrorFeedback(**self.options)
         kept.set_layout(self._layout)
         for slot in self._lengths:
-            for of_slots, place in ((self._residuals, kept.residual), (self._velocities, kept.velocity)):
-                if slot in of_slots:
-                    np.copyto(place(slot), of_slots[slot].cpu().numpy())
+            if self.keeps_residuals:
+                np.copyto(kept.residual(slot), self._residual(slot).cpu().numpy())
+            if slot in self._velocities:
+                np.copyto(kept.velocity(slot), self._velocities[slot].cpu().numpy())
+        self._put_back()
         return kept
 
     @torch.no_grad()
     def take_feedback(self, feedback: _core.ErrorFeedback) -> None:
         for slot in self._lengths:
-            for of_slots, place in ((self._residuals, feedback.residual), (self._velocities, feedback.velocity)):
-                if slot in of_slots:
-                    of_slots[slot].copy_(torch.from_numpy(place(slot)))
+            if self.keeps_residuals:
+                self._residual(slot).copy_(torch.from_numpy(feedback.residual(slot)))
+            if slot in self._velocities:
+                self._velocities[slot].copy_(torch.from_numpy(feedback.velocity(slot)))
+        self._put_back()
 
     def residual(self, slot: int) -> npt.NDArray[np.float32]:
         return self.residual_tensor(slot).to("cpu", copy=True).numpy()
@@ -295,9 +345,9 @@ class TensorLocalHalf:
     def residual_tensor(self, slot: int) -> torch.Tensor:
         """The slot's residual [n] itself, on its device: the one of its last gradient. [0] if none is kept.
 
-        Valid until the layout changes.
+        Valid until the layout changes; with another residual_code than f32, until any other call.
         """
-        return self._residuals.get(slot, torch.zeros(0))
+        return self._residual(slot) if self.keeps_residuals else torch.zeros(0)
 
     # ---- between device and host ----------------------------------------------------------------
 
@@ -312,7 +362,7 @@ class TensorLocalHalf:
 
     def _entries_to(self, device: torch.device, entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
         index, values = self._to(device, *entries)
-        return index.view(torch.int32).to(torch.int64) & NO_INDEX, values
+        return index.view(torch.int32).to(torch.int64), values
 
 
 @dataclasses.dataclass
@@ -322,7 +372,9 @@ class Selected:
     count: int  # of all entries that passed
     indices: npt.NDArray[np.uint32]
     values: npt.NDArray[np.float32]
-    on_device: torch.Tensor  # the indices, int64
+    on_device: torch.Tensor  # the indices, int32
+    threshold: float  # the smallest magnitude of the values; 0: there are none
+    norm2: float  # of the values
 
 
 class Buffers:
@@ -345,7 +397,7 @@ class Buffers:
             self._keys = torch.zeros(2 * k + 4096, dtype=torch.int64, device=self.device)
             self._words = torch.zeros(HEAD + 2 * k, dtype=torch.int32, device=self.device)
             self._host = self._pinned(HEAD + 2 * k)
-        counts, norms2 = self._words[:2], self._words[2:HEAD].view(torch.float64)
+        counts, norms2 = self._words[:2], self._words[2:6].view(torch.float64)
         return Collected(self.keys.zero_(), counts.zero_(), norms2)
 
     @property
@@ -355,23 +407,32 @@ class Buffers:
 
     def measured(self) -> dict[str, Any]:
         """Of the last pass whose selection was taken."""
-        total, gradient = self._host[2:HEAD].view(torch.float64).tolist()
+        total, gradient = self._host[2:6].view(torch.float64).tolist()
         return {"total_norm2": total, "gradient_norm2": gradient, "non_finite": int(self._host[1])}
 
     def selected(self, residual: torch.Tensor, k: int) -> Selected:
         """Takes the k largest of the collected entries to the host, with counts and norms. Waits for the device."""
         words, host = self._words[: HEAD + 2 * k], self._host[: HEAD + 2 * k]
-        index = index_of(self.keys.topk(k, sorted=False).values).sort().values  # those of no entry come last
+        # On a GPU this sort takes a fraction of the time of topk.
+        largest = self.keys.sort(descending=True).values[:k]
+        index = index_of(largest).clamp(max=NO_ENTRY).to(torch.int32).sort().values  # those of no entry come last
         if k:
-            words[HEAD : HEAD + k] = index.to(torch.int32)
-            words[HEAD + k :] = residual[index.clamp(max=residual.numel() - 1)].view(torch.int32)
+            kept = residual.index_select(0, index.clamp(max=residual.numel() - 1))
+            words[6:8].view(torch.float64).copy_(kept.to(torch.float64).square_().sum())
+            words[8:HEAD].view(torch.int64).copy_(largest[-1])
+            words[HEAD : HEAD + k] = index
+            words[HEAD + k :] = kept.view(torch.int32)
         host.copy_(words, non_blocking=True)
         self.wait()
         self.moved_bytes += 4 * host.numel()
-        indices = host[HEAD : HEAD + k].numpy().view(np.uint32)
-        size = int(np.searchsorted(indices, np.uint32(NO_INDEX)))
-        values = host[HEAD + k : HEAD + k + size].numpy().view(np.float32)
-        return Selected(int(host[0]), indices[:size].copy(), values.copy(), index[:size])
+        indices, values = host[HEAD : HEAD + k].numpy(), host[HEAD + k :].numpy().view(np.float32)
+        size, last = int(np.searchsorted(indices, NO_ENTRY)), int(host[8:HEAD].view(torch.int64))
+        indices, values = indices[:size].view(np.uint32).copy(), values[:size].copy()
+        if size == k:
+            threshold, of_kept = magnitude_of(last), float(host[6:8].view(torch.float64))
+        else:
+            threshold, of_kept = float(np.abs(values).min(initial=math.inf)) if size else 0.0, norm2(values)
+        return Selected(int(host[0]), indices, values, index[:size], threshold, of_kept)
 
     def put(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Copies arrays of 32-bit numbers to the device, one behind the other. Does not wait."""
@@ -440,6 +501,8 @@ def norm2(x: npt.NDArray[np.float32]) -> float:
 def finite_sum(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """As _change."""
     total = a + b
+    if np.isfinite(total).all():
+        return total
     return np.where(np.isnan(total), a, np.clip(total, -LARGEST, LARGEST)).astype(np.float32)
 
 

@@ -190,6 +190,8 @@ class Usage(Case):
         self.assert_refused(train("--rounding", "up"), "--rounding", "nearest,stochastic")
         for option in ["--momentum-correction", "--residual-decay"]:
             self.assert_refused(train(option, "0.5", "--no-feedback"), option, "--no-feedback")
+        self.assert_refused(train("--residual-code", "q8", "--no-feedback"), "--residual-code", "--no-feedback")
+        self.assert_refused(train("--residual-code", "q4"), "--residual-code", "q4", "f32,bf16,q8")
         self.assert_refused(train("--server", "star"), "--server", "star", "rank0", "sharded")
         self.assert_refused(train("--exchange", "allgather", "--down-density", "0.1"),
                             "--down-density", "allgather", "param-server")
@@ -285,6 +287,42 @@ class Usage(Case):
         self.assert_refused(train(*mnist(b"PK\3\4" + images[4:], labels)), "train-images-idx3-ubyte")
         self.assert_refused(train(*mnist(images, labels[:-1] + b"\x0b")), "11")
         self.assert_refused(train("--data", "mnist", "--data-dir", self.dir / "none"), "none")
+
+    def test_numbers_as_people_write_them(self):
+        def plan(*more):
+            done = skim("plan", "--compute", "0.2s", *more)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return done.stdout
+
+        self.assertEqual(plan("--link", "1gbit", "--parameters", "25000000", "--density", "0.01"),
+                         plan("--link", "1Gbps", "--parameters", "25M", "--density", "1%"))
+        self.assertEqual(plan("--link", "1gbit"), plan("--link", "1000Mbit/s"))
+        summary = self.dir / "s.json"
+        runs = []
+        for more in (["--steps", "20", "--density", "0.01", "--timeout", "60"],
+                     ["--steps", "2e1", "--density", "1%", "--timeout", "1min"]):
+            self.assert_ok(train("--model", "linear", "--exchange", "gtopk", "--summary", summary, *more))
+            [run] = json.loads(summary.read_text())
+            runs.append([run[key] for key in ("steps", "density", "train_loss")])
+            summary.unlink()
+        self.assertEqual(runs[0], runs[1])
+        self.assert_refused(train("--steps", "1.5"), "--steps", "whole number", "1.5")
+        self.assert_refused(train("--steps", "many"), "--steps", "many")
+        self.assert_refused(train("--density", "101%"), "--density", "101%")
+        self.assert_refused(train("--timeout", "10q"), "--timeout", "10q")
+
+    def test_misspelt_options_get_a_suggestion(self):
+        self.assert_refused(train("--modle", "mlp-64"), "no option '--modle'; did you mean '--model'?")
+        self.assert_refused(train("--xyzzy"), "no option '--xyzzy' (")
+        self.assert_refused(train("mlp-64"), "'mlp-64' is no option")
+        config = self.dir / "run.toml"
+        for text, words in (
+            ("steps = 3\nmodle = 'mlp'\n", ["run.toml", "line 2", "no option 'modle'; did you mean 'model'?"]),
+            ("[train]\nsteps = 3\n", ["run.toml", "line 1", "[train]", "without sections"]),
+            ("steps = 3\nlr =\n", ["run.toml", "line 2", "TOML", "lr ="]),
+        ):
+            config.write_text(text)
+            self.assert_refused(train("--config", config), "--config", *words)
 
 
 # Of a summary: the keys that are options.
@@ -416,7 +454,8 @@ class Runs(Case):
         runs = [plain, dense]
         for arguments in [momentum, [*momentum, "--nesterov-correction"],
                           [*momentum, "--no-factor-masking"], ["--local-clip", 0.5],
-                          ["--residual-decay", 0.5], ["--per-parameter"], ["--value-code", "q4"],
+                          ["--residual-decay", 0.5], ["--residual-code", "bf16"],
+                          ["--residual-code", "q8"], ["--per-parameter"], ["--value-code", "q4"],
                           ["--value-code", "q4", "--rounding", "stochastic"]]:
             changed = losses(*sparse, *arguments)
             self.assertEqual(changed[0], plain[0])

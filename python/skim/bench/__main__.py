@@ -33,7 +33,7 @@ Measures skim.TensorLocalHalf on one rank and one device: the gradient is added 
 go to the host, the mean comes back.
 
 Rows: pass is residual.add_(gradient), which reads two entries and writes one; topk is torch.topk of the magnitudes;
-pytorch and triton are whole steps. ms is the median of the rounds until the device has finished, "select ms" that of
+pytorch and triton are whole steps, with the residual code behind, if it is not f32. ms is the median of the rounds until the device has finished, "select ms" that of
 the part until the entries are on the host, and "of the pass" the ratio of ms to that of the row pass.
 """
 
@@ -166,6 +166,7 @@ def _declare_local_half(commands: Any) -> None:
     add("--device", default="cpu", metavar="NAME", help="device of PyTorch: cpu, cuda, cuda:1, .. (cpu)")
     add("--kernels", type=_kernels, default=["pytorch"], metavar="LIST",
         help="comma-separated: pytorch, triton (pytorch)")  # fmt: skip
+    add("--codes", type=_codes, default=["f32"], metavar="LIST", help="comma-separated residual codes: f32, bf16, q8 (f32)")
     add("--n", type=_lengths, default=[25_000_000], metavar="LIST", help="comma-separated numbers of entries (25000000)")
     add("--density", type=_densities, default=[0.001], metavar="LIST", help="comma-separated densities (0.001)")
     add("--rounds", type=_whole(1, 10**6), default=20, metavar="N", help="timed rounds (20)")
@@ -205,6 +206,13 @@ def _kernels(text: str) -> list[str]:
     for name in text.split(","):
         if name not in ("pytorch", "triton"):
             raise argparse.ArgumentTypeError(f"no kernels '{name}'; there are: pytorch, triton")
+    return text.split(",")
+
+
+def _codes(text: str) -> list[str]:
+    for name in text.split(","):
+        if name not in ("f32", "bf16", "q8"):
+            raise argparse.ArgumentTypeError(f"no residual code '{name}'; there are: f32, bf16, q8")
     return text.split(",")
 
 

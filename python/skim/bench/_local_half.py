@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -29,17 +30,16 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _rows(device: torch.device, n: int, density: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     k = max(1, int(n * density))
-    gradients = [torch.randn(n, device=device) for _ in range(2)]  # in turn, so that none stays in a cache
     residual, mean = torch.zeros(n, device=device), torch.empty(n, device=device)
     # What is timed, given the mean's tensor with a new gradient in it. A step also tells its time until it has selected.
     whats: dict[str, Callable[[], float | None]] = {
         "pass": lambda: _nothing(residual.add_(mean)),
         "topk": lambda: _nothing(residual.abs().topk(k, sorted=False)),
     }
-    for kernels in arguments.kernels:
+    for kernels, code in itertools.product(arguments.kernels, arguments.codes):
         reducer = skim.Reducer(
-            skim.in_process_group(1)[0], density=density, local=skim.TensorLocalHalf(kernels=kernels),
-            exchange="allgather", dense_below=0, value_code="f32",
+            skim.in_process_group(1)[0], density=density, exchange="allgather", dense_below=0, value_code="f32",
+            local=skim.TensorLocalHalf(kernels=kernels, residual_code=code),
         )  # fmt: skip
         reducer.set_layout([(0, [("x", n)])])
 
@@ -48,12 +48,12 @@ def _rows(device: torch.device, n: int, density: float, arguments: argparse.Name
             reducer.end_step()
             return report.select_ns * 1e-9
 
-        whats[kernels] = step
+        whats[kernels if code == "f32" else f"{kernels} {code}"] = step
     seconds: dict[str, list[float]] = {what: [] for what in whats}
     selecting: dict[str, list[float]] = {what: [] for what in whats}
     for i in range(arguments.rounds + arguments.warm_up):
         for what, run in whats.items():
-            mean.copy_(gradients[i % 2])
+            mean.normal_()  # equal gradients would make the residual grow as none of a training does
             _wait(device)
             begin = time.perf_counter()
             of_select = run()
