@@ -63,6 +63,7 @@ for _share in DENSITY:
             f"step ahead, {_share}, {_code} residuals": ["local", DENSITY[_share], "--residual-code", _code],
         }
 # On twice as many ranks: two islands that shard the model inside. DENSITY is that of two ranks.
+METHODS["momentum correction, 1 %, a bucket per block"] = ["correction", {2: DENSITY["1 %"][2]}, "--bucket-mb", "0.75"]
 METHODS["momentum correction, 1 %, sharded"] = ["correction", {4: DENSITY["1 %"][2]}, "--islands", "2"]
 # A sweep of the density, for docs/results/quality.md: S against the distance to dense.
 SWEEP = (0.001, 0.003, 0.01, 0.028, 0.1)

@@ -279,6 +279,7 @@ def main():
     parser.add_argument("--islands", type=int, default=0, metavar="I",
                         help="dense, correction: shard the GPT by fully_shard inside I islands, with the exchange between "
                         "them. --batch is an island's then (0: DDP)")
+    parser.add_argument("--bucket-mb", type=float, default=1000.0, help="bucket_cap_mb of DDP; 1000: one bucket")
     parser.add_argument("--curve", type=int, default=0, metavar="N",
                         help="validate every N steps, too; the row then has [step, seconds, metric] of each. The "
                         "seconds are of training alone")
@@ -307,7 +308,7 @@ def main():
         # One bucket: with several, gloo meets the hook's sums in another order on another rank.
         dist._DEFAULT_FIRST_BUCKET_BYTES = 2**30
     is_whole = is_local or options.method == "demo" or mesh is not None
-    trained = model if is_whole else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
+    trained = model if is_whole else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
     compression = {"density": options.density, "exchange": options.exchange, "value_code": options.value_code,
                    "residual_code": options.residual_code}
     local = demo = None

@@ -273,6 +273,39 @@ std::string line_on_waiting(const train::Summary& s) {
                      s.compared_s, of_ranks);
 }
 
+// The least milliseconds of a step on a link of that rate: local work as measured and all bytes,
+// without latency, and with nothing hidden.
+double least_step_ms(const train::Summary& s, double bits_per_s) {
+  return s.median.compute_ms + s.median.select_ms + s.median.apply_ms +
+         8e3 * s.sent_bytes_per_step / bits_per_s;
+}
+
+// What --compare says in the end: how long steps take in comparison, here and on slower links.
+void print_conclusion(std::FILE* out, const std::vector<Row>& rows, bool text) {
+  const auto dense =
+      std::ranges::find_if(rows, [](const Row& r) { return train::is_dense(r.options); });
+  const Row& base = dense != rows.end() ? *dense : rows.front();
+  const auto ratio = [](double x, double y) {
+    return y > 0.0 ? fmt::format("{:.2f}", x / y) : std::string("-");
+  };
+  fmt::print(out,
+             "\nA step against one of {}: here; and at 1 Gbit/s and 100 Mbit/s, by work and bytes "
+             "alone\n",
+             base.name);
+  for (const Row& row : rows) {
+    if (&row == &base) continue;
+    const train::Summary &s = row.summary, &b = base.summary;
+    fmt::print(out, "{}: {} here, {} at 1 Gbit/s, {} at 100 Mbit/s\n", row.name,
+               ratio(s.median.step_ms, b.median.step_ms),
+               ratio(least_step_ms(s, 1e9), least_step_ms(b, 1e9)),
+               ratio(least_step_ms(s, 1e8), least_step_ms(b, 1e8)));
+  }
+  const Row& fastest = *std::ranges::min_element(
+      rows, {}, [](const Row& r) { return r.summary.median.step_ms; });
+  fmt::print(out, "{} was the fastest here. Each {} is of one seed: choose by several (--seed).\n",
+             fastest.name, text ? "loss" : "accuracy");
+}
+
 }  // namespace
 
 void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool text) {
@@ -326,6 +359,7 @@ void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool t
     const std::string line = line_on_waiting(row.summary);
     if (!line.empty()) fmt::print(out, "{}: {}\n", row.name, line);
   }
+  if (rows.size() > 1) print_conclusion(out, rows, text);
   std::fflush(out);
 }
 

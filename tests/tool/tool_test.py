@@ -399,8 +399,18 @@ class Runs(Case):
         steps = [line for line in lines(metrics) if "sent_bytes" in line]
         self.assertEqual(len(steps), 90)
         self.assertEqual([s["step"] for s in steps[:30]], list(range(1, 31)))
-        for name in runs:
-            self.assertIn(name, done.stdout)
+        # The sentences at the end: times against dense's, here and on slower links.
+        def least_ms(run, rate):
+            return run["compute_ms"] + run["select_ms"] + run["apply_ms"] + 8e3 * run["sent_bytes_per_step"] / rate
+
+        dense = runs.pop("dense")
+        for name, run in runs.items():
+            said = re.search(rf"^{name}: (\S+) here, (\S+) at 1 Gbit/s, (\S+) at 100 Mbit/s$", done.stdout, re.M)
+            ratios = [run["step_ms"] / dense["step_ms"], *(least_ms(run, r) / least_ms(dense, r) for r in (1e9, 1e8))]
+            for text, ratio in zip(said.groups(), ratios):
+                self.assertAlmostEqual(float(text), ratio, delta=0.00501)
+        fastest = min([dense, *runs.values()], key=lambda run: run["step_ms"])["run"]
+        self.assertIn(f"\n{fastest} was the fastest here. Each accuracy is of one seed", done.stdout)
 
     def test_every_selector(self):
         help_text = " ".join(skim("train", "--help").stdout.split())
