@@ -1,0 +1,39 @@
+"""One file for each rank in the folder of a framework's checkpoint."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import torch
+
+from skim import ddp
+from skim._core import StateError
+
+NAME = "skim_rank_{}_of_{}.pt"
+
+
+def save_into(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
+    """Every rank calls it. A file is whole or is not there."""
+    comm = ddp.compression_of(model).comm
+    path = pathlib.Path(folder, NAME.format(comm.rank, comm.size))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    torch.save(ddp.state_dict(model), part)
+    part.replace(path)
+
+
+def load_from(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
+    """Every rank calls it. On another number of ranks, each needs the files of all old ranks.
+
+    Raises StateError if there are none, or some are missing.
+    """
+    comm = ddp.compression_of(model).comm
+    own = pathlib.Path(folder, NAME.format(comm.rank, comm.size))
+    files = [own] if own.exists() else sorted(pathlib.Path(folder).glob(NAME.format("*", "*")))
+    if not files:
+        raise StateError(f"skim: '{folder}' has no residuals ({own.name}): it was saved without Skim; detach or start anew")
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        state |= torch.load(file, weights_only=True)
+    ddp.load_state_dict(model, state)

@@ -1,0 +1,49 @@
+"""Skim in Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError:
+    from pytorch_lightning.callbacks import Callback
+
+from skim import ddp
+
+
+class SkimCallback(Callback):  # type: ignore[misc]
+    """Attaches Skim to the model of strategy="ddp", and keeps all ranks' residuals in Lightning's checkpoints.
+
+        trainer = lightning.Trainer(strategy="ddp", callbacks=[SkimCallback(density=0.01)], ...)
+        trainer.fit(module, loader)
+
+    options: of skim.attach. optimizer is the module's, if it has one. With one rank nothing happens. Rank 0 gathers the
+    residuals of all ranks to save them.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self._loaded: Mapping[str, torch.Tensor] | None = None
+        self._attached: torch.nn.Module | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.world_size == 1:
+            return
+        model = trainer.strategy.model
+        optimizers = {"optimizer": trainer.optimizers[0]} if len(trainer.optimizers) == 1 else {}
+        ddp.attach(model, **{**optimizers, **self.options})
+        self._attached = model
+        if self._loaded is not None:
+            ddp.load_state_dict(model, self._loaded)
+            self._loaded = None
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._attached is not None:
+            checkpoint["skim"] = ddp.state_dict(self._attached, gather=True)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._loaded = checkpoint.get("skim")

@@ -1,0 +1,105 @@
+"""The scripts of docs/integrations.md, as a user pastes them: run, ended, and resumed. Each needs its framework."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+
+# Runs a script, and prints a hash of a rank's residuals where they are saved or loaded, and of the parameters in the end.
+HASHING = """
+import hashlib, os, runpy, sys
+import torch, skim, skim.ddp
+def tell(what, tensors):
+    whole = torch.cat([t.detach().flatten() for t in tensors])
+    sys.stdout.write(f"{what} {os.environ['RANK']} {hashlib.sha256(whole.numpy().tobytes()).hexdigest()} {whole.norm()}\\n")
+def residuals(model):
+    return [r for _, r in sorted(skim.compression_of(model).residuals().items())]
+attach, save, load, models = skim.ddp.attach, skim.ddp.state_dict, skim.ddp.load_state_dict, []
+def attached(model, *arguments, **options):
+    models.append(model)
+    return attach(model, *arguments, **options)
+def saved(model, **how):
+    tell("saved", residuals(model))
+    return save(model, **how)
+def loaded(model, state):
+    load(model, state)
+    tell("loaded", residuals(model))
+skim.ddp.attach = skim.attach = attached
+skim.ddp.state_dict, skim.ddp.load_state_dict = saved, loaded
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+[model] = models
+tell("ends", model.parameters())
+x = torch.randn(500, 64, generator=torch.Generator().manual_seed(12345))
+net = model.module.net if hasattr(model.module, "net") else model.module
+loss = torch.nn.functional.cross_entropy(net(x), x[:, :10].argmax(1)).item()
+sys.stdout.write(f"loss: {loss}\\n")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+class Frameworks(unittest.TestCase):
+    def run_script(self, script, folder, fails=False):
+        for name, text in (("hashing.py", HASHING), ("script.py", script)):
+            pathlib.Path(folder, name).write_text(text)
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             "hashing.py", "script.py"],
+            cwd=folder, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.assertEqual(done.returncode != 0, fails, done.stdout + done.stderr)
+        if fails:
+            return done.stderr
+        found = {what: set(re.findall(rf"{what} (\d) (\S{{64}}) (\S+)$", done.stdout, re.M)) for what in ("saved", "loaded", "ends")}
+        self.assertEqual(len({digest for _, digest, _ in found["ends"]}), 1, "ranks end with different weights")
+        return found, float(re.search("loss: (.*)", done.stdout)[1])
+
+    def check(self, name, second=None):
+        """second: the checkpoint after 60 steps, if there is one beside that after 30."""
+        if importlib.util.find_spec({"trainer": "transformers"}.get(name, name)) is None:
+            self.skipTest(f"{name} is not installed")
+        script = re.search(rf"<!-- script: {name} -->\n```python\n(.*?)```", PAGE.read_text(), re.S)[1]
+        with tempfile.TemporaryDirectory() as folder:
+            whole, loss = self.run_script(script, folder)
+            self.assertFalse(whole["loaded"])
+            checkpoints = pathlib.Path(folder, "checkpoints")
+            if second is not None:
+                [last] = checkpoints.glob(second)
+                shutil.rmtree(last) if last.is_dir() else last.unlink()
+            resumed, again = self.run_script(script, folder)
+            # Each rank gets what it had.
+            self.assertEqual({rank for rank, _, norm in resumed["loaded"] if float(norm) > 0.0}, {"0", "1"})
+            self.assertLessEqual(resumed["loaded"], whole["saved"])
+            # The buckets of the first steps differ, and with them what is sent.
+            self.assertLess(abs(again - loss), 0.1 * loss)
+
+    def test_trainer(self):
+        self.check("trainer", "checkpoint-60")
+
+    def test_accelerate(self):
+        self.check("accelerate")
+
+    def test_lightning(self):
+        self.check("lightning", "*step=60.ckpt")
+
+    def test_a_checkpoint_without_residuals_is_refused(self):
+        if importlib.util.find_spec("accelerate") is None:
+            self.skipTest("accelerate is not installed")
+        script = re.search(r"<!-- script: accelerate -->\n```python\n(.*?)```", PAGE.read_text(), re.S)[1]
+        with tempfile.TemporaryDirectory() as folder:
+            self.run_script(script, folder)
+            for file in pathlib.Path(folder, "checkpoints", "30").glob("skim_*"):
+                file.unlink()
+            self.assertIn("it was saved without Skim", self.run_script(script, folder, fails=True))
+
+
+if __name__ == "__main__":
+    unittest.main()
