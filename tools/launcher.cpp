@@ -44,6 +44,7 @@ namespace skim::tool {
 namespace {
 
 constexpr const char* kRunDir = "SKIM_RUN_DIR";
+constexpr const char* kStopping = "stopping";  // a file in it: the ranks have been told to stop
 constexpr const char* kColumns = "SKIM_TERMINAL_COLUMNS";  // "out,err"
 // How long mpirun may take to end after the last rank, or after SIGTERM.
 constexpr std::chrono::seconds kToEnd{12};
@@ -362,6 +363,7 @@ Outcome launch(const LaunchOptions& options) {
     if (signals > seen_signals) {
       if (seen_signals == 0) {
         std::fputs("\nskim: stopping after this step; once more to end at once\n", stderr);
+        std::ofstream(dir.path() / kStopping) << '\n';
         signal_ranks(dir, ranks, SIGUSR1);
         deadline = Clock::now() + options.grace;
       }
@@ -420,12 +422,17 @@ int conclude(const Outcome& outcome) {
 RankStatus::RankStatus(int rank) {
   const char* dir = std::getenv(kRunDir);
   if (dir == nullptr) return;
-  path_ = std::string(dir) + "/rank-" + std::to_string(rank);
+  folder_ = dir;
+  path_ = folder_ + "/rank-" + std::to_string(rank);
   std::ofstream(path_ + ".pid") << getpid() << '\n';
 }
 
 void RankStatus::succeeded() {
   if (!path_.empty()) std::ofstream(path_ + ".succeeded") << '\n';
+}
+
+bool RankStatus::is_told_to_stop() const {
+  return !folder_.empty() && std::filesystem::exists(std::filesystem::path(folder_) / kStopping);
 }
 
 void RankStatus::ended() {

@@ -60,9 +60,12 @@ class RankStatus {
   // code: the exit status that the run should have. Returns true if the launcher will print the
   // message.
   bool failed(const std::string& message, bool cause, int code);
+  // Whether the launcher has told the ranks to stop. It knows the exit status then, and a rank ends
+  // with 0: mpirun waits for seconds if one does not.
+  bool is_told_to_stop() const;
 
  private:
-  std::string path_;
+  std::string folder_, path_;
 };
 
 // Joins the MPI ranks that this process was started with and runs `body`. Returns 0. If `body`

@@ -593,7 +593,7 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
     }
     if (status) status->ended();
     if (comm && with_mpi) comm->barrier();  // so that mpirun does not end ranks that still work
-    return code;
+    return status && status->is_told_to_stop() ? 0 : code;
   }
   const std::string line = failure.substr(0, failure.find('\n'));
   const std::string who = comm && comm->size() > 1 && !line.starts_with("rank ")

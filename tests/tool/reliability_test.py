@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 import unittest
+import unittest.mock
 
 from tool_test import HAS_MPI, LIMIT, SMALL, TOOL, Case, lines, newest_in, train
 
@@ -162,6 +163,22 @@ class Preemption(Reliability):
                 self.assert_ok(train(*run_of, *self.folder(name), "--resume"))
                 if ranks == 3:
                     self.assert_as_undisturbed(name)
+
+    @unittest.skipUnless(HAS_MPI, NEEDS_MPI)
+    def test_mpirun_has_nothing_to_wait_for_after_a_stop(self):
+        """Where a rank ends with another status than 0, Open MPI waits for seconds."""
+        wrapper, status = self.dir / "mpirun", self.dir / "status"
+        wrapper.write_text(f'#!/bin/sh\n"{os.environ["SKIM_MPIRUN"]}" "$@"\necho $? >"{status}"\n')
+        wrapper.chmod(0o755)
+        for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+            with self.subTest(name), unittest.mock.patch.dict(os.environ, SKIM_MPIRUN=str(wrapper)):
+                number = signal.Signals[name]
+                run = self.start(*RUN, "--ranks", 2, *self.folder(name))
+                self.wait_for_step_of(run, name, 5)
+                run.send_signal(number)
+                out, err = run.communicate(timeout=LIMIT)
+                self.assertEqual(run.returncode, TEMPFAIL if name == "SIGUSR1" else 128 + number, out + err)
+                self.assertEqual(status.read_text(), "0\n")
 
     @unittest.skipUnless(HAS_MPI, NEEDS_MPI)
     def test_ranks_of_mpirun(self):
