@@ -276,7 +276,7 @@ class Compression:
         self._thread: threading.Thread | None = None
         self._set_layout(None)
         self.was_finite = True  # the last step that has ended
-        self.ranks_of_mean = self.comm.size  # how many ranks reduced the last step; an elastic group may have others now
+        self.ranks_of_mean = self.comm.size  # that reduced the last step; an elastic group may have others by now
         self._residual_norms: dict[int, float] = {}  # by slot, after its last step
         self.elastic: ElasticSteps | None = None
         if is_elastic:

@@ -1,4 +1,4 @@
-"""Residuals in fewer bits than a float, on any device. The C++ library has the same codes (src/feedback/residual_store.hpp)."""
+"""Residuals in fewer bits than a float, on any device. The codes are those of src/feedback/residual_store.hpp."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ResidualStore:
             out[whole:] = self.values[whole : self.n] * units[-1]
 
     def store(self, x: torch.Tensor, in_triton: bool) -> None:
-        """x: float32 [n]. in_triton: if Triton can run there, as it cannot before the first gradient has come to a GPU."""
+        """x: float32 [n]. in_triton: if Triton can run there. It cannot before the first gradient has come to a GPU."""
         if in_triton and has_triton(x.device, None):
             from skim import _triton_pass
 

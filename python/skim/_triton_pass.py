@@ -10,7 +10,7 @@ import triton.language as tl
 
 from skim._passes import Collected
 
-BLOCK = 2048
+BLOCK, WARPS = 2048, 8  # 4 warps would take 150 registers a thread in place of 64, and fewer blocks would run at once
 ROWS, SHARED = 32, 64  # q8: blocks of a program, and entries of a block
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
@@ -62,7 +62,7 @@ def in_triton(
         # Without fusion: a product is rounded before it is added, as on the CPU.
         _kernel[(blocks,)](
             gradient, residual, n, factor, decay, above, into.keys, into.keys.numel(), into.counts, of_blocks,
-            block=BLOCK, enable_fp_fusion=False,
+            block=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     torch.sum(of_blocks, 0, out=into.norms2)
 

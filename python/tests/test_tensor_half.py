@@ -489,7 +489,7 @@ class Compiled(unittest.TestCase):
         for target in (GPUTarget("cuda", 70, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
             for kernel, types, constants in sources:
                 with self.subTest(target=target, kernel=kernel.fn.__name__, types=types):
-                    made = compile(ASTSource(kernel, types, constants), target=target, options={"enable_fp_fusion": False})
+                    made = compile(ASTSource(kernel, types, constants), target=target, options={"enable_fp_fusion": False, "num_warps": kernels.WARPS})
                     assembly = made.asm["ptx" if target.backend == "cuda" else "amdgcn"]
                     self.assertIn(kernel.fn.__name__, assembly)
                     # Products are rounded before they are added, as on the CPU.
