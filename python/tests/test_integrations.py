@@ -12,13 +12,14 @@ import unittest
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 
-# Runs a script, and prints a hash of a rank's residuals where they are saved or loaded, and of the parameters in the end.
+# Runs a script. Prints a hash of a rank's residuals where they are saved or loaded, and of the parameters in the end.
 HASHING = """
 import hashlib, os, runpy, sys
 import torch, skim, skim.ddp
 def tell(what, tensors):
     whole = torch.cat([t.detach().flatten() for t in tensors])
-    sys.stdout.write(f"{what} {os.environ['RANK']} {hashlib.sha256(whole.numpy().tobytes()).hexdigest()} {whole.norm()}\\n")
+    digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
+    sys.stdout.write(f"{what} {os.environ['RANK']} {digest} {whole.norm()}\\n")
 def residuals(model):
     return [r for _, r in sorted(skim.compression_of(model).residuals().items())]
 attach, save, load, models = skim.ddp.attach, skim.ddp.state_dict, skim.ddp.load_state_dict, []
@@ -58,7 +59,10 @@ class Frameworks(unittest.TestCase):
         self.assertEqual(done.returncode != 0, fails, done.stdout + done.stderr)
         if fails:
             return done.stderr
-        found = {what: set(re.findall(rf"{what} (\d) (\S{{64}}) (\S+)$", done.stdout, re.M)) for what in ("saved", "loaded", "ends")}
+        found = {
+            what: set(re.findall(rf"{what} (\d) (\S{{64}}) (\S+)$", done.stdout, re.M))
+            for what in ("saved", "loaded", "ends")
+        }
         self.assertEqual(len({digest for _, digest, _ in found["ends"]}), 1, "ranks end with different weights")
         return found, float(re.search("loss: (.*)", done.stdout)[1])
 

@@ -32,7 +32,9 @@ def load_from(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
     own = pathlib.Path(folder, NAME.format(comm.rank, comm.size))
     files = [own] if own.exists() else sorted(pathlib.Path(folder).glob(NAME.format("*", "*")))
     if not files:
-        raise StateError(f"skim: '{folder}' has no residuals ({own.name}): it was saved without Skim; detach or start anew")
+        raise StateError(
+            f"skim: '{folder}' has no residuals ({own.name}): it was saved without Skim; go on without Skim, or start anew"
+        )
     state: dict[str, torch.Tensor] = {}
     for file in files:
         state |= torch.load(file, weights_only=True)
