@@ -281,11 +281,14 @@ class DdpCompression(Compression):
         timeout: float,
         writer: Any,
     ) -> None:
-        named = {
+        self._parameters = {
             name.replace("_orig_mod.", ""): p
             for name, p in ddp.module.named_parameters()
             if p.requires_grad and name not in ddp.parameters_to_ignore
         }
+        # DDP keeps a gradient in the order of its parameter's memory, and so do residuals. Their names say so: a state
+        # in another order does not fit.
+        named = {name + _order_of(p): p for name, p in self._parameters.items()}
         for name, module in ddp.module.named_modules():
             if getattr(module, "sparse", False) is True and isinstance(
                 module, (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -316,6 +319,15 @@ class DdpCompression(Compression):
             self._set_layout(buckets_of(parameters, range(len(parameters)), BUCKET_BYTES))
         self._ddp = weakref.ref(ddp)
         set_hook(ddp, self._on_bucket)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        in_memory = super().residuals().values()
+        return {
+            name: torch.as_strided(r, p.shape, p.stride()).flatten() if _order_of(p) else r
+            for (name, p), r in zip(self._parameters.items(), in_memory)
+        }
+
+    residuals.__doc__ = Compression.residuals.__doc__
 
     def detach(self) -> None:
         if self.elastic is not None:
@@ -436,6 +448,11 @@ class DdpCompression(Compression):
         used = bytes(bool(flat[a:b].any()) for a, b in parts)
         of_all = self.comm.allgather(used)
         return [part for j, part in enumerate(parts) if not any(u[j] for u in of_all)]
+
+
+def _order_of(p: torch.Tensor) -> str:
+    """ "": the entries are in memory in the order of their indices. Otherwise the order of dimensions."""
+    return "" if p.is_contiguous() else f" in the order {sorted(range(p.dim()), key=lambda d: -p.stride(d))}"
 
 
 def _unwrapped(model: Any) -> torch.nn.Module:

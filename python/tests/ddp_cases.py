@@ -338,6 +338,41 @@ def case_several_models():
     check_law(b, given, got_b)
 
 
+class Convolution(nn.Module):
+    """As Linear, with a parameter of four dimensions."""
+
+    def __init__(self, memory_format):
+        super().__init__()
+        weight = torch.zeros(20, 10, 5, 3, device=DEVICE).to(memory_format=memory_format)
+        self.w = nn.ParameterList([nn.Parameter(weight), nn.Parameter(torch.zeros(50, device=DEVICE))])
+
+    def forward(self, coefficients):
+        return sum((w * c.view(w.shape).to(w.device)).sum() for w, c in zip(self.w, coefficients))
+
+
+def case_channels_last():
+    sparse = {"dense_below": 0}
+    model = attached(Convolution(torch.channels_last), attach=sparse)
+    other = attached(Convolution(torch.contiguous_format), attach=sparse)
+    lengths = [3000, 50]
+    given, got = torch.zeros(3050).double(), torch.zeros(3050).double()
+    for step in range(5):
+        c = gradients(step, lengths=lengths)
+        for m in (model, other):
+            m(c).backward()
+        given += flat(c)
+        mean = means(model)
+        assert torch.equal(mean, means(other)), step
+        got += mean
+    # Residuals are in the order of indices, as gradients are.
+    assert kept(model).any() and torch.equal(kept(model), kept(other))
+    same(total(given), SIZE * got + total(kept(model)))
+    again = attached(Convolution(torch.channels_last), attach=sparse)
+    skim.load_state_dict(again, skim.state_dict(model))
+    assert torch.equal(kept(again), kept(model))
+    expect(skim.StateError, "'w.0 in the order [0, 2, 3, 1]'", skim.load_state_dict, other, skim.state_dict(model))
+
+
 def case_copies_are_not_attached():
     watched, model = DDP(Linear()), attached()
     skim.attach(watched, dry_run=3)
