@@ -279,6 +279,7 @@ def main():
     parser.add_argument("--islands", type=int, default=0, metavar="I",
                         help="dense, correction: shard the GPT by fully_shard inside I islands, with the exchange between "
                         "them. --batch is an island's then (0: DDP)")
+    parser.add_argument("--one-group", action="store_true", help="--islands: fully_shard has one group, not one for each block")
     parser.add_argument("--bucket-mb", type=float, default=1000.0, help="bucket_cap_mb of DDP; 1000: one bucket")
     parser.add_argument("--curve", type=int, default=0, metavar="N",
                         help="validate every N steps, too; the row then has [step, seconds, metric] of each. The "
@@ -297,7 +298,7 @@ def main():
         places = ranks // options.islands
         island, place = divmod(rank, places)
         mesh = init_device_mesh(options.device, (options.islands, places), mesh_dim_names=("between", "inside"))
-        for part in (*model.blocks, model):
+        for part in ((model,) if options.one_group else (*model.blocks, model)):
             fully_shard(part, mesh=mesh if options.method == "dense" else mesh["inside"])
     optimizer = task.optimizer(model.parameters(), options.lr)
     if options.method == "demo":
