@@ -242,18 +242,6 @@ def outer_rates(folder):
     return found
 
 
-def sharded(folder):
-    """A row for each seed: the GPT on two ranks under DDP, and on two islands of two ranks that share its parameters."""
-    found = {}
-    columns = {"momentum correction, 1 %": "ddp", "momentum correction, 1 %, a bucket per block": "blocks",
-               "momentum correction, 1 %, sharded": "sharded"}
-    for row in lines(folder, "quality.jsonl"):
-        at = {"task": "gpt", "steps": 1000, "lr": 0.01, "ranks": 4 if row.get("islands") else 2}
-        if at.items() <= row.items() and row["label"] in columns:
-            found.setdefault(row["seed"], {"seed": row["seed"]})[columns[row["label"]]] = row["validation_loss"]
-    return [row for row in found.values() if len(row) == 4]
-
-
 def screens(task):
     """A row for each variant of screen.py, and how far it is from the base under the same schedule of the rate."""
     def load(folder):
@@ -596,9 +584,6 @@ TABLES = [
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
         "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
         "momentum correction": "{correction:+.3f}", "one rank alone": "{alone:+.3f}"}),
-    Table("quality.md", "sharded", sharded, {
-        "seed": "{seed}", "DDP, one bucket": "{ddp:.3f}", "DDP, a bucket per block": "{blocks:.3f}",
-        "fully_shard": "{sharded:.3f}"}),
     *(Table("quality.md", f"screen-{task}", screens(task), {
         "variant": "{variant}", "rate falls": "{rate_falls}", "entries sent": "{percent:.2f} %",
         metric: "{value:%s}" % form, "minus base": "{gain:+%s}" % form})
