@@ -65,6 +65,7 @@ for _share in DENSITY:
 # On twice as many ranks: two islands that shard the model inside. DENSITY is that of two ranks.
 METHODS["momentum correction, 1 %, a bucket per block"] = ["correction", {2: DENSITY["1 %"][2]}, "--bucket-mb", "0.75"]
 METHODS["momentum correction, 1 %, sharded"] = ["correction", {4: DENSITY["1 %"][2]}, "--islands", "2"]
+METHODS["momentum correction, 1 %, sharded, one group"] = [*METHODS["momentum correction, 1 %, sharded"], "--one-group"]
 # A sweep of the density, for docs/results/quality.md: S against the distance to dense.
 SWEEP = (0.001, 0.003, 0.01, 0.028, 0.1)
 SWEPT = {"momentum correction": "correction", "step ahead": "local", "momentum after the sum": "after-sum"}

@@ -242,6 +242,20 @@ def outer_rates(folder):
     return found
 
 
+def groups(folder):
+    """The GPT under momentum correction at equal density, by the groups of parameters in which Skim selects: on two ranks
+    under DDP, and on two islands of two ranks that share the parameters by fully_shard."""
+    kinds = {"": ("DDP", "one"), ", a bucket per block": ("DDP", "one for each block"),
+             ", sharded, one group": ("fully_shard", "one"), ", sharded": ("fully_shard", "one for each block")}
+    found = []
+    for ending, (how, count) in kinds.items():
+        at = {"task": "gpt", "steps": 1000, "lr": 0.01, "ranks": 2 if how == "DDP" else 4,
+              "label": "momentum correction, 1 %" + ending}
+        losses = [row["validation_loss"] for row in lines(folder, "quality.jsonl") if at.items() <= row.items()]
+        found.append({"how": how, "groups": count, "seeds": len(losses)} | over(losses, "loss"))
+    return found
+
+
 def screens(task):
     """A row for each variant of screen.py, and how far it is from the base under the same schedule of the rate."""
     def load(folder):
@@ -584,6 +598,8 @@ TABLES = [
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
         "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
         "momentum correction": "{correction:+.3f}", "one rank alone": "{alone:+.3f}"}),
+    Table("quality.md", "groups", groups, {
+        "ranks": "{how}", "groups": "{groups}", "seeds": "{seeds}", "validation loss": ("{loss:.3f} ± {loss_deviation:.3f}", "{loss:.3f}")}),
     *(Table("quality.md", f"screen-{task}", screens(task), {
         "variant": "{variant}", "rate falls": "{rate_falls}", "entries sent": "{percent:.2f} %",
         metric: "{value:%s}" % form, "minus base": "{gain:+%s}" % form})

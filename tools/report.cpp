@@ -289,7 +289,7 @@ void print_conclusion(std::FILE* out, const std::vector<Row>& rows, bool text) {
     return y > 0.0 ? fmt::format("{:.2f}", x / y) : std::string("-");
   };
   fmt::print(out,
-             "\nA step against one of {}: here; and at 1 Gbit/s and 100 Mbit/s, by work and bytes "
+             "\nStep time relative to {}: here; and at 1 Gbit/s and 100 Mbit/s, from work and bytes "
              "alone\n",
              base.name);
   for (const Row& row : rows) {
