@@ -81,12 +81,14 @@ def arguments_of(task, method, rate, seed, options):
         by_ranks, *others = more
         more = ["--density", by_ranks[options.ranks], "--value-code", "q4", *others]
     return [str(a) for a in (task, kind, "--lr", f"{rate:g}", "--steps", options.steps or steps, "--batch", batch,
-                             "--seed", seed, "--device", options.device, *more)]
+                             "--seed", seed, *more)]
 
 
 def run(task, method, rate, seed, options):
     """The row of one run."""
     arguments = arguments_of(task, method, rate, seed, options)
+    if options.device != "cpu":
+        arguments += ["--device", options.device]
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                            str(options.ranks), str(options.script), *arguments], stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:

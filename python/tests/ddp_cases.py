@@ -353,23 +353,19 @@ class Convolution(nn.Module):
 def case_channels_last():
     sparse = {"dense_below": 0}
     model = attached(Convolution(torch.channels_last), attach=sparse)
-    other = attached(Convolution(torch.contiguous_format), attach=sparse)
-    lengths = [3000, 50]
     given, got = torch.zeros(3050).double(), torch.zeros(3050).double()
     for step in range(5):
-        c = gradients(step, lengths=lengths)
-        for m in (model, other):
-            m(c).backward()
+        c = gradients(step, lengths=[3000, 50])
+        model(c).backward()
         given += flat(c)
-        mean = means(model)
-        assert torch.equal(mean, means(other)), step
-        got += mean
-    # Residuals are in the order of indices, as gradients are.
-    assert kept(model).any() and torch.equal(kept(model), kept(other))
+        got += means(model)
+    # The law holds for each entry, so residuals are in the order of indices, as gradients are.
+    assert kept(model).any()
     same(total(given), SIZE * got + total(kept(model)))
     again = attached(Convolution(torch.channels_last), attach=sparse)
     skim.load_state_dict(again, skim.state_dict(model))
     assert torch.equal(kept(again), kept(model))
+    other = attached(Convolution(torch.contiguous_format), attach=sparse)
     expect(skim.StateError, "'w.0 in the order [0, 2, 3, 1]'", skim.load_state_dict, other, skim.state_dict(model))
 
 
