@@ -29,8 +29,8 @@ class ResidualStore {
   void store(std::size_t at, std::span<const float> in);
 
  private:
-  std::vector<std::uint16_t> halves_;    // bf16
-  std::vector<std::int8_t> bytes_;    // q8: x = byte * 2^exponent
+  std::vector<std::uint16_t> halves_;   // bf16
+  std::vector<std::int8_t> bytes_;      // q8: x = byte * 2^exponent
   std::vector<std::int8_t> exponents_;  // of each block
 };
 

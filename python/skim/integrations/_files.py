@@ -13,6 +13,10 @@ from skim._core import StateError
 NAME = "skim_rank_{}_of_{}.pt"
 
 
+def without_residuals(checkpoint: object) -> StateError:
+    return StateError(f"skim: '{checkpoint}' was saved without Skim and has no residuals; go on without Skim, or start anew")
+
+
 def save_into(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
     """Every rank calls it. A file is whole or is not there."""
     comm = ddp.compression_of(model).comm
@@ -32,9 +36,7 @@ def load_from(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
     own = pathlib.Path(folder, NAME.format(comm.rank, comm.size))
     files = [own] if own.exists() else sorted(pathlib.Path(folder).glob(NAME.format("*", "*")))
     if not files:
-        raise StateError(
-            f"skim: '{folder}' has no residuals ({own.name}): it was saved without Skim; go on without Skim, or start anew"
-        )
+        raise without_residuals(folder)
     state: dict[str, torch.Tensor] = {}
     for file in files:
         state |= torch.load(file, weights_only=True)

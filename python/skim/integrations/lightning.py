@@ -13,6 +13,7 @@ except ImportError:
     from pytorch_lightning.callbacks import Callback
 
 from skim import ddp
+from skim.integrations._files import without_residuals
 
 
 class SkimCallback(Callback):  # type: ignore[misc]
@@ -22,12 +23,13 @@ class SkimCallback(Callback):  # type: ignore[misc]
         trainer.fit(module, loader)
 
     options: of skim.attach. optimizer is the module's, if it has one. With one rank nothing happens. Rank 0 gathers the
-    residuals of all ranks to save them.
+    residuals of all ranks to save them. Raises StateError if a run resumes from a checkpoint without residuals.
     """
 
     def __init__(self, **options: Any) -> None:
         self.options = options
         self._loaded: Mapping[str, torch.Tensor] | None = None
+        self._resumes = False
         self._attached: torch.nn.Module | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -37,13 +39,15 @@ class SkimCallback(Callback):  # type: ignore[misc]
         optimizers = {"optimizer": trainer.optimizers[0]} if len(trainer.optimizers) == 1 else {}
         ddp.attach(model, **{**optimizers, **self.options})
         self._attached = model
-        if self._loaded is not None:
+        if self._resumes:
+            if self._loaded is None:
+                raise without_residuals(trainer.ckpt_path)
             ddp.load_state_dict(model, self._loaded)
-            self._loaded = None
+            self._loaded, self._resumes = None, False
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._attached is not None:
             checkpoint["skim"] = ddp.state_dict(self._attached, gather=True)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self._loaded = checkpoint.get("skim")
+        self._loaded, self._resumes = checkpoint.get("skim"), True
