@@ -209,27 +209,14 @@ struct ErrorFeedback::Impl {
     for (const auto& [slot, s] : slots) total = std::max(total, s.at + padded(s.n));
     return total;
   }
-  // All residuals as floats, laid out as arena.
-  Arena decoded() {
-    put_back();
-    Arena all(padded_entries());
-    for (const auto& [slot, s] : slots) stored.load(s.at, {all.data() + s.at, s.n});
-    return all;
-  }
   // Takes residuals as floats, in the layout of now.
   void take(Arena all) {
     if (options.residual_code == ResidualCode::f32) {
       arena = std::move(all);
       return;
     }
-    std::size_t largest = 0;
     held.reset();
-    stored = ResidualStore(options.residual_code, all.size());
-    for (const auto& [slot, s] : slots) {
-      stored.store(s.at, {all.data() + s.at, s.n});
-      largest = std::max(largest, s.n);
-    }
-    working = Arena(largest);
+    for (const auto& [slot, s] : slots) stored.store(s.at, {all.data() + s.at, s.n});
   }
 
   void mask(Slot slot, const SlotState& s, const SparseView& sent, const SparseView& returned) {
@@ -323,32 +310,50 @@ void ErrorFeedback::set_layout(std::span<const Bucket> buckets) {
     }
   }
 
+  impl_->put_back();
+  std::unordered_map<std::string_view, std::size_t> before;  // where a parameter was
+  for (const auto& [slot, old] : impl_->slots) {
+    for (const Segment& p : old.parameters) before.emplace(p.name, old.at + p.offset);
+  }
+  // The values of a slot, each parameter from where it was. load(at, out) gives the earlier values.
+  const auto fill = [&](const SlotState& s, const auto& load, float* to) {
+    for (const Segment& p : s.parameters) {
+      const auto found = before.find(p.name);
+      if (found != before.end()) load(found->second, std::span(to + p.offset, p.length));
+    }
+  };
   const auto moved = [&](const Arena& from) {
     Arena to(total);
-    for (const auto& [slot, old] : impl_->slots) {
-      for (const Segment& p : old.parameters) {
-        const auto found = place.find(p.name);
-        if (found == place.end() || p.length == 0) continue;
-        std::memcpy(to.data() + found->second.first, from.data() + old.at + p.offset,
-                    p.length * sizeof(float));
-      }
-    }
+    const auto load = [&](std::size_t at, std::span<float> out) {
+      std::copy_n(from.data() + at, out.size(), out.data());
+    };
+    for (const auto& [slot, s] : slots) fill(s, load, to.data() + s.at);
     return to;
   };
   const FeedbackOptions& o = impl_->options;
-  Arena residuals;
-  if (o.enabled) {
-    const bool is_coded = o.residual_code != ResidualCode::f32;
-    residuals = is_coded ? moved(impl_->decoded()) : moved(impl_->arena);
-  }
+  const bool is_coded = o.enabled && o.residual_code != ResidualCode::f32;
+  Arena residuals = o.enabled && !is_coded ? moved(impl_->arena) : Arena();
   Arena velocity = o.momentum_correction > 0.0F ? moved(impl_->velocity) : Arena();
   Arena ahead(o.momentum_correction > 0.0F && o.nesterov_correction ? largest : 0);
+  Arena working(is_coded ? largest : 0);
+  ResidualStore stored;
+  if (is_coded) {  // slot by slot, because all slots as floats would take the memory that a code saves
+    stored = ResidualStore(o.residual_code, total);
+    const auto load = [&](std::size_t at, std::span<float> out) { impl_->stored.load(at, out); };
+    for (const auto& [slot, s] : slots) {
+      std::fill_n(working.data(), s.n, 0.0F);
+      fill(s, load, working.data());
+      stored.store(s.at, {working.data(), s.n});
+    }
+  }
+  impl_->arena = std::move(residuals);
+  impl_->stored = std::move(stored);
+  impl_->working = std::move(working);
   impl_->velocity = std::move(velocity);
   impl_->ahead = std::move(ahead);
   impl_->entries = entries;
   impl_->slots = std::move(slots);
   impl_->order = std::move(order);
-  impl_->take(std::move(residuals));
 }
 
 std::span<const Slot> ErrorFeedback::slots() const noexcept { return impl_->order; }

@@ -903,6 +903,21 @@ TEST(feedback, a_state_of_each_code_loads_into_each_other) {
   }
 }
 
+TEST(feedback, codes_move_with_their_parameters) {
+  for (const ResidualCode code : kCodes) {
+    ErrorFeedback f({.residual_code = code});
+    f.set_layout(std::vector<Bucket>{{0, {{"a", 0, 130}, {"b", 130, 7}}}, {1, {{"c", 0, 200}}}});
+    const Floats first = test::integers(137, 1, 100), second = test::integers(200, 2, 100);
+    fill(f, 0, first);
+    fill(f, 1, second);  // and so the first slot is put back
+    f.set_layout(std::vector<Bucket>{{5, {{"new", 0, 3}, {"c", 3, 200}, {"b", 203, 7}}}});
+    Floats expected(3, 0.0F);
+    expected.insert(expected.end(), second.begin(), second.end());
+    expected.insert(expected.end(), first.begin() + 130, first.end());
+    EXPECT_EQ(residual(f, 5), expected) << name_of(code);
+  }
+}
+
 TEST(feedback, a_state_of_the_version_before_is_refused) {
   std::string old = saved(example(1));
   old[8] = 1;  // after the magic

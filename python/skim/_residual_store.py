@@ -37,16 +37,23 @@ class ResidualStore:
     def move_to(self, device: torch.device) -> None:
         self.values, self.exponents = self.values.to(device), self.exponents.to(device)
 
-    def load(self, out: torch.Tensor) -> None:
-        """out: float32 [n]."""
+    def load(self, out: torch.Tensor, first: int = 0) -> None:
+        """The entries from `first` on. out: float32."""
+        end = first + out.numel()
         if self.code == "bf16":
-            out.copy_(self.values)
+            out.copy_(self.values[first:end])
             return
-        units = power_of_two(self.exponents)
-        whole = self.n // BLOCK * BLOCK
-        torch.mul(self.values[:whole].view(-1, BLOCK), units[: whole // BLOCK, None], out=out[:whole].view(-1, BLOCK))
-        if whole < self.n:
-            out[whole:] = self.values[whole : self.n] * units[-1]
+        if skip := first % BLOCK:
+            whole = torch.empty(skip + out.numel(), device=self.device)
+            self.load(whole, first - skip)
+            out.copy_(whole[skip:])
+            return
+        units = power_of_two(self.exponents[first // BLOCK : -(-end // BLOCK)])
+        last = end // BLOCK * BLOCK  # the end of the last whole block
+        blocks = self.values[first:last].view(-1, BLOCK)
+        torch.mul(blocks, units[: len(blocks), None], out=out[: last - first].view(-1, BLOCK))
+        if last < end:
+            out[last - first :] = self.values[last:end] * units[-1]
 
     def store(self, x: torch.Tensor, in_triton: bool) -> None:
         """x: float32 [n]. in_triton: if Triton can run there. It cannot before the first gradient has come to a GPU."""

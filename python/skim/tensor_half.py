@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,41 +78,24 @@ class TensorLocalHalf:
 
     # ---- the layout -----------------------------------------------------------------------------
 
+    @torch.no_grad()
     def set_layout(self, layout: list[tuple[int, list[tuple[str, int]]]]) -> None:
-        of_slots = {slot: self._residual(slot).clone() for slot in self._stores} or self._residuals
         self._put_back()
-        residuals, velocities = self._by_name(of_slots), self._by_name(self._velocities)
+        residuals, stores, velocities, before = self._residuals, self._stores, self._velocities, places(self._layout)
         self._layout = layout
         self._lengths = {slot: sum(n for _, n in parameters) for slot, parameters in layout}
-        self._residuals = self._joined(residuals) if self.keeps_residuals else {}
-        self._stores = {}
-        if self._code != "f32":
-            for slot, whole in self._residuals.items():
-                self._stores[slot] = ResidualStore(self._code, whole.numel(), whole.device)
-                self._stores[slot].store(whole, self.kernels != "pytorch")
-            self._residuals = {}
-        self._velocities = self._joined(velocities) if self._momentum > 0.0 else {}
         self._carried = {slot: Carried() for slot in self._lengths}
+        if self._momentum > 0.0:
+            self._velocities = {slot: joined(of_slot, before, velocities) for slot, of_slot in layout}
+        if self.keeps_residuals and self._code == "f32":
+            self._residuals = {slot: joined(of_slot, before, residuals) for slot, of_slot in layout}
+        elif self.keeps_residuals:  # one slot is floats at a time
+            self._stores = {slot: self._stored(joined(of_slot, before, stores)) for slot, of_slot in layout}
 
-    def _by_name(self, of_slots: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for slot, parameters in self._layout:
-            if slot in of_slots:
-                names, lengths = [name for name, _ in parameters], [n for _, n in parameters]
-                found.update(zip(names, of_slots[slot].split(lengths)))
-        return found
-
-    def _joined(self, by_name: dict[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The tensors of all slots, on the device of their first parameter that was there before, otherwise on the CPU."""
-        found = {}
-        for slot, parameters in self._layout:
-            there = [by_name[name].device for name, _ in parameters if name in by_name]
-            whole = torch.zeros(self._lengths[slot], device=there[0] if there else "cpu")
-            for (name, _), part in zip(parameters, whole.split([n for _, n in parameters])):
-                if name in by_name:
-                    part.copy_(by_name[name])
-            found[slot] = whole
-        return found
+    def _stored(self, x: torch.Tensor) -> ResidualStore:
+        store = ResidualStore(self._code, x.numel(), x.device)
+        store.store(x, self.kernels != "pytorch")
+        return store
 
     def check(self, grad: Any, n: int) -> None:
         if not isinstance(grad, torch.Tensor) or grad.dtype not in FLOATS:
@@ -491,6 +474,39 @@ class Carried:
         grown = threshold / self.threshold if follows else 1.0
         self.growth = 0.5 * (self.growth + grown) if 0.8 <= grown <= 1.25 else 1.0
         self.n, self.k, self.threshold = n, k, threshold
+
+
+def places(layout: list[tuple[int, list[tuple[str, int]]]]) -> dict[str, tuple[int, int]]:
+    """By parameter: its slot, and its first entry there."""
+    found = {}
+    for slot, parameters in layout:
+        first = 0
+        for name, n in parameters:
+            found[name] = slot, first
+            first += n
+    return found
+
+
+def joined(
+    parameters: list[tuple[str, int]], before: dict[str, tuple[int, int]], kept: Mapping[int, torch.Tensor | ResidualStore]
+) -> torch.Tensor:
+    """The floats of a slot of these parameters, on the device of the first of them that was there before, or on the CPU.
+
+    before: where the parameters were in `kept`. Those that were nowhere get zeros.
+    """
+    found = {name: (kept[slot], first) for name, (slot, first) in before.items() if slot in kept}
+    devices = [found[name][0].device for name, _ in parameters if name in found]
+    lengths = [n for _, n in parameters]
+    whole = torch.zeros(sum(lengths), device=devices[0] if devices else "cpu")
+    for (name, n), part in zip(parameters, whole.split(lengths)):
+        if name not in found:
+            continue
+        source, first = found[name]
+        if isinstance(source, ResidualStore):
+            source.load(part, first)
+        else:
+            part.copy_(source[first : first + n])
+    return whole
 
 
 def norm2(x: npt.NDArray[np.float32]) -> float:

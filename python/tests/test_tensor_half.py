@@ -468,6 +468,27 @@ class Interpreted(unittest.TestCase):
         self.assertIn(f"Ran {count} tests", done.stderr)
 
 
+CHANGES_LAYOUT = """
+import resource, sys, skim, torch
+slots, n = 40, 1_000_000
+half = getattr(skim, sys.argv[1])(residual_code="q8")
+half.set_layout([(s, [(f"p{s}", n)]) for s in range(slots)])
+taken = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+half.set_layout([(s, [(f"p{slots - 1 - s}", n)]) for s in range(slots)])
+print((1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - taken) / (slots * n))
+"""
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Memory(unittest.TestCase):
+    def test_a_change_of_layout_never_holds_all_residuals_as_floats(self):
+        """It takes 1 byte an entry for the new codes, and the floats of one slot. PyTorch's own temporaries, for 4 M
+        entries at once, are about 3 bytes an entry here. Floats of old and new layout would take 8 more."""
+        for kind, most in (("ErrorFeedback", 4.0), ("TensorLocalHalf", 8.0)):
+            done = subprocess.run([sys.executable, "-c", CHANGES_LAYOUT, kind], stdout=subprocess.PIPE, text=True, check=True)
+            self.assertLess(float(done.stdout), most, kind)
+
+
 @unittest.skipUnless(HAS_TRITON, "triton is not installed")
 class Compiled(unittest.TestCase):
     def test_all_kernels_compile_for_gpus_of_both_makers(self):

@@ -65,11 +65,13 @@ void ResidualStore::load(std::size_t at, std::span<float> out) const {
     for (std::size_t i = 0; i < out.size(); ++i) out[i] = from_bf16(from[i]);
     return;
   }
-  for (std::size_t first = 0; first < out.size(); first += kBlock) {
-    const std::size_t n = std::min(kBlock, out.size() - first);
-    const float unit = power_of_two(exponents_[(at + first) / kBlock]);
-    const std::int8_t* const from = bytes_.data() + at + first;
+  for (std::size_t first = 0; first < out.size();) {
+    const std::size_t place = at + first;
+    const std::size_t n = std::min(kBlock - place % kBlock, out.size() - first);
+    const float unit = power_of_two(exponents_[place / kBlock]);
+    const std::int8_t* const from = bytes_.data() + place;
     for (std::size_t i = 0; i < n; ++i) out[first + i] = static_cast<float>(from[i]) * unit;
+    first += n;
   }
 }
 

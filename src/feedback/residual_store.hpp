@@ -23,9 +23,10 @@ class ResidualStore {
   // Zeros. Requires: n is a multiple of kBlock, and the code is not f32.
   ResidualStore(ResidualCode code, std::size_t n);
 
-  // Entries [at, at + out.size()). Requires: at is a multiple of kBlock.
+  // Entries [at, at + out.size()).
   void load(std::size_t at, std::span<float> out) const;
-  // Requires: as load; the entries up to the end of the last block belong to no one else.
+  // Requires: at is a multiple of kBlock, and the entries up to the end of the last block belong to
+  // no one else.
   void store(std::size_t at, std::span<const float> in);
 
  private:
