@@ -198,6 +198,14 @@ class HostLocalHalf final : public LocalHalf {
 
 }  // namespace
 
+void LocalHalf::gather(Slot slot, std::span<const Index> indices, SparseBuffer& mine) {
+  const DenseView values = residual(slot);
+  mine.reset(values.n);
+  mine.resize(indices.size());
+  std::ranges::copy(indices, mine.indices().begin());
+  for (std::size_t e = 0; e < indices.size(); ++e) mine.values()[e] = values.data[indices[e]];
+}
+
 std::unique_ptr<LocalHalf> make_local_half(const SelectOptions& select,
                                            const FeedbackOptions& feedback,
                                            std::unique_ptr<Selector> selector) {

@@ -11,6 +11,7 @@
 #include <fstream>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -267,6 +268,42 @@ TEST(codec, round_trip_within_the_promised_size) {
     EXPECT_EQ(got.bytes_read, length);
     EXPECT_TRUE(test::same(out.view(), s.view()));
     EXPECT_TRUE(same(stats, with_stats ? kStats : GroupStats{}));
+  }
+}
+
+// Frames of indices alone, with every index code.
+TEST(codec, indices_alone) {
+  std::vector<std::optional<IndexCode>> all{std::nullopt};
+  for (std::size_t c = 0; c < names_of<IndexCode>().size(); ++c) {
+    all.emplace_back(static_cast<IndexCode>(c));
+  }
+  for (const auto& code : all) {
+    const Codec codec({.index = code, .value = ValueCode::q4});
+    for (std::uint64_t seed = 0; seed < 100; ++seed) {
+      std::mt19937_64 rng(seed);
+      const std::size_t dim = rng() % 300;
+      const SparseBuffer s = random_sparse(dim, rng() % (dim + 1), seed);
+      Message frame, whole;
+      const std::size_t length = codec.encode_indices(s.view().index, dim, frame);
+      EXPECT_EQ(length, frame.size());
+      codec.encode(s.view(), nullptr, whole);
+      EXPECT_LE(frame.size(), whole.size());
+      EXPECT_LE(frame.size(), codec.max_encoded_bytes(s.nnz(), dim));
+      SparseBuffer out;
+      const DecodeResult got = codec.decode_indices(frame, dim, out);
+      ASSERT_EQ(got.error, DecodeError::none);
+      EXPECT_EQ(got.bytes_read, frame.size());
+      EXPECT_TRUE(std::ranges::equal(out.view().index, s.view().index));
+      EXPECT_TRUE(std::ranges::all_of(out.view().value, [](float v) { return v == 0.0F; }));
+
+      // Neither kind of frame is taken for the other, and damage is seen.
+      EXPECT_EQ(codec.decode(frame, dim, out, nullptr).error, DecodeError::unsupported_code);
+      EXPECT_EQ(codec.decode_indices(whole, dim, out).error, DecodeError::unsupported_code);
+      EXPECT_EQ(codec.decode_indices(frame, dim + 1, out).error, DecodeError::bad_length);
+      frame[rng() % frame.size()] ^= std::byte{4};
+      EXPECT_NE(codec.decode_indices(frame, dim, out).error, DecodeError::none);
+      EXPECT_EQ(out.nnz(), 0U);
+    }
   }
 }
 

@@ -126,6 +126,73 @@ inline ExchangeOutcome global_topk_oracle(const std::vector<SparseView>& mine, s
   return out;
 }
 
+// Regions of positions in the list begin at multiples of 64 if each of p has 64 of them.
+inline std::size_t region_begin(std::size_t positions, std::size_t region, std::size_t p) {
+  const std::size_t unit = positions >= 64 * p ? 64 : 1;
+  return std::min(positions, (positions + unit - 1) / unit * region / p * unit);
+}
+
+inline ExchangeOutcome shared_indices_oracle(const std::vector<SparseView>& mine, std::size_t k) {
+  const std::size_t p = mine.size();
+  const bool has_all = k >= mine[0].dim;
+  std::set<Index> list;
+  std::vector<std::uint64_t> lists;
+  for (std::size_t i = 0; has_all && i < mine[0].dim; ++i) list.insert(static_cast<Index>(i));
+  for (const SparseView& s : mine) {
+    const SparseBuffer named = top_k(dense(s), (k + p - 1) / p);
+    list.merge(indices_of(named.view()));
+    lists.push_back(24 + 4 * named.nnz());
+  }
+  const auto is_shared = [&](Index i) { return list.contains(i); };
+  std::vector<SparseBuffer> sent;
+  std::vector<SparseView> views;
+  ExchangeOutcome out;
+  out.traffic.resize(p);
+  for (const SparseView& s : mine) {
+    sent.push_back(entries_where(s, is_shared));
+    out.returned.push_back(entries_where(s, [&](Index i) { return !is_shared(i); }));
+  }
+  for (const SparseBuffer& s : sent) views.push_back(s.view());
+  out.sum = sum(views);
+  const std::vector<Index> positions(list.begin(), list.end());
+  std::vector<std::uint64_t> shares;
+  for (std::size_t o = 0; o < p; ++o) {
+    const std::set<Index> region(
+        positions.begin() + static_cast<std::ptrdiff_t>(region_begin(list.size(), o, p)),
+        positions.begin() + static_cast<std::ptrdiff_t>(region_begin(list.size(), o + 1, p)));
+    const auto bytes = [&](const SparseBuffer& s, bool stats) {
+      return frame_bytes(
+          entries_where(s.view(), [&](Index i) { return region.contains(i); }).nnz(), stats);
+    };
+    for (std::size_t r = 0; r < p; ++r) {
+      if (r == o) continue;
+      add(out.traffic[r], {.sent_bytes = bytes(sent[r], true), .messages = 1, .rounds = 1});
+      out.traffic[o].received_bytes += bytes(sent[r], true);
+    }
+    shares.push_back(bytes(out.sum, false));
+  }
+  for (std::size_t r = 0; r < p; ++r) {
+    if (!has_all) add(out.traffic[r], gather_traffic(lists, r));
+    add(out.traffic[r], gather_traffic(shares, r));
+  }
+  return out;
+}
+
+// What the Reducer gives to shared_indices: every rank's entries, zeros too, where any rank has one
+// of its k / P largest.
+inline std::vector<SparseBuffer> at_shared_indices(const std::vector<std::vector<float>>& of_ranks,
+                                                   std::size_t k) {
+  const std::size_t p = of_ranks.size();
+  std::set<Index> list;
+  for (const auto& x : of_ranks) list.merge(indices_of(top_k(x, (k + p - 1) / p).view()));
+  std::vector<SparseBuffer> all(p);
+  for (std::size_t r = 0; r < p; ++r) {
+    all[r].reset(of_ranks[r].size());
+    for (const Index i : list) all[r].append(i, of_ranks[r][i]);
+  }
+  return all;
+}
+
 // The order of the k-th largest key of all owners, and what they tell each other to find it: `keys`
 // of each owner, largest first; gathered(words) for an all-gather of so many words of each.
 template <class Keys, class Gathered>
@@ -633,6 +700,8 @@ class ExchangeOracle {
         return oktopk_.run(mine, k);
       case ExchangeKind::sparcml:
         return SparCMLOracle(mine).outcome();
+      case ExchangeKind::shared_indices:
+        return shared_indices_oracle(mine, k);
       case ExchangeKind::hierarchical:
         return hierarchical(mine, k);
       case ExchangeKind::param_server:
@@ -738,6 +807,7 @@ inline std::vector<ExchangeOptions> sparse_exchanges() {
       {.kind = ExchangeKind::hierarchical},
       {.kind = ExchangeKind::param_server},
       {.kind = ExchangeKind::param_server, .server = {.placement = ServerPlacement::sharded}},
+      {.kind = ExchangeKind::shared_indices},
   };
   for (ExchangeOptions& o : all) o.codec.index = IndexCode::raw32;
   return all;

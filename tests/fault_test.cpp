@@ -132,7 +132,7 @@ class Training {
     return o;
   }
   static ReducerParts with_density(ReducerParts parts) {
-    if (!parts.schedule) parts.schedule = constant_density(0.05);
+    if (!parts.schedule) parts.schedule = constant_density(0.1);
     return parts;
   }
   bool async_;

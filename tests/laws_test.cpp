@@ -562,19 +562,27 @@ TEST(laws, traffic) {
     const auto p = static_cast<std::size_t>(ranks);
     std::vector<SparseBuffer> selections(p);
     std::vector<SparseView> views;
+    std::vector<Floats> gradients;
     for (std::size_t r = 0; r < p; ++r) {
       selections[r].reset(n);
       for (std::size_t e = 0; e < k; ++e) {
         selections[r].append(static_cast<Index>(r + e * p), static_cast<float>(1 + r + e));
       }
       views.push_back(selections[r].view());
+      gradients.push_back(test::dense(views[r]));
     }
     for (const Kind& kind : kinds()) {
       std::vector<Traffic> expected;
+      std::vector<SparseBuffer> shared;
       if (kind.options.kind == ExchangeKind::dense) {
         for (std::size_t r = 0; r < p; ++r) expected.push_back(test::ring_traffic(n, r, p));
       } else {
-        expected = test::ExchangeOracle(kind.options).run(views, k).traffic;
+        std::vector<SparseView> sent = views;
+        if (kind.options.kind == ExchangeKind::shared_indices && ranks > 1) {
+          shared = test::at_shared_indices(gradients, k);
+          std::ranges::transform(shared, sent.begin(), &SparseBuffer::view);
+        }
+        expected = test::ExchangeOracle(kind.options).run(sent, k).traffic;
       }
       run_group(ranks, [&](Communicator& comm) {
         SCOPED_TRACE(kind.name + " on " + std::to_string(ranks) + " ranks");

@@ -137,6 +137,7 @@ TEST(reducer, is_its_oracle) {
         for (std::size_t i = 0; i < n; ++i) residual[r][i] += g[i];
         selected.push_back(test::top_k(residual[r], k));
       }
+      if (exchange.kind == ExchangeKind::shared_indices) selected = test::at_shared_indices(residual, k);
       for (const auto& s : selected) views.push_back(s.view());
       const test::ExchangeOutcome got = oracle.run(views, k);
       for (std::size_t r = 0; r < ranks; ++r) {
@@ -305,6 +306,7 @@ TEST(reducer, dense_by_the_vendor) {
 
 TEST(reducer, without_feedback_nothing_is_kept) {
   for (const ExchangeKind kind : kKinds) {
+    if (kind == ExchangeKind::shared_indices) continue;  // it needs a residual
     run_group(2, [&](Communicator& comm) {
       ReducerOptions o = options_of(kind);
       o.feedback.enabled = false;
@@ -332,6 +334,14 @@ TEST(reducer, without_feedback_nothing_is_kept) {
 }
 
 // A loss scale of a power of two moves exponents only: same residuals, means in the same scale.
+TEST(reducer, shared_indices_need_a_residual) {
+  run_group(2, [&](Communicator& comm) {
+    ReducerOptions o = options_of(ExchangeKind::shared_indices);
+    o.feedback.enabled = false;
+    EXPECT_THROW(Reducer(o, with_density(0.1), comm), InvalidArgument);
+  });
+}
+
 TEST(reducer, loss_scale) {
   for (const ExchangeKind kind : kKinds) {
     for (const float scale : {1024.0F, 1.0F / 64.0F}) {
@@ -386,6 +396,7 @@ GradView view_of(std::vector<std::uint16_t>& bits, DType type, float scale = 1.0
 TEST(reducer, sixteen_bit_gradients_are_reduced_as_floats) {
   for (const ExchangeKind kind : kKinds) {
     for (const bool feedback : {true, false}) {
+      if (kind == ExchangeKind::shared_indices && !feedback) continue;
       for (const DType type : {DType::f16, DType::bf16}) {
         for (const float scale : {1.0F, 256.0F}) {
           run_group(3, [&](Communicator& comm) {
@@ -669,6 +680,7 @@ TEST(reducer, momentum_correction_in_a_dense_run_is_momentum_after_the_sum) {
 TEST(reducer, clipped_gradients_are_reported_whole_and_sent_small) {
   for (const ExchangeKind kind : kKinds) {
     for (const bool enabled : {true, false}) {
+      if (kind == ExchangeKind::shared_indices && !enabled) continue;
       run_group(2, [&](Communicator& comm) {
         ReducerOptions o = options_of(kind);
         o.feedback = {.enabled = enabled, .local_clip = 0.5F};
@@ -1037,7 +1049,10 @@ TEST(reducer, reports_what_happened) {
         Floats g = test::normal(n, seed_of(comm.rank(), step, 0));
         Floats accumulated = residual_of(reducer, 0);
         for (std::size_t i = 0; i < n; ++i) accumulated[i] += g[i];
-        const SparseBuffer kept = test::top_k(accumulated, k);
+        const auto me = static_cast<std::size_t>(comm.rank());
+        const SparseBuffer kept = kind == ExchangeKind::shared_indices
+                                      ? test::at_shared_indices(gather(comm, accumulated), k)[me]
+                                      : test::top_k(accumulated, k);
         const double gradient2 = norm2(g), accumulated2 = norm2(accumulated);
         const Traffic before = comm.traffic();
         const StepReport r = reducer.reduce(0, std::span(g));

@@ -291,11 +291,38 @@ TEST(cost_of_exchange, global_topk) {
 TEST(cost_of_exchange, of_the_table) {
   for (const ExchangeRow& row : exchange_rows()) {
     using K = ExchangeKind;
-    if (row.make == nullptr || row.needs_hosts || row.holds_mass || row.kind == K::oktopk) continue;
+    if (row.make == nullptr || row.needs_hosts || row.holds_mass || row.kind == K::oktopk ||
+        row.kind == K::shared_indices) {
+      continue;
+    }
     for (const int ranks : kSizes) {
       SCOPED_TRACE(std::string(row.name) + " on " + std::to_string(ranks));
       expect_at_most(measure(ranks, raw(row.kind)), raw(row.kind), ranks);
     }
+  }
+}
+
+// Every rank has entries at all k indices, and names k / P that no other rank names.
+TEST(cost_of_exchange, shared_indices) {
+  for (const int ranks : kSizes) {
+    SCOPED_TRACE(ranks);
+    const std::size_t p = static_cast<std::size_t>(ranks), k = 3 * p, n = 100 * k;
+    const Measured got = measure(ranks, [&](Communicator& comm) {
+      const auto r = static_cast<std::size_t>(comm.rank());
+      SparseBuffer mine;
+      mine.reset(n);
+      for (std::size_t e = 0; e < k; ++e) {
+        mine.append(static_cast<Index>(7 * e), e % p == r ? 2.0F : 1.0F);
+      }
+      GroupStats stats;
+      make_exchange(raw(ExchangeKind::shared_indices))
+          ->run({}, mine.view(), {.k = k}, stats, comm);
+    });
+    expect_equal(got, predict(raw(ExchangeKind::shared_indices),
+                              {.ranks = ranks,
+                               .n = static_cast<double>(n),
+                               .k = static_cast<double>(k)},
+                              kLink));
   }
 }
 

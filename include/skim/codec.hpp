@@ -104,7 +104,7 @@ class Codec {
   // Cost: O(nnz). No allocation once warm.
   void quantize(SparseBuffer& s, StepId id, int stream, SparseBuffer& error) const;
 
-  // An upper bound for encode() of any s of this dim with at most nnz entries.
+  // An upper bound for encode() and encode_indices() of any s of this dim with at most nnz entries.
   std::size_t max_encoded_bytes(std::size_t nnz, std::size_t dim) const noexcept;
 
   // Appends one self-describing frame to out and returns the frame's length in bytes. Lossless if s
@@ -119,7 +119,18 @@ class Codec {
   DecodeResult decode(Bytes in, std::size_t expected_dim, SparseBuffer& out,
                       GroupStats* stats) const;
 
+  // The same for a frame of indices alone, without values and statistics. Requires: index ascends
+  // strictly below dim. decode_indices gives each entry the value 0, and may allocate room for
+  // expected_dim entries.
+  std::size_t encode_indices(std::span<const Index> index, std::size_t dim,
+                             std::vector<std::byte>& out) const;
+  DecodeResult decode_indices(Bytes in, std::size_t expected_dim, SparseBuffer& out) const;
+
  private:
+  std::size_t put_frame(std::span<const Index> index, std::size_t dim,
+                        const std::span<const float>* value, const GroupStats* stats,
+                        std::vector<std::byte>& out) const;
+
   CodecOptions options_;
 };
 

@@ -37,6 +37,7 @@ enum class ExchangeKind : std::uint8_t {
   sparcml,       // recursive doubling; exact sum of the selected entries, dense where it fills up
   hierarchical,  // one exchange inside hosts, and one between hosts
   param_server,  // a server sums and sends back the k_down largest: top-k on both links
+  shared_indices,  // the ranks name k indices together, and all send their values there
 };
 template <>
 std::span<const std::string_view> names_of<ExchangeKind>() noexcept;
@@ -130,6 +131,24 @@ class HeldMass {
   virtual std::size_t union_entries() const noexcept { return 0; }
 };
 
+// The indices of an exchange in which all ranks send values at the same indices. Each rank names a
+// part of them. The Reducer lets this rank select named() entries, shares their indices, and calls
+// run() with this rank's values at all indices that were named.
+class SharedIndices {
+ public:
+  virtual ~SharedIndices() = default;
+  // The number of entries that a rank names, so that `ranks` ranks name about keep.k together.
+  virtual std::size_t named(const Keep& keep, int ranks) const noexcept = 0;
+  // Gathers the indices that the ranks name. Returns all of them, ascending, the same on every
+  // rank; valid until the next call of any function. Collective. The next run() sends these. A run()
+  // without it shares the largest entries of its `mine`.
+  //   mine   ascending, below dim; any number of them
+  //   keep   as in run(): equal on all ranks
+  // Throws: as run().
+  virtual std::span<const Index> share(std::span<const Index> mine, std::size_t dim,
+                                       const Keep& keep, Communicator& comm) = 0;
+};
+
 // Not thread-safe. All ranks call run() with the same ids in the same order. All calls use one
 // communicator, which must outlive the exchange.
 class Exchange {
@@ -156,6 +175,9 @@ class Exchange {
 
   // The mass that the exchange holds; null if it holds none. Lives as long as the exchange.
   virtual HeldMass* held_mass() noexcept { return nullptr; }
+
+  // Null if every rank sends what it has selected. Lives as long as the exchange.
+  virtual SharedIndices* shared_indices() noexcept { return nullptr; }
 
   // A step of the Reducer is a transaction. end_step() makes the changes of its runs permanent,
   // rollback_step() undoes them.

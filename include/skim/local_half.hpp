@@ -1,7 +1,8 @@
 // The local half of a step: all work on this rank's gradient and residual, wherever their memory
 // is. The other half, the exchange, sees only sparse entries in host memory.
 //
-//   select      residual += gradient; returns the entries to send  (dense: accumulate, whole)
+//   select      residual += gradient; returns the entries to send  (dense: accumulate, whole;
+//               indices that ranks share: gather)
 //   commit      residual -= sent, residual += returned
 //   apply       gradient = factor * sum
 //   end_step or rollback_step
@@ -49,6 +50,12 @@ class LocalHalf {
     int ranks = 1;           // P, for local clipping
   };
   virtual SelectReport select(const Task& task, SparseBuffer& mine) = 0;
+
+  // Called after select if the ranks share their indices (SharedIndices): mine = the residual's
+  // entries at these indices, zeros too, in host memory, not yet rounded. They take the place of
+  // the selection. Override it where residual() is dear.
+  // Requires: indices ascend strictly below the slot's length, and a residual is kept.
+  virtual void gather(Slot slot, std::span<const Index> indices, SparseBuffer& mine);
 
   // Called instead of select, for a dense sum: residual += grad / scale.
   virtual SelectReport accumulate(const Task& task) = 0;

@@ -78,6 +78,7 @@ OwnLocalHalf::OwnLocalHalf(nb::object object)
   if (nb::hasattr(object_, kOfFeedback[0])) selector_ = make_selector({});
   std::ranges::for_each(selector_ ? kOfFeedback : kOfBytes, expect);
   has_check_ = nb::hasattr(object_, "check");
+  has_gather_ = nb::hasattr(object_, "gather");
 }
 
 OwnLocalHalf::~OwnLocalHalf() {
@@ -143,6 +144,22 @@ SelectReport OwnLocalHalf::select(const Task& task, SparseBuffer& mine) {
                  who + ": needs at most " + std::to_string(task.keep.k) + " entries, not " +
                      std::to_string(mine.nnz()));
     return report("select", nb::object(answer[2]));
+  });
+}
+
+void OwnLocalHalf::gather(Slot slot, std::span<const Index> indices, SparseBuffer& mine) {
+  if (!has_gather_) return LocalHalf::gather(slot, indices, mine);
+  const nb::gil_scoped_acquire gil;
+  const nb::object answer = object_.attr("gather")(slot, shown(indices));
+  reading([&] {
+    Floats values;
+    SKIM_EXPECTS(nb::try_cast(answer, values) && values.size() == indices.size(),
+                 "gather: slot " + std::to_string(slot) + ": needs a float32 array of " +
+                     std::to_string(indices.size()) + " entries, not " + repr(answer));
+    mine.reset(size(slot));
+    mine.resize(indices.size());
+    std::ranges::copy(indices, mine.indices().begin());
+    std::copy_n(values.data(), values.size(), mine.values().begin());
   });
 }
 

@@ -24,6 +24,7 @@ class OwnLocalHalf final : public LocalHalf, public OwnPart {
   std::span<const Segment> layout(Slot slot) const override { return layout_.layout(slot); }
   void check(const GradView& grad) const override;
   SelectReport select(const Task& task, SparseBuffer& mine) override;
+  void gather(Slot slot, std::span<const Index> indices, SparseBuffer& mine) override;
   SelectReport accumulate(const Task& task) override;
   std::span<float> whole(StepId id, const GradView& grad) override;
   double commit(Slot slot, const SparseView& sent, const SparseView& returned) override;
@@ -43,7 +44,7 @@ class OwnLocalHalf final : public LocalHalf, public OwnPart {
 
  private:
   ErrorFeedback layout_;  // without residuals: it checks and keeps the layout
-  bool has_check_ = false;
+  bool has_check_ = false, has_gather_ = false;
   // Of an object with as_feedback() and take_feedback(), which saves and loads in the library's own
   // format. It has no thresholds to save, so this selector never selects. Null: the format is the
   // object's.

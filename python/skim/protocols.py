@@ -55,7 +55,7 @@ class OwnLocalHalf(Protocol):
     The reducer does not look at it. It exchanges only entries and dense sums with the local half, as NumPy
     arrays in host memory. For each bucket the reducer calls
 
-        select, commit, apply                          or, for a dense sum,
+        select, [gather,] commit, apply                or, for a dense sum,
         accumulate, whole, commit_all, apply_dense
 
     After all buckets of the step it calls end_step or rollback_step.
@@ -80,6 +80,10 @@ class OwnLocalHalf(Protocol):
         overwrite grad.
         """
         ...
+
+    # Optional: gather(self, slot: int, indices: NDArray[uint32], /) -> NDArray[float32]. Called after select if
+    # the exchange is "shared-indices". Returns the residual's values at these indices (ascending), zeros too. They
+    # take the place of the selection: commit gets them. Without it, residual() is called. A residual must be kept.
 
     def accumulate(self, task: LocalTask, grad: Any, /) -> SelectReport:
         """Does residual += grad / task.scale and returns a report. Called instead of select, for a dense sum."""

@@ -160,6 +160,17 @@ class TensorLocalHalf:
         return found.indices, found.values, report
 
     @torch.no_grad()
+    def gather(self, slot: int, indices: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+        residual = self._residual(slot)
+        buffers = self._buffers_of(residual.device)
+        [on_device] = buffers.put([indices])
+        values = residual[on_device.to(torch.int64)].cpu().numpy()
+        buffers.moved_bytes += values.nbytes
+        before = self._sent[slot]
+        self._sent[slot] = Selected(before.count, indices.copy(), values, on_device, before.threshold, norm2(values))
+        return values
+
+    @torch.no_grad()
     def accumulate(self, task: _core.LocalTask, grad: torch.Tensor) -> _core.SelectReport:
         buffers = self._buffers_of(grad.device)
         self._accumulated = self._add(task, grad, math.inf, buffers)

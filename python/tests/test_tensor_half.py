@@ -50,6 +50,10 @@ if HAS_TORCH:
             with ONE_AT_A_TIME:
                 return super().select(task, self.tensor(grad))
 
+        def gather(self, slot, indices):
+            with ONE_AT_A_TIME:
+                return super().gather(slot, indices)
+
         def accumulate(self, task, grad):
             with ONE_AT_A_TIME:
                 return super().accumulate(task, self.tensor(grad))
@@ -98,7 +102,7 @@ if HAS_TORCH:
             return OnDevice(torch.as_tensor(grad))
 
     for name in (
-        "set_layout", "check", "select", "accumulate", "whole", "commit", "commit_all", "apply", "apply_dense",
+        "set_layout", "check", "select", "gather", "accumulate", "whole", "commit", "commit_all", "apply", "apply_dense",
         "apply_nan", "end_step", "rollback_step", "as_feedback", "take_feedback", "residual",
     ):  # fmt: skip
         setattr(OfEmulatedDevice, name, emulating(getattr(OfArrays, name)))
@@ -152,6 +156,9 @@ class InPyTorch(test_local_half.AgainstTheBuiltIn):
         for feedback in FEEDBACK:
             check(feedback)
             check(feedback, normal=True, exchange="gtopk", value_code="q4")
+            if feedback != {"feedback": False}:
+                check(feedback, exchange="shared-indices")
+                check(feedback, normal=True, exchange="shared-indices", value_code="q4", bad=(2,))
             check(feedback, dtype=np.float16, scale=16.0, skipped=(2, 3))
             check(feedback, normal=True, density=skim.listed_density([0.01, 1.0, 0.01, 1.0, 0.5], 0.02))
 

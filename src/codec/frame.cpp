@@ -1,4 +1,5 @@
 // Frames: header, checksum, bounded decode. docs/wire-format.md describes the layout.
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -19,7 +20,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "frames are little-endian");
 
 constexpr std::uint16_t kFrameMagic = 0x4b53;  // "SK"
-constexpr std::uint8_t kHasStats = 1;
+constexpr std::uint8_t kHasStats = 1, kIndicesOnly = 2;  // flags
 
 struct Header {
   std::uint16_t magic;
@@ -34,6 +35,50 @@ std::uint64_t checksum(Header header, Bytes rest) {
   header.checksum = 0;
   const std::uint64_t seed = XXH3_64bits(&header, sizeof header);
   return XXH3_64bits_withSeed(rest.data(), rest.size(), seed);
+}
+
+// The parts of a frame whose checksum fits.
+struct Sections {
+  DecodeError error = DecodeError::none;
+  Header header = {};
+  Bytes index = {}, value = {}, stats = {};
+  std::size_t length = 0;
+};
+
+Sections split(Bytes in, std::size_t expected_dim, bool indices_only) {
+  const auto refuse = [](DecodeError e) { return Sections{.error = e}; };
+  if (in.size() < kFrameHeaderBytes) return refuse(DecodeError::truncated);
+  Sections s;
+  Header& header = s.header;
+  std::memcpy(&header, in.data(), sizeof header);
+  const auto index_code = static_cast<IndexCode>(header.index_code);
+  const auto value_code = static_cast<ValueCode>(header.value_code);
+  if (header.magic != kFrameMagic) return refuse(DecodeError::bad_magic);
+  if (header.version != kFrameVersion) return refuse(DecodeError::unsupported_version);
+  const bool has_stats = !indices_only && (header.flags & kHasStats) != 0;
+  const int flags = indices_only ? kIndicesOnly : has_stats ? kHasStats : 0;
+  if (header.flags != flags || header.reserved != 0 || !codes::known(index_code) ||
+      !codes::known(value_code)) {
+    return refuse(DecodeError::unsupported_code);
+  }
+  if (header.dim != expected_dim || header.nnz > header.dim) return refuse(DecodeError::bad_length);
+
+  const std::size_t index_at = kFrameHeaderBytes + (has_stats ? kFrameStatsBytes : 0);
+  if (in.size() < index_at) return refuse(DecodeError::truncated);
+  const std::optional<std::size_t> index_bytes =
+      codes::index_bytes(index_code, in.subspan(index_at), header.nnz, header.dim);
+  if (!index_bytes) return refuse(DecodeError::truncated);
+  const std::size_t value_at = index_at + *index_bytes;
+  const std::size_t value_bytes = indices_only ? 0 : codes::value_bytes(value_code, header.nnz);
+  s.length = value_at + value_bytes;
+  if (in.size() < s.length) return refuse(DecodeError::truncated);
+  if (checksum(header, in.first(s.length).subspan(kFrameHeaderBytes)) != header.checksum) {
+    return refuse(DecodeError::bad_checksum);
+  }
+  s.index = in.subspan(index_at, *index_bytes);
+  s.value = in.subspan(value_at, value_bytes);
+  if (has_stats) s.stats = in.subspan(kFrameHeaderBytes, kFrameStatsBytes);
+  return s;
 }
 
 }  // namespace
@@ -124,18 +169,30 @@ GroupStats decode_stats(std::span<const std::byte, kFrameStatsBytes> in) noexcep
 std::size_t Codec::encode(const SparseView& s, const GroupStats* stats,
                           std::vector<std::byte>& out) const {
   SKIM_ASSERT(is_canonical(s));
-  SKIM_EXPECTS(s.dim <= std::numeric_limits<Index>::max(), "codec: dim must be < 2^32");
+  return put_frame(s.index, s.dim, &s.value, stats, out);
+}
+
+std::size_t Codec::encode_indices(std::span<const Index> index, std::size_t dim,
+                                  std::vector<std::byte>& out) const {
+  return put_frame(index, dim, nullptr, nullptr, out);
+}
+
+// value: null for a frame of indices alone.
+std::size_t Codec::put_frame(std::span<const Index> index, std::size_t dim,
+                             const std::span<const float>* value, const GroupStats* stats,
+                             std::vector<std::byte>& out) const {
+  SKIM_EXPECTS(dim <= std::numeric_limits<Index>::max(), "codec: dim must be < 2^32");
   const std::size_t begin = out.size();
   const std::size_t stats_bytes = stats != nullptr ? kFrameStatsBytes : 0;
-  const codes::IndexPlan plan = options_.index
-                                    ? codes::plan_indices(*options_.index, s.index, s.dim)
-                                    : codes::cheapest_plan(s.index, s.dim);
-  const std::size_t length =
-      kFrameHeaderBytes + stats_bytes + plan.bytes + codes::value_bytes(options_.value, s.nnz());
+  const codes::IndexPlan plan = options_.index ? codes::plan_indices(*options_.index, index, dim)
+                                               : codes::cheapest_plan(index, dim);
+  const std::size_t value_bytes =
+      value != nullptr ? codes::value_bytes(options_.value, index.size()) : 0;
+  const std::size_t length = kFrameHeaderBytes + stats_bytes + plan.bytes + value_bytes;
   if (out.capacity() < begin + length) {
     // Reserve for the longest frame. So later steps allocate nothing if their indices take more
     // bytes.
-    out.reserve(begin + max_encoded_bytes(s.nnz(), s.dim));
+    out.reserve(begin + max_encoded_bytes(index.size(), dim));
   }
   out.resize(begin + length);
   const std::span<std::byte> frame = std::span(out).subspan(begin);
@@ -145,18 +202,20 @@ std::size_t Codec::encode(const SparseView& s, const GroupStats* stats,
     encode_stats(*stats, rest.first<kFrameStatsBytes>());
     rest = rest.subspan(kFrameStatsBytes);
   }
-  codes::put_indices(plan, s.index, s.dim, rest.first(plan.bytes));
-  codes::put_values(options_.value, s.value, rest.subspan(plan.bytes));
+  codes::put_indices(plan, index, dim, rest.first(plan.bytes));
+  if (value != nullptr) codes::put_values(options_.value, *value, rest.subspan(plan.bytes));
 
-  Header header{.magic = kFrameMagic,
-                .version = kFrameVersion,
-                .flags = stats != nullptr ? kHasStats : std::uint8_t{0},
-                .index_code = static_cast<std::uint8_t>(plan.code),
-                .value_code = static_cast<std::uint8_t>(options_.value),
-                .reserved = 0,
-                .dim = static_cast<std::uint32_t>(s.dim),
-                .nnz = static_cast<std::uint32_t>(s.nnz()),
-                .checksum = 0};
+  const bool has_values = value != nullptr;
+  Header header{
+      .magic = kFrameMagic,
+      .version = kFrameVersion,
+      .flags = !has_values ? kIndicesOnly : stats != nullptr ? kHasStats : std::uint8_t{0},
+      .index_code = static_cast<std::uint8_t>(plan.code),
+      .value_code = has_values ? static_cast<std::uint8_t>(options_.value) : std::uint8_t{0},
+      .reserved = 0,
+      .dim = static_cast<std::uint32_t>(dim),
+      .nnz = static_cast<std::uint32_t>(index.size()),
+      .checksum = 0};
   header.checksum = checksum(header, frame.subspan(kFrameHeaderBytes));
   std::memcpy(frame.data(), &header, sizeof header);
   return length;
@@ -169,43 +228,34 @@ DecodeResult Codec::decode(Bytes in, std::size_t expected_dim, SparseBuffer& out
     out.reset(expected_dim);
     return DecodeResult{.error = e};
   };
-  if (in.size() < kFrameHeaderBytes) return refuse(DecodeError::truncated);
-  Header header;
-  std::memcpy(&header, in.data(), sizeof header);
-  const auto index_code = static_cast<IndexCode>(header.index_code);
-  const auto value_code = static_cast<ValueCode>(header.value_code);
-  if (header.magic != kFrameMagic) return refuse(DecodeError::bad_magic);
-  if (header.version != kFrameVersion) return refuse(DecodeError::unsupported_version);
-  if ((header.flags & ~kHasStats) != 0 || header.reserved != 0 || !codes::known(index_code) ||
-      !codes::known(value_code)) {
-    return refuse(DecodeError::unsupported_code);
-  }
-  if (header.dim != expected_dim || header.nnz > header.dim) return refuse(DecodeError::bad_length);
-
-  const bool has_stats = (header.flags & kHasStats) != 0;
-  const std::size_t index_at = kFrameHeaderBytes + (has_stats ? kFrameStatsBytes : 0);
-  if (in.size() < index_at) return refuse(DecodeError::truncated);
-  const std::optional<std::size_t> index_bytes =
-      codes::index_bytes(index_code, in.subspan(index_at), header.nnz, header.dim);
-  if (!index_bytes) return refuse(DecodeError::truncated);
-  const std::size_t value_at = index_at + *index_bytes;
-  const std::size_t length = value_at + codes::value_bytes(value_code, header.nnz);
-  if (in.size() < length) return refuse(DecodeError::truncated);
-  if (checksum(header, in.first(length).subspan(kFrameHeaderBytes)) != header.checksum) {
-    return refuse(DecodeError::bad_checksum);
-  }
-  out.resize(header.nnz);  // at most 4 * in.size(), as every value takes at least 2 bits
-  if (!codes::get_indices(index_code, in.subspan(index_at, *index_bytes), header.dim,
+  const Sections s = split(in, expected_dim, false);
+  if (s.error != DecodeError::none) return refuse(s.error);
+  out.resize(s.header.nnz);  // at most 4 * in.size(), as every value takes at least 2 bits
+  if (!codes::get_indices(static_cast<IndexCode>(s.header.index_code), s.index, s.header.dim,
                           out.indices())) {
     return refuse(DecodeError::bad_index);
   }
-  if (!codes::get_values(value_code, in.subspan(value_at), out.values())) {
+  if (!codes::get_values(static_cast<ValueCode>(s.header.value_code), s.value, out.values())) {
     return refuse(DecodeError::bad_value);
   }
-  if (has_stats && stats != nullptr) {
-    *stats = decode_stats(in.subspan(kFrameHeaderBytes).first<kFrameStatsBytes>());
+  if (!s.stats.empty() && stats != nullptr) {
+    *stats = decode_stats(s.stats.first<kFrameStatsBytes>());
   }
-  return {.error = DecodeError::none, .bytes_read = length};
+  return {.error = DecodeError::none, .bytes_read = s.length};
+}
+
+DecodeResult Codec::decode_indices(Bytes in, std::size_t expected_dim, SparseBuffer& out) const {
+  out.reset(expected_dim);
+  const Sections s = split(in, expected_dim, true);
+  if (s.error != DecodeError::none) return {.error = s.error};
+  out.resize(s.header.nnz);
+  if (!codes::get_indices(static_cast<IndexCode>(s.header.index_code), s.index, s.header.dim,
+                          out.indices())) {
+    out.reset(expected_dim);
+    return {.error = DecodeError::bad_index};
+  }
+  std::ranges::fill(out.values(), 0.0F);
+  return {.error = DecodeError::none, .bytes_read = s.length};
 }
 
 }  // namespace skim

@@ -19,6 +19,7 @@ std::unique_ptr<Exchange> make_gtopk(const ExchangeOptions&);
 std::unique_ptr<Exchange> make_hierarchical(const ExchangeOptions&);
 std::unique_ptr<Exchange> make_oktopk(const ExchangeOptions&);
 std::unique_ptr<Exchange> make_param_server(const ExchangeOptions&);
+std::unique_ptr<Exchange> make_shared_indices(const ExchangeOptions&);
 std::unique_ptr<Exchange> make_sparcml(const ExchangeOptions&);
 CostTerms allgather_terms(const ExchangeOptions&, const Load&);
 CostTerms global_topk_terms(const ExchangeOptions&, const Load&);
@@ -26,6 +27,7 @@ CostTerms gtopk_terms(const ExchangeOptions&, const Load&);
 CostTerms hierarchical_terms(const ExchangeOptions&, const Load&);
 CostTerms oktopk_terms(const ExchangeOptions&, const Load&);
 CostTerms param_server_terms(const ExchangeOptions&, const Load&);
+CostTerms shared_indices_terms(const ExchangeOptions&, const Load&);
 CostTerms sparcml_terms(const ExchangeOptions&, const Load&);
 bool hierarchical_cuts_result(const ExchangeOptions&);
 
@@ -113,6 +115,11 @@ constexpr std::array kRows{
                 .memory = of_union,
                 .cuts_result = always,
                 .holds_mass = true},
+    ExchangeRow{.kind = K::shared_indices,
+                .name = "shared-indices",
+                .make = make_shared_indices,
+                .terms = shared_indices_terms,
+                .memory = of_few_frames},
 };
 static_assert(
     [] {

@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,10 @@
 
 namespace skim {
 namespace {
+
+constexpr const char* kNeedsResidual =
+    "reducer: an exchange of shared indices needs a residual (feedback), because other ranks name "
+    "most of the entries";
 
 std::unique_ptr<LocalHalf> local_of(const ReducerOptions& options, ReducerParts& parts) {
   SKIM_EXPECTS(!parts.local || !parts.selector,
@@ -75,6 +80,11 @@ struct Reducer::Impl {
                  comm.abort(comm.rank());
                }) {
     density = schedule->density(progress);
+    for (const auto& exchange : exchanges) {
+      // A local half of one's own is asked in its first step.
+      SKIM_EXPECTS(options.feedback.enabled || !exchange || exchange->shared_indices() == nullptr,
+                   kNeedsResidual);
+    }
   }
 
   // ---- one bucket ---------------------------------------------------------------------------
@@ -119,11 +129,20 @@ struct Reducer::Impl {
   // The data path of docs/architecture.md.
   void reduce_sparse(Exchange& exchange, StepReport& report, GradView grad, Phases& phases) {
     const Keep keep = keep_of(density, grad.n);
+    SharedIndices* const shared = comm.size() > 1 ? exchange.shared_indices() : nullptr;
+    Keep own = keep;
+    if (shared != nullptr) own.k = shared->named(keep, comm.size());
     phases.enter("select", report.select_ns);
-    const SelectReport chosen =
-        local->select({report.id, grad, keep, density.at_most_k, comm.size()}, mine);
+    SelectReport chosen =
+        local->select({report.id, grad, own, density.at_most_k, comm.size()}, mine);
     was_taken = true;
     expect_entries("the selector", mine.view(), grad.n);
+    if (shared != nullptr) {
+      phases.enter("exchange", report.exchange_ns);
+      const auto indices = shared->share(mine.view().index, grad.n, keep, comm);
+      phases.enter("select", report.select_ns);
+      gather(report.id.slot, indices, chosen);
+    }
     codec.quantize(mine, report.id, comm.rank());
     tell_group(report, chosen, chosen.kept_norm2);
     phases.enter("exchange", report.exchange_ns);
@@ -138,6 +157,19 @@ struct Reducer::Impl {
     report.finite = apply(report.id, sum, grad);
     phases.end();
     describe_sparse(report, {keep, chosen, mine.view(), sum, change}, *local, holder);
+  }
+
+  // mine = this rank's entries at the indices that the ranks share.
+  void gather(Slot slot, std::span<const Index> indices, SelectReport& chosen) {
+    SKIM_EXPECTS(local->keeps_residual(slot), kNeedsResidual);
+    local->gather(slot, indices, mine);
+    expect_entries("the local half's gather", mine.view(), local->size(slot));
+    chosen.kept_norm2 = 0.0;
+    chosen.threshold = std::numeric_limits<float>::max();
+    for (const float v : mine.view().value) {
+      chosen.kept_norm2 += double{v} * double{v};
+      chosen.threshold = std::min(chosen.threshold, std::abs(v));
+    }
   }
 
   // Sums residual and gradient together, with all entries.
