@@ -11,6 +11,7 @@ int bench_scaling_command(int argc, char** argv);
 int checkpoint_command(int argc, char** argv);
 int inspect_command(int argc, char** argv);
 int plan_command(int argc, char** argv);
+int report_command(int argc, char** argv);
 int simulate_command(int argc, char** argv);
 
 }  // namespace skim::tool

@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "skim/error.hpp"
+#include "skim/version.hpp"
 #include "tools/keep_beside.hpp"
 #include "train/options_json.hpp"
 
@@ -48,7 +49,9 @@ std::string human_seconds(double s) {
   return fmt::format("{}:{:02} h", whole / 3600, whole % 3600 / 60);
 }
 
-MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing) : path_(path) {
+MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing,
+                         const std::filesystem::path& report)
+    : path_(path), report_(report, keep_existing ? path : std::filesystem::path()) {
   if (path.empty()) return;
   if (path == "-") {
     file_ = stdout;
@@ -64,6 +67,7 @@ MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing) 
 }
 
 void MetricsFile::write(const nlohmann::json& line) {
+  report_.add(line);
   if (file_ == nullptr) return;
   const std::string text = line.dump() + "\n";
   if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) {
@@ -71,7 +75,10 @@ void MetricsFile::write(const nlohmann::json& line) {
   }
 }
 
+void MetricsFile::end() { report_.end(); }
+
 void MetricsFile::forget_after(const std::string& run, std::int64_t step) {
+  report_.forget_after(run, step);
   if (owned_ == nullptr) return;
   std::ifstream in(path_);
   std::string kept, line;
@@ -126,6 +133,25 @@ nlohmann::json to_json(const std::string& run, const train::Evaluation& e, bool 
                    {"test_loss", finite(e.test_loss)}};
   if (!text) j["test_accuracy"] = e.test_accuracy;
   return j;
+}
+
+nlohmann::json beginning_json(const Row& row, std::int64_t step, int ranks,
+                              const std::string& command) {
+  return {{"run", row.name},
+          {"step", step},
+          {"ranks", ranks},
+          {"model", row.options.model},
+          {"data", row.options.data.name},
+          {"version", SKIM_VERSION},
+          {"command", command}};
+}
+
+nlohmann::json comparison_json(const std::string& run, std::int64_t step,
+                               std::span<const double> waited_s, double seconds) {
+  return {{"run", run},
+          {"step", step},
+          {"waited_ms", in_milliseconds({waited_s.begin(), waited_s.end()})},
+          {"compared_ms", 1e3 * seconds}};
 }
 
 Progress::Progress(std::FILE* out, int columns, std::string run, bool text)

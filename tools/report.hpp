@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "tools/report_page.hpp"
 #include "train/trainer.hpp"
 
 namespace skim::tool {
@@ -17,15 +18,25 @@ namespace skim::tool {
 std::string human_bytes(double bytes);
 std::string human_seconds(double seconds);
 
+// A run, and its outcome when it has finished.
+struct Row {
+  std::string name;
+  train::TrainOptions options;
+  train::Summary summary;
+};
+
 // Writes JSON lines to a file, or to standard output for "-". An empty path writes nothing. Every
-// line is flushed at once, so metrics survive however the run ends.
+// line is flushed at once, so metrics survive however the run ends. The page of --report shows
+// the same lines.
 class MetricsFile {
  public:
   // keep_existing: append to the file (resume). Throws: Error.
-  MetricsFile(const std::filesystem::path& path, bool keep_existing);
+  MetricsFile(const std::filesystem::path& path, bool keep_existing,
+              const std::filesystem::path& report = {});
   void write(const nlohmann::json& line);  // throws: Error, with the system's reason
   // Removes the lines of `run` after `step`, which a stopped run recorded after its checkpoint.
   void forget_after(const std::string& run, std::int64_t step);
+  void end();  // writes the last page of the report; throws: Error
 
  private:
   std::filesystem::path path_;
@@ -34,10 +45,17 @@ class MetricsFile {
     void operator()(std::FILE* f) const { std::fclose(f); }
   };
   std::unique_ptr<std::FILE, Closer> owned_;
+  LiveReport report_;
 };
 
 nlohmann::json to_json(const std::string& run, const train::StepRecord& r);
 nlohmann::json to_json(const std::string& run, const train::Evaluation& e, bool text);
+// A process begins a run, or goes on with it, after `step`.
+nlohmann::json beginning_json(const Row& row, std::int64_t step, int ranks,
+                              const std::string& command);
+// As Observer::on_comparison.
+nlohmann::json comparison_json(const std::string& run, std::int64_t step,
+                               std::span<const double> waited_s, double seconds);
 
 // Prints a live line on a terminal. Elsewhere it prints a plain line now and then.
 class Progress {
@@ -65,12 +83,6 @@ class Progress {
 // Reports the choices of auto to both arguments, which must outlive the returned function.
 train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const std::string& run);
 
-// One finished run.
-struct Row {
-  std::string name;
-  train::TrainOptions options;
-  train::Summary summary;
-};
 nlohmann::json to_json(const Row& row, int ranks);
 void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool text);
 

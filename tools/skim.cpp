@@ -21,6 +21,7 @@ commands:
   bench       measure how fast selection is on this machine, and the network between the ranks
   plan        predict from a link and a model whether compression pays, and which exchange
   simulate    run the exchanges of many ranks in one process, on a link that is not there
+  report      draw recorded runs as one HTML page
   checkpoint  verify the checkpoints of a run
   version     print the version
 
@@ -57,6 +58,7 @@ int main(int argc, char** argv) {
   if (command == "bench") return skim::tool::bench_command(argc - 1, argv + 1);
   if (command == "plan") return skim::tool::plan_command(argc - 1, argv + 1);
   if (command == "simulate") return skim::tool::simulate_command(argc - 1, argv + 1);
+  if (command == "report") return skim::tool::report_command(argc - 1, argv + 1);
   if (command == "checkpoint") return skim::tool::checkpoint_command(argc - 1, argv + 1);
   if (command == "version" || command == "--version") {
     std::puts("skim " SKIM_VERSION);
@@ -68,7 +70,7 @@ int main(int argc, char** argv) {
   }
   std::fprintf(stderr,
                "skim: unknown command '%s', expected one of train, inspect, bench, plan, simulate, "
-               "checkpoint, version\n",
+               "report, checkpoint, version\n",
                argv[1]);
   return 2;
 }

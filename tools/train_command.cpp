@@ -27,12 +27,14 @@
 #include "tools/repetition.hpp"
 #include "tools/report.hpp"
 #include "tools/restarts.hpp"
+#include "tools/trace_file.hpp"
 #include "tools/units.hpp"
 #include "train/checkpoint.hpp"
 #include "train/fields.hpp"
 #include "train/loop.hpp"
 #include "train/model_options.hpp"
 #include "train/options_json.hpp"
+#include "train/trace.hpp"
 #include "train/trainer.hpp"
 
 namespace skim::tool {
@@ -93,6 +95,8 @@ struct Arguments {
   RestartOptions restarts;
   std::vector<std::string> compare;
   std::string summary;
+  std::filesystem::path report, trace;
+  std::string command;        // that repeats what this one does
   std::vector<Row> repeated;  // the runs of the summary that --config names
 };
 
@@ -317,6 +321,13 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
       ->check(positive());
   line.plain("--summary", a.summary, "FILE",
              "JSON array, one object a run; -: standard output. --config FILE repeats these runs");
+  line.plain("--report", a.report, "FILE.html",
+             "page with curves and times of the runs, written every few seconds; skim report makes "
+             "the same from --metrics");
+  line.plain("--trace", a.trace, "FILE.json",
+             fmt::format("trace of all ranks for Perfetto or chrome://tracing: the latest {} steps "
+                         "of each run, written at the end or when stopped",
+                         train::Trace::kSteps));
   add_training_options(line, a.train);
   app.footer(
       "Ctrl-C, SIGTERM or SIGUSR1 end the run after the step, with a checkpoint if --checkpoint\n"
@@ -389,6 +400,14 @@ void check_restarts(const Arguments& a) {
   }
 }
 
+// The files that a run writes, by their options.
+std::array<std::pair<const char*, std::filesystem::path>, 4> files_of(const Arguments& a) {
+  return {{{"--metrics", a.train.metrics},
+           {"--summary", a.summary},
+           {"--report", a.report},
+           {"--trace", a.trace}}};
+}
+
 void check(const Arguments& a) {
   check_training_options(a.train);
   if (a.train.resume && !a.compare.empty()) {
@@ -398,9 +417,31 @@ void check(const Arguments& a) {
   const auto whole = [](const std::filesystem::path& p) {
     return p == "-" ? p : std::filesystem::weakly_canonical(p);
   };
-  if (!a.summary.empty() && whole(a.summary) == whole(a.train.metrics)) {
-    throw InvalidArgument("--summary and --metrics are one file: '" + a.summary + "'");
+  if (a.report == "-") throw InvalidArgument("--report: expected a file, got '-'");
+  if (a.trace == "-") throw InvalidArgument("--trace: expected a file, got '-'");
+  const auto files = files_of(a);
+  for (auto one = files.begin(); one != files.end(); ++one) {
+    for (auto other = files.begin(); other != one; ++other) {
+      if (one->second.empty() || whole(one->second) != whole(other->second)) continue;
+      throw InvalidArgument(fmt::format("{} and {} are one file: '{}'", one->first, other->first,
+                                        one->second.string()));
+    }
   }
+}
+
+void expect_writable(const char* option, const std::filesystem::path& path) {
+  if (path.empty() || path == "-") return;
+  std::error_code ignored;
+  const bool exists = std::filesystem::exists(path, ignored);
+  const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
+  const bool is_folder = std::filesystem::is_directory(path, ignored);
+  if (!is_folder && access((exists ? path : folder).c_str(), W_OK) == 0) return;
+  throw InvalidArgument(std::string(option) + ": cannot open '" + path.string() +
+                        "': " + std::strerror(is_folder ? EISDIR : errno));
+}
+
+void expect_writable_files(const Arguments& a) {
+  for (const auto& [option, path] : files_of(a)) expect_writable(option, path);
 }
 
 int threads_per_rank(Communicator& comm) {
@@ -432,6 +473,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   nlohmann::json session = train::options_json(a.train, FieldScope::session);
   session["version"] = SKIM_VERSION;
   for (const Row& r : rows) session["runs"].push_back(r.name);
+  session["trace"] = !a.trace.empty();
   train::expect_equal_on_all_ranks(session, "version or command line", comm);
   const int threads = a.train.threads > 0 ? a.train.threads : threads_per_rank(comm);
   at::set_num_threads(threads);
@@ -444,9 +486,12 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
        {"hash", fmt::format("{:016x}", data.hash())}},
       "data set", comm);
   const bool text = data.info().kind == train::InputKind::text;
-  MetricsFile metrics(first ? a.train.metrics : std::filesystem::path(), a.train.resume);
+  if (first) expect_writable_files(a);
+  const std::filesystem::path none;
+  MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, first ? a.report : none);
   JsonFile summary(first ? a.summary : "", "--summary");
   const int columns = terminal_columns(to_stderr);
+  std::vector<RunTrace> traces;
 
   for (std::size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
@@ -462,11 +507,22 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
       metrics.write(to_json(row.name, e, text));
       progress.evaluated(e);
     };
+    bool has_begun = false;
+    const auto begin = [&](std::int64_t step) {
+      if (first && !has_begun) metrics.write(beginning_json(row, step, comm.size(), a.command));
+      has_begun = true;
+    };
+    if (!row.options.resume) begin(0);
     observer.on_resume = [&](std::int64_t step) {
       metrics.forget_after(row.name, step);
+      begin(step);
       progress.say(fmt::format("resumed after step {}", step));
     };
     observer.on_decision = decisions_to(metrics, progress, row.name);
+    observer.on_comparison = [&](std::int64_t step, std::span<const double> waited_s,
+                                 double seconds) {
+      metrics.write(comparison_json(row.name, step, waited_s, seconds));
+    };
     observer.on_warning = [&](const std::string& what) { progress.warn(what); };
     const std::string note = note_on_budget(row.options, comm.size());
     if (first && !note.empty()) progress.say(note);
@@ -475,7 +531,10 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
       keep_beside("--checkpoint", folder);
     }
     if (first && command.attach) command.attach(row, comm.size(), observer);
+    std::optional<train::Trace> trace;
+    if (!a.trace.empty()) observer.trace = &trace.emplace(comm);
     row.summary = train::train(row.options, data, comm, g_stop, observer);
+    if (trace) traces.push_back({row.name, trace->gather()});
     if (first) progress.end();
     if (first && command.after) command.after(people);
     if (row.summary.stopped || !row.summary.checkpoint_failure.empty() || g_stop.load()) {
@@ -487,6 +546,8 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   if (first) {
     print_table(people, rows, comm.size(), text);
     summary.write(summary_of(rows, comm.size()));
+    metrics.end();
+    write_trace(a.trace, traces);
   }
   if (const std::string& failure = rows.back().summary.checkpoint_failure; !failure.empty()) {
     std::fflush(people);
@@ -505,22 +566,10 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   return 0;
 }
 
-void expect_writable(const char* option, const std::filesystem::path& path) {
-  if (path.empty() || path == "-") return;
-  std::error_code ignored;
-  const bool exists = std::filesystem::exists(path, ignored);
-  const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
-  const bool is_folder = std::filesystem::is_directory(path, ignored);
-  if (!is_folder && access((exists ? path : folder).c_str(), W_OK) == 0) return;
-  throw InvalidArgument(std::string(option) + ": cannot open '" + path.string() +
-                        "': " + std::strerror(is_folder ? EISDIR : errno));
-}
-
 // Finds what would end all ranks before their first step, before any of them starts. Ranks find it
 // themselves, too, because no launcher starts those on other machines.
 void expect_to_start(const Arguments& a, const std::vector<Row>& rows) {
-  expect_writable("--metrics", a.train.metrics);
-  expect_writable("--summary", a.summary);
+  expect_writable_files(a);
   at::set_num_threads(1);  // no other thread, because the launcher forks
   train::DataOptions options = a.train.data;
   options.seed = a.train.seed;
@@ -613,6 +662,28 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
 
 namespace {
 
+// `word` as a shell reads it.
+std::string quoted(std::string_view word) {
+  constexpr std::string_view kPlain =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789@%+=:,./_-";
+  if (!word.empty() && word.find_first_not_of(kPlain) == std::string_view::npos) {
+    return std::string(word);
+  }
+  std::string text = "'";
+  for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return text + "'";
+}
+
+// The command line that does again what this one does, for a shell. Under an mpirun of the user,
+// the number of ranks is not in it.
+std::string command_text(int argc, char** argv) {
+  std::string text;
+  if (const char* data = std::getenv("SKIM_DATA")) text += "SKIM_DATA=" + quoted(data) + " ";
+  text += "skim";
+  for (int i = 0; i < argc; ++i) text += " " + quoted(argv[i]);
+  return text;
+}
+
 // Sets the options to those of this run. The command line is parsed afterwards and overrides them.
 void take_over(const Repetition& r, std::size_t run, Arguments& a) {
   train::read_options(r.runs[run], a.train, r.who());
@@ -649,6 +720,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
                             .summary = {}});
     }
     check(a);
+    a.command = command_text(argc, argv);
     std::vector<Row> rows = plan(a);
     if (command.before) {
       if (const std::optional<int> status = command.before(rows)) return *status;

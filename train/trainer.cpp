@@ -25,6 +25,7 @@
 #include "train/options_json.hpp"
 #include "train/replica.hpp"
 #include "train/stragglers.hpp"
+#include "train/trace.hpp"
 #include "train/watchdog.hpp"
 
 namespace fs = std::filesystem;
@@ -101,6 +102,13 @@ CheckpointFile archive_of(std::string name, const T& what) {
   return file_of(std::move(name), [&](std::ostream& out) { torch::save(what, out); });
 }
 
+ReducerOptions traced(ReducerOptions options, Trace* trace) {
+  if (trace != nullptr) {
+    options.on_phase = [trace](const char* phase) { trace->on_phase(phase); };
+  }
+  return options;
+}
+
 // One run of one rank.
 class Run {
  public:
@@ -117,7 +125,7 @@ class Run {
         optimizer_(make_optimizer(options, *model_)),
         sampler_(make_sampler(options, data, ranks_)),
         length_(run_length(options, sampler_.steps_per_epoch())),
-        reducer_(reducer_options(options, comm.rank()),
+        reducer_(traced(reducer_options(options, comm.rank()), observer.trace),
                  {.schedule = density_schedule(
                       options, comm.size(),
                       bucket_lengths(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6)),
@@ -210,6 +218,9 @@ class Run {
     r.compute_ms = milliseconds(t2 - t1);
     compute_s_ += 1e-3 * r.compute_ms;
     r.step_ms = milliseconds(t3 - t0);
+    if (observer_.trace != nullptr) {
+      observer_.trace->add({r, t0, t1, reports_, /*optimizer_is_first=*/replica_ != nullptr});
+    }
     if (comm_.rank() == 0) {
       times_.add(r);
       if (observer_.on_step) observer_.on_step(r);
@@ -245,7 +256,16 @@ class Run {
       compute.push_back(all[r][0]);
     }
     const auto now = Clock::now();
-    const std::string slow = stragglers_.add(compute, 1e-3 * milliseconds(now - last_times_));
+    const double seconds = 1e-3 * milliseconds(now - last_times_);
+    std::vector<double> waited = stragglers_.waited();  // before this interval
+    waited.resize(compute.size());
+    const std::string slow = stragglers_.add(compute, seconds);
+    for (std::size_t r = 0; r < waited.size(); ++r) {
+      waited[r] = stragglers_.waited()[r] - waited[r];
+    }
+    if (comm_.rank() == 0 && observer_.on_comparison) {
+      observer_.on_comparison(done_, waited, seconds);
+    }
     if (!slow.empty()) warn(slow);
     compute_s_ = 0.0;
     last_times_ = now;

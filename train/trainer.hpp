@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -76,18 +77,26 @@ struct Summary {
 using OnDecision =
     std::function<void(std::int64_t step, Slot, std::size_t n, std::string_view why)>;
 
-// Called on rank 0 only, by the training thread.
+class Trace;
+
+// Functions are called on rank 0 only, by the training thread.
 struct Observer {
   std::function<void(const StepRecord&)> on_step;
   std::function<void(const Evaluation&)> on_evaluation;
   // A run continues after this step. Records of later steps are void.
   std::function<void(std::int64_t step)> on_resume;
   OnDecision on_decision;
+  // The ranks have compared their times. waited_s: by training rank, the seconds that the others
+  // waited for it (Stragglers::waited) since the comparison before, which was `seconds` ago.
+  std::function<void(std::int64_t step, std::span<const double> waited_s, double seconds)>
+      on_comparison{};
   // Something failed, and the run goes on. One line.
   std::function<void(const std::string&)> on_warning{};
   // Makes the selector that rank 0 uses in place of the options' own, in order to observe it. It
   // must choose the same entries. The reducer's communication thread calls it.
   std::function<std::unique_ptr<Selector>()> selector;
+  // Takes the spans of this rank's steps. Null, or given on every rank.
+  Trace* trace = nullptr;
 };
 
 // Trains. Collective. Options and data must be equal on all ranks, which is checked. If `stop`

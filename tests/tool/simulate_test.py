@@ -8,7 +8,7 @@ import signal
 import subprocess
 import unittest
 
-from tool_test import HAS_MPI, SMALL, TOOL, Case, lines, skim
+from tool_test import HAS_MPI, SMALL, TOOL, Case, lines, skim, training_lines
 
 LINK = ["--link", "1gbit", "--latency", "0.1ms"]
 
@@ -38,7 +38,7 @@ class Training(Case):
                 metrics, summary = self.dir / "t.jsonl", self.dir / "t.json"
                 self.assert_ok(skim("train", *SMALL, "--model", "mlp-64", *case, "--exchange", *how,
                                     "--metrics", metrics, "--summary", summary))
-                trained = lines(metrics)
+                trained = training_lines(metrics)
                 self.assertEqual(len(trained), 7)
                 for s, t in zip(simulated, trained, strict=True):
                     same = {key for key in t if not key.endswith("_ms")}

@@ -42,6 +42,11 @@ def lines(path):
     return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
 
 
+def training_lines(path):
+    """Without those about the process that trained."""
+    return [line for line in lines(path) if not {"command", "compared_ms"} & line.keys()]
+
+
 def newest_in(folder):
     """The newest checkpoint."""
     return max(folder.glob("step-*"))
@@ -344,7 +349,7 @@ class Runs(Case):
             timeless = [{k: v for k, v in run.items() if k in OPTIONS(run) - {"metrics", "checkpoint"}}
                         for run in summary]
             steps = [{k: v for k, v in line.items() if not k.endswith("_ms")}
-                     for line in lines(self.dir / f"{number}.jsonl")]
+                     for line in training_lines(self.dir / f"{number}.jsonl")]
             models = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
                       if path.suffix in (".residual", ".pt") and path.name != "optimizer.pt"}
             found.append((timeless, steps, models))
@@ -631,7 +636,7 @@ class Checkpoints(Case):
         return self.timeless(metrics), self.state(self.dir / "straight")
 
     def timeless(self, metrics):
-        return [{k: v for k, v in line.items() if not k.endswith("_ms")} for line in lines(metrics)]
+        return [{k: v for k, v in line.items() if not k.endswith("_ms")} for line in training_lines(metrics)]
 
     # The checkpoint after step 7 is in the middle of a round.
     LOCAL = ["--optimizer", "adamw", "--lr", 0.001, "--momentum", 0, "--local-steps", 4, "--outer-momentum", 0.5]
@@ -756,7 +761,7 @@ class Checkpoints(Case):
         self.wait_for_step(run, metrics, 3)
         run.send_signal(signal.SIGTERM)
         run.communicate(timeout=LIMIT)
-        steps = len(lines(metrics))
+        steps = len(training_lines(metrics))
         self.assert_ok(train(*arguments, "--ranks", 1, "--steps", 2 * steps, "--resume"))
         resumed = json.loads(summary.read_text())[0]
         self.assert_ok(train(*self.RUN, "--eval-epochs", 0, "--steps", steps, "--summary", summary))

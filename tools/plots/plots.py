@@ -258,7 +258,7 @@ def runs(arguments):
             lines.setdefault(entry["run"], []).append(entry)
         for run, entries in lines.items():
             name = run if given is None else given if len(lines) == 1 else f"{given} {run}"
-            found.append((name, [e for e in entries if "evaluation" not in e],
+            found.append((name, [e for e in entries if "sent_bytes" in e],
                           [e for e in entries if "evaluation" in e]))
     if not any(evaluations for _, _, evaluations in found):
         fail("no evaluations in " + ", ".join(arguments.files))
