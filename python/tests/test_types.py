@@ -1,12 +1,14 @@
-"""The stubs, by mypy: they accept what users write, refuse what is wrong, and name everything that there is."""
+"""The stubs, by mypy and pyright: they accept what users write, refuse what is wrong, and name everything that there is."""
 
 import importlib.util
 import inspect
+import json
 import os
 import pydoc
 import re
 import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 
@@ -16,17 +18,14 @@ HERE = Path(__file__).parent
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
-@unittest.skipUnless(importlib.util.find_spec("mypy"), "needs mypy")
-class Stubs(unittest.TestCase):
+class Checked:
+    """The laws of a type checker, whose errors(files) returns {(file, line)} and its output."""
+
     def check(self, user, mistakes):
-        found = subprocess.run(
-            [sys.executable, "-m", "mypy", "--strict", "--cache-dir", os.devnull, user, mistakes],
-            cwd=HERE, capture_output=True, text=True,
-        )  # fmt: skip
-        errors = {(m[1], int(m[2])) for m in re.finditer(r"^(\S+?):(\d+): error", found.stdout, re.MULTILINE)}
+        errors, output = self.errors(user, mistakes)
         lines = (HERE / mistakes).read_text().splitlines()
         expected = {(mistakes, at) for at, line in enumerate(lines, 1) if line.endswith("# refused")}
-        self.assertEqual(errors, expected, found.stdout + found.stderr)
+        self.assertEqual(errors, expected, output)
 
     def test_users_and_mistakes(self):
         self.check("typed_user.py", "typed_mistakes.py")
@@ -34,6 +33,32 @@ class Stubs(unittest.TestCase):
     @unittest.skipUnless(HAS_TORCH, "torch is not installed")
     def test_users_and_mistakes_under_pytorch(self):
         self.check("typed_torch_user.py", "typed_torch_mistakes.py")
+
+
+def run(module, *arguments):
+    return subprocess.run([sys.executable, "-m", module, *arguments], cwd=HERE, capture_output=True, text=True)
+
+
+@unittest.skipUnless(importlib.util.find_spec("mypy"), "needs mypy")
+class Mypy(Checked, unittest.TestCase):
+    def errors(self, *files):
+        found = run("mypy", "--strict", "--cache-dir", os.devnull, *files)
+        errors = {(m[1], int(m[2])) for m in re.finditer(r"^(\S+?):(\d+): error", found.stdout, re.MULTILINE)}
+        return errors, found.stdout + found.stderr
+
+
+@unittest.skipUnless(importlib.util.find_spec("basedpyright"), "needs basedpyright, which is pyright with a Node")
+class Pyright(Checked, unittest.TestCase):
+    def errors(self, *files):
+        # An unknown type would hide mistakes.
+        settings = {"typeCheckingMode": "strict", "include": [str(HERE / file) for file in files]}
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder, "pyrightconfig.json")
+            config.write_text(json.dumps(settings))
+            found = run("basedpyright", "--outputjson", "--pythonpath", sys.executable, "--project", str(config))
+        listed = json.loads(found.stdout)["generalDiagnostics"]
+        errors = {(Path(e["file"]).name, e["range"]["start"]["line"] + 1) for e in listed if e["severity"] == "error"}
+        return errors, found.stdout + found.stderr
 
 
 class Names(unittest.TestCase):
