@@ -17,6 +17,7 @@ LAYERS = [
     {"reducer"},
     {"local_steps"},
     {"fields"},
+    {"c_api"},
     {"train", "tools", "bench", "python"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
@@ -34,7 +35,7 @@ def module_of(path: str) -> str:
 
 def main() -> int:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    files = [p for d in ("include", "src", "train", "tools", "python") for p in sorted((root / d).rglob("*.?pp"))]
+    files = [p for d in ("include", "src", "train", "tools", "python") for p in sorted([*(root / d).rglob("*.?pp"), *(root / d).rglob("*.h")])]
     if len(files) < 20:
         sys.exit(f"check_includes: found only {len(files)} sources below {root.resolve()}")
     bad = []

@@ -65,18 +65,24 @@ endfunction()
 # one ctest per number of ranks, each running all of its tests on every rank.
 function(skim_add_mpi_test name)
   cmake_parse_arguments(arg "" "TIMEOUT" "RANKS;SOURCES;LIBRARIES" ${ARGN})
-  if(NOT arg_TIMEOUT)
-    set(arg_TIMEOUT 300)
-  endif()
   add_executable(${name} ${arg_SOURCES})
   skim_compile_options(${name})
   target_compile_options(${name} PRIVATE ${skim_little_optimization})
   target_compile_definitions(${name} PRIVATE SKIM_TEST_MPI)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_link_libraries(${name} PRIVATE skim::skim GTest::gtest MPI::MPI_CXX ${arg_LIBRARIES})
+  skim_add_mpirun(${name} RANKS ${arg_RANKS} TIMEOUT "${arg_TIMEOUT}" COMMAND $<TARGET_FILE:${name}>)
+endfunction()
+
+# skim_add_mpirun(NAME RANKS 1 2 3 4 COMMAND program [argument...] [TIMEOUT seconds]): NAME.ranks1 ...
+function(skim_add_mpirun name)
+  cmake_parse_arguments(arg "" "TIMEOUT" "RANKS;COMMAND" ${ARGN})
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 300)
+  endif()
   foreach(ranks ${arg_RANKS})
     add_test(NAME ${name}.ranks${ranks} COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks}
-             $<TARGET_FILE:${name}>)
+             ${arg_COMMAND})
     # As root in a container, and with more ranks than cores: Open MPI 4, then 5; MPICH needs neither.
     set_tests_properties(${name}.ranks${ranks} PROPERTIES TIMEOUT ${arg_TIMEOUT} LABELS mpi
       PROCESSORS 2 ENVIRONMENT "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;\

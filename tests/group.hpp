@@ -1,5 +1,6 @@
-// P ranks for a test: threads of this process, or, in programs built with SKIM_TEST_MPI, the
-// processes that mpirun started. One test body runs on both.
+// P ranks for a test: threads of this process; in programs built with SKIM_TEST_STREAMS, threads
+// over byte streams; in programs built with SKIM_TEST_MPI, the processes that mpirun started. One
+// test body runs on all of them.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,6 +17,9 @@
 #include <mpi.h>
 
 #include "skim/mpi.hpp"
+#endif
+#ifdef SKIM_TEST_STREAMS
+#include "socket_streams.hpp"
 #endif
 
 namespace skim::test {
@@ -54,7 +58,11 @@ inline void run_group_of(std::vector<std::unique_ptr<Communicator>> group, const
 }
 
 inline void run_threads(int ranks, const Body& body, const CommOptions& options = {}) {
+#ifdef SKIM_TEST_STREAMS
+  run_group_of(make_socket_group(ranks, options), body);
+#else
   run_group_of(make_in_process_group(ranks, options), body);
+#endif
 }
 
 // What a test calls. Under threads: on groups of `ranks`. Under mpirun: once on this process's
@@ -77,6 +85,8 @@ inline std::vector<int> group_sizes() {
   int size = 0;
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   return {size};
+#elif defined SKIM_TEST_STREAMS  // a thread for each pair of ranks
+  return {1, 2, 3, 4};
 #else
   return {1, 2, 3, 4, 5, 8};
 #endif

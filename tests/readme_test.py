@@ -33,7 +33,7 @@ for program in PROGRAMS:
         wrong.append(f"docs/library.md has no ```cpp block that is equal to {program}")
 
 headers = {header.name for header in (root / "include/skim").iterdir()}
-named = set(re.findall(r"\.\./include/skim/(\w+\.hpp)", text))
+named = set(re.findall(r"\.\./include/skim/(\w+\.h(?:pp)?)", text))
 for header in sorted(headers - named):
     wrong.append(f"docs/library.md has no line about {header}")
 

@@ -230,4 +230,26 @@ void each_field(Options& o, F&& f) {
   each_reducer_field(o, f);
 }
 
+// All options of a reducer by name. `exchange` may be "auto".
+struct NamedReducerOptions {
+  ReducerOptions reducer;
+  ChooserOptions chooser;
+  bool automatic = false;
+
+  // With the chooser, if exchange is "auto".
+  ReducerOptions options() const {
+    ReducerOptions o = reducer;
+    if (automatic) o.chooser = chooser;
+    return o;
+  }
+};
+template <OptionsOf<NamedReducerOptions> Options, class F>
+void each_field(Options& o, F&& f) {
+  each_field(o.reducer.select, f);
+  each_field_or_auto(o.reducer.exchange, o.automatic, f);
+  each_field(o.chooser, f);
+  each_field(o.reducer.feedback, f);
+  each_reducer_field(o.reducer, f);
+}
+
 }  // namespace skim

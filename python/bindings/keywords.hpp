@@ -29,27 +29,8 @@ void each_field(ChooserKeywords& o, F&& f) {
   });
 }
 
-// Of a reducer: everything. `exchange` may be "auto".
-struct ReducerKeywords {
-  ReducerOptions reducer;
-  ChooserOptions chooser;
-  bool automatic = false;
-
-  // With the chooser, if exchange="auto".
-  ReducerOptions options() const {
-    ReducerOptions o = reducer;
-    if (automatic) o.chooser = chooser;
-    return o;
-  }
-};
-template <class F>
-void each_field(ReducerKeywords& o, F&& f) {
-  each_field(o.reducer.select, f);
-  each_field_or_auto(o.reducer.exchange, o.automatic, f);
-  each_field(o.chooser, f);
-  each_field(o.reducer.feedback, f);
-  each_reducer_field(o.reducer, f);
-}
+// Of a reducer: everything.
+using ReducerKeywords = NamedReducerOptions;
 
 // One option in Python: from Python, to Python, and how stubs call its type. `read` throws an
 // InvalidArgument that begins with the name: another type, or out of the range. A default may lie

@@ -1,6 +1,7 @@
 // Includes every installed header and runs one step on two ranks.
 #include <cstdio>
 #include <skim/analysis.hpp>
+#include <skim/c_api.h>
 #include <skim/chooser.hpp>
 #include <skim/codec.hpp>
 #include <skim/communicator.hpp>
