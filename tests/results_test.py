@@ -106,9 +106,9 @@ def too_long(text):
     """[(number, line)] of prose: no tables, no blocks of code; an address may be as long as it is."""
     found, code = [], False
     for number, line in enumerate(text.splitlines(), 1):
-        if line.startswith("```"):
+        if line.lstrip().startswith("```"):
             code = not code
-        elif not code and not line.startswith("|") and len(re.sub(r"https?://\S+|\]\(\S+\)", "", line)) > LONGEST:
+        elif not code and not line.lstrip().startswith("|") and len(re.sub(r"https?://\S+|\]\(\S+\)", "", line)) > LONGEST:
             found.append((number, line))
     return found
 
