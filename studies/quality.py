@@ -33,6 +33,9 @@ DENSITY = {"1 %": dict(zip(RANKS, (0.028, 0.0133, 0.0064, 0.003))),
            "0.1 %": dict(zip(RANKS, (0.0023, 0.00105, 0.00048, 0.00023)))}
 DENSITY_15 = {"1 %": dict(zip(RANKS, (0.6, 0.32, 0.16, 0.08))),  # an exchange every 15 steps
               "0.1 %": dict(zip(RANKS, (0.045, 0.022, 0.01, 0.0045)))}
+# The same with the exchange shared-indices, whose bytes hardly depend on the number of ranks.
+DENSITY_SHARED = {"1 %": dict(zip(RANKS, (0.05, 0.048, 0.046, 0.044))),
+                  "0.1 %": dict(zip(RANKS, (0.0036, 0.003, 0.0023, 0.0014)))}
 METHODS = {
     "dense": ["dense"],
     "dense, 16 bit": ["fp16"],
@@ -57,6 +60,9 @@ for _share in DENSITY:
         _density = (DENSITY_15 if "15" in _name else DENSITY)[_share]
         METHODS |= {f"{_name}, {_share}": ["local", _density, *_options],
                     f"{_name}, outer rate 1, {_share}": ["local", _density, *_options, "--outer-lr", "1"]}
+    _shared = [DENSITY_SHARED[_share], "--exchange", "shared-indices"]
+    METHODS |= {f"momentum correction, shared indices, {_share}": ["correction", *_shared],
+                f"step ahead, shared indices, {_share}": ["local", *_shared]}
     for _code in ("bf16", "q8"):
         METHODS |= {
             f"momentum correction, {_share}, {_code} residuals": ["correction", DENSITY[_share], "--residual-code", _code],

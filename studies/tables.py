@@ -242,6 +242,26 @@ def outer_rates(folder):
     return found
 
 
+def shared_indices(folder):
+    """A row for each task, number of ranks and method that ran with seed 0 and one rate with both exchanges, at about
+    equal bytes: the metric of both, and of dense and one rank alone at the same rate."""
+    rows = [row for row in lines(folder, "quality.jsonl") if row["seed"] == 0]
+    found = []
+    for row in rows:
+        if ", shared indices, " not in row["label"]:
+            continue
+        at = {r["label"]: r for r in rows if all(r[key] == row[key] for key in ("task", "ranks", "steps", "lr"))}
+        other, metric = at[row["label"].replace(", shared indices", "")], "validation_loss"
+        digits = 3
+        if "test_accuracy" in row:
+            metric, digits = "test_accuracy", 2
+        one = {"task": row["task"], "ranks": row["ranks"], "method": other["label"]}
+        for name, of in (("dense", at["dense"]), ("alone", at["one rank alone"]), ("allgather", other), ("shared", row)):
+            one |= {name: f"{of[metric]:.{digits}f}", f"{name}_bytes": of["share"], f"{name}_sends": of["density"] * of["steps"]}
+        found.append(one)
+    return sorted(found, key=lambda one: (one["task"], one["ranks"], one["method"]))
+
+
 def groups(folder):
     """The GPT under momentum correction at equal density, by the groups of parameters in which Skim selects: on two ranks
     under DDP, and on two islands of two ranks that share the parameters by fully_shard."""
@@ -598,6 +618,10 @@ TABLES = [
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
         "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
         "momentum correction": "{correction:+.3f}", "one rank alone": "{alone:+.3f}"}),
+    Table("quality.md", "shared-indices", shared_indices, {
+        "task": "{task}", "P": "{ranks}", "method": "{method}", "dense": "{dense}", "alone": "{alone}",
+        "allgather: bytes": "{allgather_bytes:.3%}", "S": "{allgather_sends:.3g}", "value": "{allgather}",
+        "shared-indices: bytes": "{shared_bytes:.3%}", "S ": "{shared_sends:.3g}", "value ": "{shared}"}),
     Table("quality.md", "groups", groups, {
         "ranks": "{how}", "groups": "{groups}", "seeds": "{seeds}", "validation loss": ("{loss:.3f} ± {loss_deviation:.3f}", "{loss:.3f}")}),
     *(Table("quality.md", f"screen-{task}", screens(task), {

@@ -38,14 +38,14 @@ html_copy_source = html_use_index = False
 def write_header_pages(app, config):
     folder = pathlib.Path(app.srcdir, "headers")
     folder.mkdir(exist_ok=True)
-    for header in (ROOT / "include/skim").glob("*.hpp"):
+    for header in (ROOT / "include/skim").glob("*.h*"):
         page = folder / f"{header.stem}.rst"
         if not page.exists():  # a page that is written again is read again
             page.write_text(f"{header.name}\n{'=' * len(header.name)}\n\n.. doxygenfile:: {header.name}\n")
 
 
 def link_header_pages(app, docname, source):
-    source[0] = re.sub(r"\]\(\.\./include/skim/(\w+)\.hpp\)", r"](/headers/\1.rst)", source[0])
+    source[0] = re.sub(r"\]\(\.\./include/skim/(\w+)\.h(?:pp)?\)", r"](/headers/\1.rst)", source[0])
 
 
 def restructure(app, what, name, obj, options, lines):

@@ -36,6 +36,16 @@ def described(text):
     return [*found, "~~~"] if fenced else found
 
 
+def with_line_comments(header):
+    """A header in C, with // for each line of its /* comments */."""
+
+    def lines(comment):
+        return "\n".join(f"{comment[1]}// {line}".rstrip() for line in re.split(r"\n\s*\* ?", comment[2].strip()))
+
+    header = re.sub(r"(?ms)^([ \t]*)/\*(.*?)\*/", lines, header)
+    return re.sub(r"/\* (.*) \*/", r"// \1", header)
+
+
 def filtered(header):
     lines, kept, comment = SPECIALISATION.sub("", header).splitlines(), [], ["@file"]
     column = None  # of the comment behind the last declaration, which may go on in the next line
@@ -66,4 +76,5 @@ def filtered(header):
 
 if __name__ == "__main__":
     with open(sys.argv[1]) as file:
-        sys.stdout.write(filtered(file.read()))
+        header = file.read()
+        sys.stdout.write(filtered(with_line_comments(header) if sys.argv[1].endswith(".h") else header))

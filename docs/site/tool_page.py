@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 COMMANDS = ["train", "inspect", "bench select", "bench wire", "bench network", "bench scaling", "plan", "simulate",
-            "simulate --train", "checkpoint verify", "version"]
+            "simulate --train", "report", "checkpoint verify", "version"]
 INTRO = """# The tool: skim
 
 This page has the help texts of all commands, as `skim COMMAND --help` prints them. A config file
