@@ -257,7 +257,8 @@ def shared_indices(folder):
             metric, digits = "test_accuracy", 2
         one = {"task": row["task"], "ranks": row["ranks"], "method": other["label"]}
         for name, of in (("dense", at["dense"]), ("alone", at["one rank alone"]), ("allgather", other), ("shared", row)):
-            one |= {name: f"{of[metric]:.{digits}f}", f"{name}_bytes": of["share"], f"{name}_sends": of["density"] * of["steps"]}
+            one |= {name: f"{of[metric]:.{digits}f}", f"{name}_bytes": 100 * of["share"],
+                    f"{name}_sends": of["density"] * of["steps"]}
         found.append(one)
     return sorted(found, key=lambda one: (one["task"], one["ranks"], one["method"]))
 
@@ -620,8 +621,8 @@ TABLES = [
         "momentum correction": "{correction:+.3f}", "one rank alone": "{alone:+.3f}"}),
     Table("quality.md", "shared-indices", shared_indices, {
         "task": "{task}", "P": "{ranks}", "method": "{method}", "dense": "{dense}", "alone": "{alone}",
-        "allgather: bytes": "{allgather_bytes:.3%}", "S": "{allgather_sends:.3g}", "value": "{allgather}",
-        "shared-indices: bytes": "{shared_bytes:.3%}", "S ": "{shared_sends:.3g}", "value ": "{shared}"}),
+        "allgather: bytes": "{allgather_bytes:.3g} %", "S": "{allgather_sends:.3g}", "value": "{allgather}",
+        "shared-indices: bytes": "{shared_bytes:.3g} %", "S ": "{shared_sends:.3g}", "value ": "{shared}"}),
     Table("quality.md", "groups", groups, {
         "ranks": "{how}", "groups": "{groups}", "seeds": "{seeds}", "validation loss": ("{loss:.3f} ± {loss_deviation:.3f}", "{loss:.3f}")}),
     *(Table("quality.md", f"screen-{task}", screens(task), {
