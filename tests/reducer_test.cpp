@@ -682,9 +682,10 @@ TEST(reducer, clipped_gradients_are_reported_whole_and_sent_small) {
     for (const bool enabled : {true, false}) {
       if (kind == ExchangeKind::shared_indices && !enabled) continue;  // it needs a residual
       run_group(2, [&](Communicator& comm) {
+        SCOPED_TRACE(name_of(kind));
         ReducerOptions o = options_of(kind);
         o.feedback = {.enabled = enabled, .local_clip = 0.5F};
-        Reducer reducer(o, with_density(1.0 - 1e-12), comm);
+        Reducer reducer(o, with_density(1.0 - 1e-13), comm);  // k = n, sparse
         reducer.set_layout(buckets({3000}));
         Floats g = test::normal(3000, seed_of(comm.rank(), 0, 0));
         GradView grad = std::span(g);
@@ -1107,10 +1108,11 @@ TEST(reducer, reports_what_happened) {
 
 // Norms are sums of floats: near its ends, the report stays in its range.
 TEST(reducer, tells_of_its_phases) {
-  run_group(2, [](Communicator& comm) {
-    for (const std::size_t dense_below : {0U, 4096U}) {
+  for (const ExchangeKind kind : kKinds) {
+    run_group(2, [&](Communicator& comm) {
+      SCOPED_TRACE(name_of(kind));
       std::string phases;
-      ReducerOptions o = options_of(ExchangeKind::allgather, dense_below);
+      ReducerOptions o = options_of(kind);
       o.on_phase = [&](const char* phase) { phases.append(phase ? phase : "end").append(" "); };
       Reducer reducer(o, with_density(0.1), comm);
       reducer.set_layout(buckets({50}));
@@ -1120,8 +1122,8 @@ TEST(reducer, tells_of_its_phases) {
       phases.clear();
       EXPECT_THROW(reducer.reduce(0, std::span(g).first(49)), InvalidArgument);
       EXPECT_EQ(phases, "");
-    }
-  });
+    });
+  }
 }
 
 TEST(reducer, reports_within_the_range_when_all_is_sent) {

@@ -137,15 +137,13 @@ struct Reducer::Impl {
         local->select({report.id, grad, own, density.at_most_k, comm.size()}, mine);
     was_taken = true;
     expect_entries("the selector", mine.view(), grad.n);
-    if (shared != nullptr) {
-      phases.enter("exchange", report.exchange_ns);
-      const auto indices = shared->share(mine.view().index, grad.n, keep, comm);
-      phases.enter("select", report.select_ns);
-      gather(report.id.slot, indices, chosen);
-    }
-    codec.quantize(mine, report.id, comm.rank());
-    tell_group(report, chosen, chosen.kept_norm2);
+    if (shared == nullptr) codec.quantize(mine, report.id, comm.rank());
     phases.enter("exchange", report.exchange_ns);
+    if (shared != nullptr) {
+      gather(report.id.slot, shared->share(mine.view().index, grad.n, keep, comm), chosen);
+      codec.quantize(mine, report.id, comm.rank());
+    }
+    tell_group(report, chosen, chosen.kept_norm2);
     const ExchangeResult sum = exchange.run(report.id, mine.view(), keep, report.group, comm);
     expect_entries("the sum of the exchange", sum.sum, grad.n);
     expect_entries("the mass that the exchange returned", sum.returned, grad.n);

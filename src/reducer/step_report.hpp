@@ -25,7 +25,7 @@ class Phases {
     if (on_phase_) on_phase_(nullptr);
   }
 
-  // Ends the phase before, and begins one that adds its time to ns.
+  // Ends the phase before, and begins one that writes its time to ns.
   void enter(const char* phase, std::int64_t& ns) {
     end();
     if (on_phase_) on_phase_(phase);
@@ -33,7 +33,7 @@ class Phases {
     start_ = comm_.now_ns();
   }
   void end() {
-    if (ns_ != nullptr) *ns_ += comm_.now_ns() - start_;
+    if (ns_ != nullptr) *ns_ = comm_.now_ns() - start_;
     ns_ = nullptr;
   }
 
