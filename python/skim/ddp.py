@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import warnings
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from skim.protocols import OwnLocalHalf, OwnSchedule, OwnSelector
 
 BUCKET_BYTES = 25e6
+BUCKETS = "buckets"  # a key of states: the names of the parameters of each bucket of DDP, in JSON
 FSDP_ADVICE = (
     "skim.attach: a model with fully_shard needs between=, the process group of the ranks that have the same shards, "
     "one in each island; fully_shard over the slow links themselves sends whole parameters: shard inside islands, or "
@@ -211,7 +213,8 @@ def report(model: torch.nn.Module) -> Report:
 
 def state_dict(model: torch.nn.Module, *, gather: bool = False) -> dict[str, torch.Tensor]:
     """This rank's residuals and all other state of compression: one tensor of bytes, under the key
-    rank_R_of_P, or shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own.
+    rank_R_of_P, or shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own. Once DDP's buckets are
+    settled, after its third step, the key "buckets" has them, and a run that resumes goes on bit for bit.
 
     gather: True, for scripts that save on rank 0: rank 0 gets the states of all ranks, and the others an empty dict.
         Collective. For a moment every rank holds P times its residuals. Not with fully_shard.
@@ -310,8 +313,10 @@ class DdpCompression(Compression):
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
         self._seen_before: list[tuple[int, ...]] = []
-        # In an elastic group the whole step is reduced at once, because it may have to be taken twice. DDP's buckets
-        # may differ between ranks, so it has buckets of its own.
+        # Whether the whole step is reduced at once, in self.buckets, whatever buckets DDP has. In an elastic group, because
+        # a step may have to be taken twice, and DDP's buckets may differ between ranks. After load_state_dict, until DDP has
+        # the buckets of the saved run.
+        self._collects = elastic is not None
         self._gradients: dict[int, torch.Tensor] = {}  # by the index of the parameter
         self.held_back: list[Callable[[], None]] = []  # tell DDP that a bucket is reduced
         if elastic is not None:
@@ -354,7 +359,7 @@ class DdpCompression(Compression):
                 except BaseException as e:  # noqa: BLE001 - backward raises it
                     self.fail(e)
                 self.held_back.append(lambda: done.set_result(flat))
-                if last or self.elastic is None:
+                if last or not self._collects:
                     held_back, self.held_back = self.held_back, []
                     for tell in held_back:
                         tell()
@@ -381,18 +386,62 @@ class DdpCompression(Compression):
         with self.lock:
             return self.statistics
 
+    def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
+        found = super().state_dict(gather=gather)
+        if found and self.buckets is not None and self.elastic is None:
+            names = json.dumps([[self.names[i] for i in members] for members in self.buckets])
+            found[BUCKETS] = torch.frombuffer(bytearray(names.encode()), dtype=torch.uint8)
+        return found
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        saved = self._buckets_in(state)
+        if saved is None:
+            super().load_state_dict(state)
+            return
+        self.finish_step()
+        with self.lock:
+            before = self.buckets
+            self._set_layout(saved)
+            try:
+                super().load_state_dict(state)
+            except _core.StateError:
+                self._set_layout(before)
+                raise
+            self.statistics.buckets_stand()
+            self._collects, self._seen_before = True, []
+
+    def _buckets_in(self, state: Mapping[str, torch.Tensor]) -> list[tuple[int, ...]] | None:
+        """The buckets of the saved run. None: it has none, they are not of this model, or they cannot be kept."""
+        if BUCKETS not in state or self.elastic is not None or self._finds_unused:
+            return None
+        try:
+            names = json.loads(bytes(state[BUCKETS].cpu().tolist()))
+            index = {name: i for i, name in enumerate(self.names)}
+            found = [tuple(index[name] for name in members) for members in names]
+        except (ValueError, TypeError, KeyError):
+            return None
+        return found if sorted(i for members in found for i in members) == list(range(len(self.names))) else None
+
     def finish_step(self, *, skip: bool = False) -> None:
         with self.lock:
             was_open = self._step_open
             super().finish_step(skip=skip)
-            # DDP rebuilds its buckets after the first step. They are settled once two steps in a row had the
-            # same buckets.
-            if was_open and self.buckets is None and self._seen == self._seen_before:
-                self._set_layout(list(self._seen))
-                self.statistics.buckets_stand()
-            if was_open:
-                self._seen_before, self._seen = self._seen, []
-                self._warn_of_changes()
+            if not was_open:
+                return
+            if self.elastic is None and (self.buckets is None or self._collects):
+                self._settle()
+            self._seen_before, self._seen = self._seen, []
+            self._warn_of_changes()
+
+    def _settle(self) -> None:
+        """DDP rebuilds its buckets after the first step. They are settled once two steps in a row had the same buckets, or
+        one step those of a saved run."""
+        if self._seen == self.buckets:
+            self._collects = False
+        elif self._seen == self._seen_before:
+            self._set_layout(list(self._seen))
+            self.statistics.buckets_stand()
+            self._collects = False
 
     def _warn_of_changes(self) -> None:
         """Warns once if other parameters are trainable than at attach(): DDP does not exchange their gradients."""
@@ -409,7 +458,10 @@ class DdpCompression(Compression):
             )
 
     def _reduce_bucket(self, index: int, last: bool, members: tuple[int, ...], flat: torch.Tensor) -> None:
-        if self.elastic is not None:
+        if index == 0:
+            self.finish_step()
+        if self._collects:
+            self._seen.append(members)
             self._gradients.update(zip(members, torch.split(flat, [self.lengths[i] for i in members])))
             if last:
                 gradients, self._gradients = self._gradients, {}

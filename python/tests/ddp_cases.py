@@ -189,10 +189,12 @@ def case_state_that_rank_0_saves():
     model = attached()
     train(model, range(4))
     mine, of_all = skim.state_dict(model), skim.state_dict(model, gather=True)
-    assert list(of_all) == ([f"rank_{r}_of_{SIZE}" for r in range(SIZE)] if RANK == 0 else []), list(of_all)
+    expected = [*(f"rank_{r}_of_{SIZE}" for r in range(SIZE)), "buckets"] if RANK == 0 else []
+    assert list(of_all) == expected, list(of_all)
     [of_all] = dist_broadcast(of_all)
-    [(key, value)] = mine.items()
-    assert torch.equal(of_all[key], value)
+    assert len(mine) == 2
+    for key, value in mine.items():
+        assert torch.equal(of_all[key], value)
     again = attached()
     skim.load_state_dict(again, of_all)
     assert torch.equal(kept(again), kept(model))
@@ -727,18 +729,34 @@ def case_state_goes_on_bit_by_bit():
     for _ in run(first, range(5)):
         pass
     state = skim.state_dict(first)
-    assert list(state) == [f"rank_{RANK}_of_{SIZE}"]
-    # Other buckets, formed anew: what is selected differs, but nothing is lost.
-    second = attached(bucket_cap_mb=25)
-    skim.load_state_dict(second, state)
-    torch.testing.assert_close(kept(second), kept(first), rtol=0, atol=0)
-    # The same buckets from the start: bit by bit.
-    third = attached()
-    for _ in run(third, range(5)):  # its buckets are as the first one's; what it kept is replaced
+    assert list(state) == [f"rank_{RANK}_of_{SIZE}", "buckets"]
+    # A new run, whose DDP has other buckets at first: the saved ones are kept. One that has trained: its residuals are
+    # replaced.
+    has_trained = attached()
+    for _ in run(has_trained, range(5)):
         pass
-    skim.load_state_dict(third, state)
-    for step, got in zip(range(5, 10), run(third, range(5, 10))):
-        assert torch.equal(got, whole[step]), step
+    for again in (attached(), has_trained, attached(attach={"local": "device"})):
+        skim.load_state_dict(again, {key: value.clone() for key, value in state.items()})
+        torch.testing.assert_close(kept(again), kept(first), rtol=0, atol=0)
+        for step, got in zip(range(5, 10), run(again, range(5, 10))):
+            assert torch.equal(got, whole[step]), step
+        assert list(skim.report(again).buckets), "DDP has its buckets, and they overlap with backward again"
+        assert not skim.compression_of(again)._collects
+    # DDP never has the saved buckets: it gets its own once they are settled. Nothing is lost.
+    other = attached(bucket_cap_mb=25)
+    skim.load_state_dict(other, state)
+    before, given, got = total(kept(other)), torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in range(5, 10):
+        model_step = gradients(step)
+        other(model_step).backward()
+        given += flat(model_step)
+        mean = means(other)
+        if step == 5:
+            assert torch.equal(mean, whole[step]), "the saved buckets"
+        got += mean
+    same(before + total(given), SIZE * got + total(kept(other)))
+    assert not skim.compression_of(other)._collects
+    assert skim.compression_of(other).buckets != skim.compression_of(first).buckets
 
 
 def case_state_on_another_number_of_ranks():
@@ -781,7 +799,7 @@ def case_distributed_checkpoint():
     other = attached()
     train(other, range(20, 23))
     state = {"skim": skim.state_template(folder[0])}
-    assert len(state["skim"]) == SIZE
+    assert len(state["skim"]) == SIZE + 1  # and the buckets
     dcp.load(state, checkpoint_id=folder[0])
     skim.load_state_dict(other, state["skim"])
     torch.testing.assert_close(kept(other), kept(model), rtol=0, atol=0)

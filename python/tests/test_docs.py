@@ -29,6 +29,8 @@ NOT_CODE = {"text", "", "{toctree}", "{eval-rst}"}
 PROGRAMS = {"apt-get", "auditwheel", "cd", "cmake", "cp", "ctest", "export", "mkdir", "mpirun", "pip", "python", "srun",
             "sudo", "torchrun"}
 HAS_TORCH, HAS_MATPLOTLIB = (importlib.util.find_spec(name) is not None for name in ("torch", "matplotlib"))
+if HAS_TORCH:
+    import torch
 
 
 def program(page, name):
@@ -91,6 +93,15 @@ class Programs(unittest.TestCase):
     def test_resume(self):
         page = "docs/how-to/resume.md"
         self.assert_close(self.printed(page, "resume"), block(page, "output", "resume"), within=1e-3)
+        # The same steps without an interruption end with the same bits.
+        resumed = torch.load(self.folder / "shared.pt")["model"]
+        (self.folder / "shared.pt").unlink()
+        whole = block(page, "script", "resume").replace("first + 20", "first + 40")
+        (self.folder / "whole.py").write_text(whole)
+        self.started(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "whole.py")
+        self.assertIn("first + 40", whole)
+        for name, value in torch.load(self.folder / "shared.pt")["model"].items():
+            self.assertTrue(torch.equal(value, resumed[name]), name)
 
     def test_density(self):
         page = "docs/how-to/density.md"
