@@ -83,7 +83,7 @@ skim_communicator* handle_of(std::shared_ptr<Communicator> communicator) {
   return new skim_communicator{std::move(communicator)};
 }
 
-GradView view_of(void* gradient, std::size_t n, skim_dtype dtype) {
+GradView view_of(void* gradient, std::size_t n, int dtype) {
   GradView view;
   view.data = gradient;
   view.n = n;
@@ -99,7 +99,7 @@ GradView view_of(void* gradient, std::size_t n, skim_dtype dtype) {
       return view;
   }
   throw InvalidArgument("dtype: must be SKIM_F32, SKIM_F16 or SKIM_BF16, not " +
-                        std::to_string(static_cast<int>(dtype)));
+                        std::to_string(dtype));
 }
 
 void put(const StepReport& from, skim_report* to) {
@@ -212,7 +212,7 @@ skim_status skim_reducer_set_layout(skim_reducer* reducer, const skim_parameter*
 }
 
 skim_status skim_reducer_reduce(skim_reducer* reducer, uint32_t slot, void* gradient, size_t n,
-                                skim_dtype dtype, skim_report* report) {
+                                int dtype, skim_report* report) {
   return guarded([&] {
     expect(reducer, "reducer");
     put(reducer->own.reduce(slot, view_of(gradient, n, dtype)), report);
@@ -220,7 +220,7 @@ skim_status skim_reducer_reduce(skim_reducer* reducer, uint32_t slot, void* grad
 }
 
 skim_status skim_reducer_start(skim_reducer* reducer, uint32_t slot, void* gradient, size_t n,
-                               skim_dtype dtype, uint64_t* ticket) {
+                               int dtype, uint64_t* ticket) {
   return guarded([&] {
     expect(reducer, "reducer");
     expect(ticket, "ticket");

@@ -125,6 +125,7 @@ typedef struct skim_parameter {
 skim_status skim_reducer_set_layout(skim_reducer* reducer, const skim_parameter* parameters,
                                     size_t count);
 
+/* Functions take it as an int, so that a wrong number is an error like any other. */
 typedef enum skim_dtype { SKIM_F32 = 0, SKIM_F16 = 1, SKIM_BF16 = 2 } skim_dtype;
 
 /* What one bucket moved in one step. Bytes, entries and times are this rank's. */
@@ -144,13 +145,13 @@ typedef struct skim_report {
  *   report        NULL is allowed
  * After another error than SKIM_INVALID_ARGUMENT, restart every rank from its last state. */
 skim_status skim_reducer_reduce(skim_reducer* reducer, uint32_t slot, void* gradient, size_t n,
-                                skim_dtype dtype, skim_report* report);
+                                int dtype, skim_report* report);
 
 /* Begins the same on a thread of the reducer's, so that it overlaps with the backward pass. The
  * gradient belongs to the reducer until skim_reducer_wait. Wait for each ticket once, in any
  * order. */
 skim_status skim_reducer_start(skim_reducer* reducer, uint32_t slot, void* gradient, size_t n,
-                               skim_dtype dtype, uint64_t* ticket);
+                               int dtype, uint64_t* ticket);
 skim_status skim_reducer_wait(skim_reducer* reducer, uint64_t ticket, skim_report* report);
 
 /* Ends a step. Call it once per optimizer step on every rank, when no ticket is open.

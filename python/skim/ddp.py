@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
@@ -412,7 +412,7 @@ class DdpCompression(Compression):
 
     def _buckets_in(self, state: Mapping[str, torch.Tensor]) -> list[tuple[int, ...]] | None:
         """The buckets of the saved run. None: it has none, they are not of this model, or they cannot be kept."""
-        if BUCKETS not in state or self.elastic is not None or self._finds_unused:
+        if BUCKETS not in state or self.elastic is not None:
             return None
         try:
             names = json.loads(bytes(state[BUCKETS].cpu().tolist()))
@@ -466,8 +466,7 @@ class DdpCompression(Compression):
             if last:
                 gradients, self._gradients = self._gradients, {}
                 with self.lock:
-                    assert self.buckets is not None
-                    self.reduce_buckets(range(len(self.buckets)), gradients, self._unit.scale())
+                    self._reduce_collected(gradients)
                     self.end_of_step()
                     self.raise_if_not_finite()
             return
@@ -477,29 +476,40 @@ class DdpCompression(Compression):
                 self._scale_now = self._unit.scale()
             self._seen.append(members)
             scale = self._scale_now
-            unused = self._unused_by_all(members, flat) if self._finds_unused else []
+            gradients = dict(zip(members, torch.split(flat, [self.lengths[i] for i in members])))
+            unused = self._unused_by_all(gradients)
             for slot, offset, length in self.slots_of(members, index):
                 self.reduce_part(slot, flat[offset : offset + length], scale)
-                for begin, end in unused:
-                    if offset <= begin and end <= offset + length:
-                        self.give_back(slot, begin - offset, flat[begin:end].clone(), scale)
+                of_slot = members if self.buckets is not None else (slot,)
+                self._give_back_unused(slot, of_slot, gradients, unused, scale)
             if last:
                 self.end_of_step()
                 self.raise_if_not_finite()
 
-    def _unused_by_all(self, members: tuple[int, ...], flat: torch.Tensor) -> list[tuple[int, int]]:
-        """The ranges [begin, end) of the bucket whose parameters have a zero gradient on all ranks.
+    def _reduce_collected(self, gradients: dict[int, torch.Tensor]) -> None:
+        assert self.buckets is not None
+        scale, unused = self._unit.scale(), self._unused_by_all(gradients)
+        self.reduce_buckets(range(len(self.buckets)), gradients, scale)
+        for index, members in enumerate(self.buckets):
+            self._give_back_unused(len(self.names) + index, members, gradients, unused, scale)
 
-        DDP does not apply the means of parameters that no rank used. Collective.
-        """
-        parts = []
+    def _unused_by_all(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
+        """The parameters that have a zero gradient on all ranks: DDP does not apply their means. Collective, if DDP looks
+        for such parameters."""
+        if not self._finds_unused:
+            return set()
+        used = bytes(bool(g.any()) for g in gradients.values())
+        of_all = self.comm.allgather(used)
+        return {i for j, i in enumerate(gradients) if not any(u[j] for u in of_all)}
+
+    def _give_back_unused(
+        self, slot: int, members: Sequence[int], means: Mapping[int, torch.Tensor], unused: set[int], scale: float
+    ) -> None:
         offset = 0
         for i in members:
-            parts.append((offset, offset + self.lengths[i]))
+            if i in unused:
+                self.give_back(slot, offset, means[i].clone(), scale)
             offset += self.lengths[i]
-        used = bytes(bool(flat[a:b].any()) for a, b in parts)
-        of_all = self.comm.allgather(used)
-        return [part for j, part in enumerate(parts) if not any(u[j] for u in of_all)]
 
 
 def _order_of(p: torch.Tensor) -> str:
