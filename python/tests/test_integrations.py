@@ -80,7 +80,8 @@ class Frameworks(unittest.TestCase):
 
     def check(self, name, second=None):
         """second: the checkpoint after 60 steps, if there is one beside that after 30."""
-        script = self.script(name)
+        # "auto" may choose other exchanges in another run.
+        script = self.script(name).replace("density=0.05", 'density=0.05, exchange="allgather"')
         with tempfile.TemporaryDirectory() as folder:
             whole, loss = self.run_script(script, folder)
             self.assertFalse(whole["loaded"])
@@ -92,8 +93,8 @@ class Frameworks(unittest.TestCase):
             # Each rank gets what it had.
             self.assertEqual({rank for rank, _, norm in resumed["loaded"] if float(norm) > 0.0}, {"0", "1"})
             self.assertLessEqual(resumed["loaded"], whole["saved"])
-            # The buckets of the first steps differ, and with them what is sent.
-            self.assertLess(abs(again - loss), 0.1 * loss)
+            self.assertEqual(resumed["ends"], whole["ends"])
+            self.assertEqual(again, loss)
 
     def test_trainer(self):
         self.check("trainer", "checkpoint-60")
@@ -103,6 +104,32 @@ class Frameworks(unittest.TestCase):
 
     def test_lightning(self):
         self.check("lightning", "*step=60.ckpt")
+
+    def test_ray(self):
+        script = self.script("ray").replace("density=0.05", 'density=0.05, exchange="allgather"')
+
+        def states_after(runs, script):
+            """Of both ranks, in the newest checkpoint."""
+            with tempfile.TemporaryDirectory() as folder:
+                pathlib.Path(folder, "script.py").write_text(script)
+                for _ in range(runs):
+                    done = subprocess.run(
+                        [sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=300,
+                        env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+                    )  # fmt: skip
+                    self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+                import torch
+
+                newest = max(pathlib.Path(folder, "checkpoints", "skim").glob("checkpoint_*/rank_0.pt")).parent
+                return [torch.load(newest / f"rank_{rank}.pt") for rank in range(2)]
+
+        resumed, whole = states_after(2, script), states_after(1, script.replace("step + 30", "step + 60"))
+        for a, b in zip(resumed, whole, strict=True):
+            self.assertEqual((a["step"], b["step"]), (60, 60))
+            for of_a, of_b in ((a["model"], b["model"]), (a["skim"], b["skim"])):
+                self.assertEqual(list(of_a), list(of_b))
+                for name in of_a:
+                    self.assertTrue((of_a[name] == of_b[name]).all(), name)
 
     def test_a_checkpoint_without_residuals_is_refused(self):
         def lose_files(folder):
