@@ -255,12 +255,9 @@ skim_status skim_reducer_residual(skim_reducer* reducer, uint32_t slot, float* r
     const std::size_t length = reducer->own.local().size(slot);
     SKIM_EXPECTS(n == length, "residual: slot " + std::to_string(slot) + " has " +
                                   std::to_string(length) + " entries, not " + std::to_string(n));
-    const std::span<float> out(residual, n);
-    const std::span<const float> kept = reducer->own.local().residual(slot).span();
-    std::ranges::fill(out, 0.0F);
-    std::ranges::copy(kept, out.begin());
-    const HeldMass::Piece held = reducer->own.held(slot);
-    for (std::size_t i = 0; i < held.mass.n; ++i) out[held.first + i] += held.mass.data[i];
+    std::vector<float> kept = reducer->own.kept(slot);
+    kept.resize(n);
+    std::ranges::copy(kept, residual);
   });
 }
 

@@ -272,7 +272,7 @@ void ErrorFeedback::set_layout(std::span<const Bucket> buckets) {
 
   std::unordered_map<Slot, SlotState> slots;
   std::vector<Slot> order;
-  std::map<std::string, std::pair<std::size_t, std::size_t>, std::less<>> place;  // at, length
+  std::map<std::string, std::size_t, std::less<>> lengths;  // of parameters
   std::size_t total = 0, entries = 0, largest = 0;
   for (const Bucket& b : buckets) {
     SlotState s;
@@ -290,7 +290,7 @@ void ErrorFeedback::set_layout(std::span<const Bucket> buckets) {
                                                       std::to_string(kLongestName) + " bytes");
       SKIM_EXPECTS(p.length < kTooLong - s.n,
                    "set_layout: slot " + std::to_string(b.slot) + " has 2^32 entries or more");
-      SKIM_EXPECTS(place.try_emplace(p.name, s.at + s.n, p.length).second,
+      SKIM_EXPECTS(lengths.try_emplace(p.name, p.length).second,
                    "set_layout: the name '" + p.name + "' stands twice");
       s.n += p.length;
     }
@@ -303,9 +303,9 @@ void ErrorFeedback::set_layout(std::span<const Bucket> buckets) {
   }
   for (const auto& [slot, old] : impl_->slots) {
     for (const Segment& p : old.parameters) {
-      const auto found = place.find(p.name);
-      SKIM_EXPECTS(found == place.end() || found->second.second == p.length,
-                   "set_layout: '" + p.name + "' has " + std::to_string(found->second.second) +
+      const auto found = lengths.find(p.name);
+      SKIM_EXPECTS(found == lengths.end() || found->second == p.length,
+                   "set_layout: '" + p.name + "' has " + std::to_string(found->second) +
                        " entries, before " + std::to_string(p.length));
     }
   }

@@ -1199,10 +1199,12 @@ TEST(reducer, signals_reach_all_ranks_at_the_end_of_the_step) {
 // ---- memory
 // -----------------------------------------------------------------------------------------
 
-// By all ranks together, in steps 10 to 40; every rank and step has gradients of its own.
+// By all ranks together, in steps 10 to 40; every rank and step has gradients of its own, but all
+// ranks have the same ones before step 10 if alike_at_first.
 std::uint64_t allocations_when_warm(int ranks, const ExchangeOptions& exchange, double density,
                                     bool async, const FeedbackOptions& feedback = {},
-                                    DType type = DType::f32, int ranks_on_a_host = 100) {
+                                    DType type = DType::f32, int ranks_on_a_host = 100,
+                                    bool alike_at_first = false) {
   const std::vector<std::size_t> sizes = {50, 3000, 5000};
   std::barrier<> together(ranks);
   std::uint64_t before = 0, after = 0;
@@ -1216,7 +1218,8 @@ std::uint64_t allocations_when_warm(int ranks, const ExchangeOptions& exchange, 
     std::vector<std::vector<Floats>> grads(40);
     for (std::uint64_t step = 0; step < grads.size(); ++step) {
       for (Slot s = 0; s < sizes.size(); ++s) {
-        grads[step].push_back(test::normal(sizes[s], seed_of(comm.rank(), step, s)));
+        const int rank = alike_at_first && step < 10 ? 0 : comm.rank();
+        grads[step].push_back(test::normal(sizes[s], seed_of(rank, step, s)));
       }
     }
     std::vector<BucketTicket> tickets(sizes.size());
@@ -1257,6 +1260,16 @@ TEST(reducer, a_warm_step_allocates_nothing) {
             << name_of(kind) << (async ? " async on " : " sync on ") << ranks << " ranks";
       }
     }
+  }
+}
+
+// At first all ranks name the same indices, and then their list grows to P times its length.
+TEST(reducer, a_warm_step_allocates_nothing_when_lists_of_indices_grow) {
+  for (const int ranks : {2, 4}) {
+    EXPECT_EQ(allocations_when_warm(ranks, {.kind = ExchangeKind::shared_indices}, 0.05, false, {},
+                                    DType::f32, 100, true),
+              0U)
+        << ranks << " ranks";
   }
 }
 

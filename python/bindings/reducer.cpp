@@ -311,13 +311,7 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
       .def(
           "residual",
           [](AnnotatedReducer& self, Slot slot) {
-            const DenseView r = self.local().residual(slot);
-            std::vector<float> kept(r.data, r.data + r.n);
-            const HeldMass::Piece held = self.held(slot);
-            if (!held.mass.empty()) kept.resize(self.local().size(slot));
-            for (std::size_t i = 0; i < held.mass.n; ++i) {
-              kept[held.first + i] += held.mass.data[i];
-            }
+            const std::vector<float> kept = self.kept(slot);
             return to_array(std::span<const float>(kept));
           },
           "slot"_a,

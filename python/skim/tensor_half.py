@@ -29,7 +29,8 @@ class TensorLocalHalf:
     """A local half (skim.protocols.OwnLocalHalf) for tensors on any device. It selects as select="exact" does.
 
     Only selected entries and a few numbers leave the device, and only entries of the mean come to it: see moved_bytes.
-    A bucket waits for the device once. If the largest entries changed much since the last step, it waits twice.
+    A bucket waits for the device once. If the largest entries changed much since the last step, it waits twice. The
+    exchange "shared-indices" waits once more.
     A dense sum moves the whole bucket.
 
     Residuals and means are those of the built-in local half, bit for bit. Norms may differ in their last bits, and so

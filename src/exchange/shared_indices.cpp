@@ -69,7 +69,10 @@ class SharedIndicesExchange final : public Exchange, public SharedIndices {
                                Communicator& comm) override {
     return or_abort(comm, [&] {
       ranks_ = static_cast<std::size_t>(comm.size());
+      const std::size_t most_named = named(keep, comm.size());
       lists_.resize(ranks_);
+      for (SparseBuffer& list : lists_) list.reserve(most_named);
+      list_.reserve(ranks_ * most_named);
       views_.resize(ranks_);
       is_shared_ = true;
       if (keep.k >= dim) {  // every index, without a word
@@ -81,7 +84,7 @@ class SharedIndicesExchange final : public Exchange, public SharedIndices {
       comm.set_phase({"shared-indices: share"});
       frame_.clear();
       codec_.encode_indices(mine, dim, frame_);
-      comm.allgather(frame_, all_, codec_.max_encoded_bytes(named(keep, comm.size()), dim));
+      comm.allgather(frame_, all_, codec_.max_encoded_bytes(most_named, dim));
       for (std::size_t r = 0; r < ranks_; ++r) {
         const DecodeResult decoded = codec_.decode_indices(all_[r], dim, lists_[r]);
         if (!decoded || decoded.bytes_read != all_[r].size()) {
@@ -134,22 +137,24 @@ class SharedIndicesExchange final : public Exchange, public SharedIndices {
  private:
   Regions regions() const { return {list_.nnz(), ranks_}; }
 
-  // Reserves for the largest sizes that can occur, so a warm run allocates nothing.
+  // Reserves for the largest sizes that can occur, as share() does, so a warm run allocates nothing.
   void make_room(const SparseView& mine, const Keep& keep) {
-    const std::size_t most = std::max({ranks_ * named_by_each(keep.k, ranks_), list_.nnz()});
+    const std::size_t most = std::max(ranks_ * named_by_each(keep.k, ranks_), list_.nnz());
     longest_ = Regions(most, ranks_).largest();
     placed_.reserve(most);
     result_.reserve(most);
     off_.reserve(most);
     off_sums_.reserve(longest_);
-    outside_.reserve(std::max(most, mine.nnz()));
-    returned_.reserve(2 * most + mine.nnz());
-    for (SparseBuffer* s : {&part_, &error_, &sums_}) s->reserve(longest_);
+    const std::size_t most_mine = std::max(most, mine.nnz());
+    outside_.reserve(most_mine);
+    returned_.reserve(2 * most + most_mine);
+    for (SparseBuffer* s : {&part_, &error_}) s->reserve(longest_);
+    sums_.reserve(ranks_ * longest_);  // what sum() asks for
     const std::size_t most_bytes = codec_.max_encoded_bytes(longest_, longest_);
     outgoing_.resize(ranks_);
     for (auto& message : outgoing_) message.reserve(most_bytes);
-    frame_in_.reserve(most_bytes);
-    for (SparseBuffer& list : lists_) list.reserve(std::max(longest_, list.nnz()));
+    for (auto* frame : {&frame_, &frame_in_}) frame->reserve(most_bytes);
+    for (SparseBuffer& list : lists_) list.reserve(longest_);
     stats_.resize(ranks_);
   }
 

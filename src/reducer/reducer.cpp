@@ -131,7 +131,10 @@ struct Reducer::Impl {
     const Keep keep = keep_of(density, grad.n);
     SharedIndices* const shared = comm.size() > 1 ? exchange.shared_indices() : nullptr;
     Keep own = keep;
-    if (shared != nullptr) own.k = shared->named(keep, comm.size());
+    if (shared != nullptr) {
+      own.k = shared->named(keep, comm.size());
+      mine.reserve(own.k * static_cast<std::size_t>(comm.size()));
+    }
     phases.enter("select", report.select_ns);
     SelectReport chosen =
         local->select({report.id, grad, own, density.at_most_k, comm.size()}, mine);
@@ -416,6 +419,14 @@ std::string_view Reducer::decision(Slot slot) const noexcept {
 }
 HeldMass::Piece Reducer::held(Slot slot) noexcept {
   return impl_->holder != nullptr ? impl_->holder->held(slot) : HeldMass::Piece{};
+}
+std::vector<float> Reducer::kept(Slot slot) {
+  const std::span<const float> residual = impl_->local->residual(slot).span();
+  std::vector<float> all(residual.begin(), residual.end());
+  const HeldMass::Piece piece = held(slot);
+  if (!piece.mass.empty()) all.resize(impl_->local->size(slot));
+  for (std::size_t i = 0; i < piece.mass.n; ++i) all[piece.first + i] += piece.mass.data[i];
+  return all;
 }
 
 void Reducer::save(std::ostream& out) const {
