@@ -6,12 +6,16 @@ namespace {
 
 template <class T>
 void read(const std::string& who, const T* from, std::size_t n, std::span<Index> to) {
+  bool all_inside = true;  // one answer for all, so that the loop is vectorized
   for (std::size_t e = 0; e < to.size(); ++e) {
     // A negative index becomes a large one, and is refused.
+    all_inside &= static_cast<std::uint64_t>(from[e]) < n;
+    to[e] = static_cast<Index>(from[e]);
+  }
+  for (std::size_t e = 0; e < to.size() && !all_inside; ++e) {
     SKIM_EXPECTS(static_cast<std::uint64_t>(from[e]) < n,
                  who + ": index " + std::to_string(from[e]) + " (entry " + std::to_string(e) +
                      ") is not in [0, " + std::to_string(n) + ")");
-    to[e] = static_cast<Index>(from[e]);
   }
 }
 
@@ -43,7 +47,9 @@ void read_sparse(const std::string& who, const Numbers& indices, const Floats& v
   out.resize(indices.size());
   const std::span<Index> index = out.indices();
   read_indices(who, indices, n, index);
-  for (std::size_t e = 1; e < index.size(); ++e) {
+  bool all_ascend = true;
+  for (std::size_t e = 1; e < index.size(); ++e) all_ascend &= index[e - 1] < index[e];
+  for (std::size_t e = 1; e < index.size() && !all_ascend; ++e) {
     SKIM_EXPECTS(index[e - 1] < index[e],
                  who + ": indices must ascend, each once (entry " + std::to_string(e) + " is " +
                      std::to_string(index[e]) + ", after " + std::to_string(index[e - 1]) + ")");

@@ -18,9 +18,24 @@ from skim import _core
 
 LARGEST = torch.finfo(torch.float32).max
 NO_INDEX = 0xFFFFFFFF  # all indices are smaller
-NO_ENTRY = 0x7FFFFFFF  # the same among 32-bit integers, which index up to 2^31 - 1 entries
+HEAD = 8  # 32-bit words before the selected entries: two counts, two norms in float64, the key of the last entry
+LAST_KEY = 6
 KERNELS = (None, "triton", "pytorch")
 CHUNK = 1 << 22  # entries of a bucket that PyTorch works on at once: they bound its temporary memory
+
+
+# pass(gradient, residual, factor, decay, above, into): residual = decay * residual + gradient * factor.
+#   gradient  [n], float32, float16 or bfloat16. An entry that is not finite adds 0 and is counted.
+#   residual  [n], float32. A sum that overflows becomes the largest float.
+#   above     the magnitude that entries must exceed to be collected
+Pass = Callable[[torch.Tensor, torch.Tensor, float, float, float, "Collected"], None]
+
+# pack(largest, low, residual, words): writes the selected entries where one copy takes them to the host.
+#   largest   int64 [k], k > 0, descending: keys, and zeros behind them
+#   low       int32 [k], descending: their lower halves, -1 - index. So zeros, which stand for no entry, come first.
+#   residual  float32 [n]
+#   words     int32 [HEAD + 2 k]. Gets largest[-1] at LAST_KEY, and from HEAD on k indices (-1: no entry), then k values
+Pack = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclasses.dataclass
@@ -36,20 +51,17 @@ class Collected:
     norms2: torch.Tensor
 
 
-# pass(gradient, residual, factor, decay, above, into): residual = decay * residual + gradient * factor.
-#   gradient  [n], float32, float16 or bfloat16. An entry that is not finite adds 0 and is counted.
-#   residual  [n], float32. A sum that overflows becomes the largest float.
-#   above     the magnitude that entries must exceed to be collected
-Pass = Callable[[torch.Tensor, torch.Tensor, float, float, float, Collected], None]
+@dataclasses.dataclass
+class Kernels:
+    """What a device runs: of PyTorch, or of Triton."""
+
+    add: Pass
+    pack: Pack
 
 
 def key_of(magnitude: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Keys in the order of selection: the larger magnitude, then the lower index. 0 is less than the key of any entry."""
     return (magnitude.view(torch.int32).to(torch.int64) << 32) | (NO_INDEX - index)
-
-
-def index_of(key: torch.Tensor) -> torch.Tensor:
-    return NO_INDEX - (key & NO_INDEX)
 
 
 def in_pytorch(
@@ -98,17 +110,25 @@ def collect_k_largest(residual: torch.Tensor, k: int, least: float, keys: torch.
     keys[k : 2 * k] = torch.where(there, key_of(kth.expand(k), first_k), 0)
 
 
+def pack_in_pytorch(largest: torch.Tensor, low: torch.Tensor, residual: torch.Tensor, words: torch.Tensor) -> None:
+    k = low.numel()
+    index, values = words[HEAD : HEAD + k], words[HEAD + k : HEAD + 2 * k].view(torch.float32)
+    words[LAST_KEY:HEAD].view(torch.int64).copy_(largest[-1])
+    torch.bitwise_not(low, out=index)
+    torch.index_select(residual, 0, index.clamp(min=0), out=values)
+
+
 def magnitude_of(key: int) -> float:
     return float(np.uint32(key >> 32).view(np.float32))
 
 
-def pass_for(device: torch.device, kernels: str | None) -> Pass:
-    """The pass for a device. Raises: as has_triton."""
+def kernels_for(device: torch.device, kernels: str | None) -> Kernels:
+    """The kernels for a device. Raises: as has_triton."""
     if not has_triton(device, kernels):
-        return in_pytorch
-    from skim._triton_pass import in_triton
+        return Kernels(in_pytorch, pack_in_pytorch)
+    from skim import _triton_pass
 
-    return in_triton
+    return Kernels(_triton_pass.in_triton, _triton_pass.pack_in_triton)
 
 
 @functools.cache

@@ -8,14 +8,16 @@ import torch
 import triton
 import triton.language as tl
 
+from skim import _passes
 from skim._passes import Collected
 
-BLOCK, WARPS = 2048, 8  # 4 warps would take 150 registers a thread in place of 64, and fewer blocks would run at once
-ROWS, SHARED = 32, 64  # q8: blocks of a program, and entries of a block
+ROWS, COLUMNS, TILES, WARPS = 256, 4, 4, 4  # of the pass: a program takes TILES tiles of ROWS x COLUMNS entries
+BLOCK = 2048  # entries of a program, elsewhere
+BLOCKS, SHARED = 32, 64  # q8: blocks of a program, and entries of a block
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 LEAST_EXPONENT, LARGEST_EXPONENT = tl.constexpr(-126), tl.constexpr(121)
-NO_INDEX = tl.constexpr(0xFFFFFFFF)
+HEAD, LAST_KEY = tl.constexpr(_passes.HEAD), tl.constexpr(_passes.LAST_KEY)
 
 
 # Triton reads annotations, and knows none but its own.
@@ -25,46 +27,99 @@ def _clamped(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
-    gradient, residual, n, factor, decay, above, keys, room, counts, norms2, block: tl.constexpr
-):
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < n
-    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+def _tile(  # type: ignore[no-untyped-def]
+    gradient, residual, first, n, factor, decay, above, keys, room, counts,
+    rows: tl.constexpr, columns: tl.constexpr, is_whole: tl.constexpr,
+):  # fmt: skip
+    """Adds the entries from `first` on, and returns the sums of squares of each row: of residuals, of gradients.
+
+    A thread has whole rows, so it sums them by itself. is_whole: n does not end in this tile. Without masks a thread
+    loads four entries at once, whatever n.
+    """
+    at = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
+    if is_whole:
+        g = tl.load(gradient + first + at).to(tl.float32)
+        before = tl.load(residual + first + at)
+    else:
+        g = tl.load(gradient + first + at, mask=at < n - first, other=0.0).to(tl.float32)
+        before = tl.load(residual + first + at, mask=at < n - first, other=0.0)
     is_finite = tl.abs(g) <= LARGEST
     x = _clamped(tl.where(is_finite, g, 0.0) * factor)
-    r = _clamped(tl.load(residual + at, mask=inside, other=0.0) * decay + x)
-    tl.store(residual + at, r, mask=inside)
+    r = _clamped(before * decay + x)
+    if is_whole:
+        tl.store(residual + first + at, r)
+    else:
+        tl.store(residual + first + at, r, mask=at < n - first)
 
-    passes = inside & (tl.abs(r) > above)
+    passes = tl.abs(r) > above  # behind the end r is 0
     as_number = passes.to(tl.int32)
-    count = tl.sum(as_number, 0)
+    of_row = tl.sum(as_number, 1)
+    count = tl.sum(of_row, 0)
     if count > 0:
-        place = tl.atomic_add(counts, count) + tl.cumsum(as_number, 0) - 1
-        key = (tl.abs(r).to(tl.int32, bitcast=True).to(tl.int64) << 32) | (NO_INDEX - at)
+        of_rows_before = tl.atomic_add(counts, count, sem="relaxed") + tl.cumsum(of_row, 0) - of_row
+        place = of_rows_before[:, None] + tl.cumsum(as_number, 1) - as_number
+        low = (-1 - (first.to(tl.int32) + at)).to(tl.uint32, bitcast=True)
+        key = (tl.abs(r).to(tl.int32, bitcast=True).to(tl.int64) << 32) | low.to(tl.int64)
         tl.store(keys + place, key, mask=passes & (place < room))
-    bad = tl.sum((inside & (is_finite == 0)).to(tl.int32), 0)
-    if bad > 0:
-        tl.atomic_add(counts + 1, bad)
-    # A sum for each block, so that the sum over blocks has an order.
+    tl.atomic_add(counts + 1 + tl.zeros_like(at), 1, mask=is_finite == 0, sem="relaxed")
     wide_r, wide_x = r.to(tl.float64), x.to(tl.float64)
-    tl.store(norms2 + 2 * tl.program_id(0), tl.sum(wide_r * wide_r, 0))
-    tl.store(norms2 + 2 * tl.program_id(0) + 1, tl.sum(wide_x * wide_x, 0))
+    return tl.sum(wide_r * wide_r, 1), tl.sum(wide_x * wide_x, 1)
+
+
+@triton.jit
+def _pass(  # type: ignore[no-untyped-def]
+    gradient, residual, n, factor, decay, above, keys, room, counts, norms2,
+    rows: tl.constexpr, columns: tl.constexpr, tiles: tl.constexpr,
+):  # fmt: skip
+    of_r, of_x = tl.zeros([rows], tl.float64), tl.zeros([rows], tl.float64)
+    begin = tl.program_id(0).to(tl.int64) * (tiles * rows * columns)
+    for tile in range(tiles):
+        first = begin + tile * rows * columns
+        if first + rows * columns <= n:
+            r, x = _tile(gradient, residual, first, n, factor, decay, above, keys, room, counts, rows, columns, True)
+            of_r += r
+            of_x += x
+        elif first < n:
+            r, x = _tile(gradient, residual, first, n, factor, decay, above, keys, room, counts, rows, columns, False)
+            of_r += r
+            of_x += x
+    # A sum for each program, so that the sum over programs has an order.
+    tl.store(norms2 + 2 * tl.program_id(0), tl.sum(of_r, 0))
+    tl.store(norms2 + 2 * tl.program_id(0) + 1, tl.sum(of_x, 0))
 
 
 def in_triton(
     gradient: torch.Tensor, residual: torch.Tensor, factor: float, decay: float, above: float, into: Collected
 ) -> None:
     n = residual.numel()
-    blocks = triton.cdiv(n, BLOCK)
-    of_blocks = torch.empty(blocks, 2, dtype=torch.float64, device=residual.device)
+    programs = triton.cdiv(n, TILES * ROWS * COLUMNS)
+    norms2 = torch.empty(programs, 2, dtype=torch.float64, device=residual.device)
     with _current(residual.device):
         # Without fusion: a product is rounded before it is added, as on the CPU.
-        _kernel[(blocks,)](
-            gradient, residual, n, factor, decay, above, into.keys, into.keys.numel(), into.counts, of_blocks,
-            block=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        _pass[(programs,)](
+            gradient, residual, n, factor, decay, above, into.keys, into.keys.numel(), into.counts, norms2,
+            rows=ROWS, columns=COLUMNS, tiles=TILES, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-    torch.sum(of_blocks, 0, out=into.norms2)
+    torch.sum(norms2, 0, out=into.norms2)
+
+
+@triton.jit
+def _pack(largest, low, residual, k, words, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside = at < k
+    index = -1 - tl.load(low + at, mask=inside, other=0)
+    value = tl.load(residual + index, mask=inside & (index >= 0), other=0.0)
+    tl.store(words + HEAD + at, index, mask=inside)
+    tl.store(words + HEAD + k + at, value.to(tl.int32, bitcast=True), mask=inside)
+    if tl.program_id(0) == 0:
+        half = tl.arange(0, 2)
+        tl.store(words + LAST_KEY + half, tl.load(largest + 2 * (k - 1) + half))
+
+
+def pack_in_triton(largest: torch.Tensor, low: torch.Tensor, residual: torch.Tensor, words: torch.Tensor) -> None:
+    k = low.numel()
+    with _current(residual.device):
+        _pack[(triton.cdiv(k, 1024),)](largest.view(torch.int32), low, residual, k, words, block=1024)
 
 
 @triton.jit
@@ -110,8 +165,8 @@ def store(x: torch.Tensor, code: str, values: torch.Tensor, exponents: torch.Ten
         if code == "bf16":
             _store_bf16[(triton.cdiv(n, BLOCK),)](x, n, values.view(torch.int16), block=BLOCK)
         else:
-            grid = (triton.cdiv(exponents.numel(), ROWS),)
-            _store_q8[grid](x, n, values, exponents, rows=ROWS, block=SHARED, enable_fp_fusion=False)
+            grid = (triton.cdiv(exponents.numel(), BLOCKS),)
+            _store_q8[grid](x, n, values, exponents, rows=BLOCKS, block=SHARED, enable_fp_fusion=False)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from skim import _core
-from skim._passes import KERNELS, LARGEST, NO_ENTRY, Collected, collect_k_largest, finite_part, index_of, magnitude_of, pass_for
+from skim._passes import (
+    HEAD, KERNELS, LARGEST, LAST_KEY, Collected, collect_k_largest, finite_part, kernels_for, magnitude_of,
+)  # fmt: skip
 from skim._residual_store import ResidualStore
 
 if TYPE_CHECKING:
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from skim._options import FeedbackOptions
+    from skim._passes import Pack
     from skim.protocols import Entries
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-HEAD = 10  # 32-bit words before the selected entries: two counts, three norms in float64, the key of the last
 
 
 class TensorLocalHalf:
@@ -86,6 +88,8 @@ class TensorLocalHalf:
         self._layout = layout
         self._lengths = {slot: sum(n for _, n in parameters) for slot, parameters in layout}
         self._carried = {slot: Carried() for slot in self._lengths}
+        for buffers in self._buffers.values():
+            buffers.forget_slots()
         if self._momentum > 0.0:
             self._velocities = {slot: joined(of_slot, before, velocities) for slot, of_slot in layout}
         if self.keeps_residuals and self._code == "f32":
@@ -105,7 +109,7 @@ class TensorLocalHalf:
             raise _core.InvalidArgument(f"skim: the gradient must be contiguous and have {n} entries")
         if n >= 1 << 31:
             raise _core.InvalidArgument(f"skim: at most 2^31 - 1 entries at once, not {n}; use smaller buckets")
-        pass_for(grad.device, self.kernels)
+        kernels_for(grad.device, self.kernels)
 
     # ---- residuals ------------------------------------------------------------------------------
 
@@ -145,19 +149,21 @@ class TensorLocalHalf:
     @torch.no_grad()
     def select(self, task: _core.LocalTask, grad: torch.Tensor) -> tuple[Any, Any, _core.SelectReport]:
         buffers, carried, n, k = self._buffers_of(grad.device), self._carried[task.slot], task.n, task.k
+        words = buffers.words(task.slot, k)
         # The largest float that entries must exceed to reach the threshold of the task, or to be no zeros.
         floor = float(np.nextafter(np.float32(task.threshold), np.float32(0.0))) if task.threshold > 0.0 else 0.0
         above = max(floor, carried.above(n, k))
-        residual = self._add(task, grad, above, buffers)
-        found = buffers.selected(residual, k)
+        residual = self._add(task, grad, above, buffers, words)
+        pack = kernels_for(grad.device, self.kernels).pack
+        found = buffers.selected(residual, k, words, pack)
         if k and above > floor:
             carried.adapt(found.count / k)
-        if found.count > buffers.keys.numel() or (found.count < k and above > floor):
-            collect_k_largest(residual, k, task.threshold, buffers.keys.zero_())
-            found = buffers.selected(residual, k)
+        if found.count > buffers.keys(k).numel() or (found.count < k and above > floor):
+            collect_k_largest(residual, k, task.threshold, buffers.keys(k).zero_())
+            found = buffers.selected(residual, k, words, pack)
         carried.update(n, k, found.threshold if found.values.size == k else 0.0)
         self._sent[task.slot] = found
-        report = _core.SelectReport(threshold=found.threshold, kept_norm2=found.norm2, **buffers.measured())
+        report = _core.SelectReport(threshold=found.threshold, kept_norm2=found.norm2, **words.measured())
         return found.indices, found.values, report
 
     @torch.no_grad()
@@ -165,31 +171,35 @@ class TensorLocalHalf:
         residual = self._residual(slot)
         buffers = self._buffers_of(residual.device)
         [on_device] = buffers.put([indices])
-        values = residual[on_device.to(torch.int64)].cpu().numpy()
+        there = residual[on_device.to(torch.int64)]
+        values = there.cpu().numpy()
         buffers.moved_bytes += values.nbytes
         before = self._sent[slot]
-        self._sent[slot] = Selected(before.count, indices.copy(), values, on_device, before.threshold, norm2(values))
+        self._sent[slot] = Selected(before.count, indices.copy(), values, on_device, there, before.threshold, norm2(values))
         return values
 
     @torch.no_grad()
     def accumulate(self, task: _core.LocalTask, grad: torch.Tensor) -> _core.SelectReport:
         buffers = self._buffers_of(grad.device)
-        self._accumulated = self._add(task, grad, math.inf, buffers)
-        buffers.selected(self._accumulated, 0)
-        return _core.SelectReport(**buffers.measured())
+        words = buffers.words(task.slot, 0)
+        self._accumulated = self._add(task, grad, math.inf, buffers, words)
+        buffers.fetch(words)
+        return _core.SelectReport(**words.measured())
 
-    def _add(self, task: _core.LocalTask, grad: torch.Tensor, above: float, buffers: Buffers) -> torch.Tensor:
+    def _add(
+        self, task: _core.LocalTask, grad: torch.Tensor, above: float, buffers: Buffers, words: Words
+    ) -> torch.Tensor:
         """Adds the gradient to the residual, which it returns, and collects the entries larger than `above`."""
         slot, gradient = task.slot, grad.view(-1)
         self._move(slot, grad.device)
         residual = self._residual(slot) if self.keeps_residuals else torch.zeros(task.n, device=grad.device)
-        into = buffers.cleared(task.k)
+        into = Collected(buffers.keys(words.k).zero_(), words.counts.zero_(), words.norms2)
         factor, measured = float(np.float32(1.0) / np.float32(task.scale)), None
         if self._clip > 0.0 or self._momentum > 0.0:
             x, bad = finite_part(gradient, factor)
             measured = x.to(torch.float64).square_().sum(), bad
             gradient, factor = self._changed(task, gradient, measured[0]), 1.0
-        pass_for(grad.device, self.kernels)(gradient, residual, factor, self._decay, above, into)
+        kernels_for(grad.device, self.kernels).add(gradient, residual, factor, self._decay, above, into)
         if measured is not None:  # the report is about the gradient as it was
             into.norms2[1], into.counts[1] = measured
         return residual
@@ -227,17 +237,19 @@ class TensorLocalHalf:
         change, after = 0.0, None  # after: of the sent entries; None: all are 0
         if sent[0].size:
             if selected is not None and np.array_equal(selected.indices, sent[0]):
-                index, before, before_norm2 = selected.on_device.to(torch.int64), selected.values, selected.norm2
+                index, there = selected.on_device.to(torch.int64), selected.values_there
+                before, before_norm2 = selected.values, selected.norm2
             else:
-                index, by = self._entries_to(residual.device, sent)
-                before = residual[index].cpu().numpy()
+                index, _ = self._entries_to(residual.device, sent)
+                there = residual[index]
+                before = there.cpu().numpy()
                 before_norm2 = norm2(before)
             if np.array_equal(before, sent[1]):  # nothing was rounded
-                self._journal.append((slot, self._residual, index, residual[index]))
+                self._journal.append((slot, self._residual, index, there))
                 residual.index_fill_(0, index, 0.0)
             else:
                 [by] = self._to(residual.device, sent[1])
-                self._change(slot, index, -by)
+                self._change(slot, index, there, -by)
                 after = finite_sum(before, -sent[1])
                 change += norm2(after)
             change -= before_norm2
@@ -250,13 +262,13 @@ class TensorLocalHalf:
                 before = np.zeros(place.size, np.float32) if after is None else after[place]
             else:
                 before = residual[index].cpu().numpy()
-            self._change(slot, index, by)
+            self._change(slot, index, residual[index], by)
             change += norm2(finite_sum(before, returned[1])) - norm2(before)
         return change
 
-    def _change(self, slot: int, index: torch.Tensor, by: torch.Tensor) -> None:
+    def _change(self, slot: int, index: torch.Tensor, before: torch.Tensor, by: torch.Tensor) -> None:
+        """Adds to entries of the residual, which are `before`."""
         residual = self._residual(slot)
-        before = residual[index]
         self._journal.append((slot, self._residual, index, before))
         total = before + by
         # As in the library: a sum of NaN changes nothing.
@@ -362,72 +374,103 @@ class TensorLocalHalf:
 
 @dataclasses.dataclass
 class Selected:
-    """The entries that a bucket selects, ascending."""
+    """The entries that a bucket selects, ascending. Valid until its slot's next selection."""
 
     count: int  # of all entries that passed
     indices: npt.NDArray[np.uint32]
     values: npt.NDArray[np.float32]
     on_device: torch.Tensor  # the indices, int32
+    values_there: torch.Tensor  # the values, on the device
     threshold: float  # the smallest magnitude of the values; 0: there are none
     norm2: float  # of the values
 
 
+class Words:
+    """What a slot's step takes to the host in one copy: the 32-bit words of a device, and pinned memory for them."""
+
+    def __init__(self, k: int, device: torch.device) -> None:
+        self.room = self.k = k
+        self._device = torch.zeros(HEAD + 2 * k, dtype=torch.int32, device=device)
+        self._host = pinned(HEAD + 2 * k, device)
+
+    @property
+    def there(self) -> torch.Tensor:
+        return self._device[: HEAD + 2 * self.k]
+
+    @property
+    def here(self) -> torch.Tensor:
+        return self._host[: HEAD + 2 * self.k]
+
+    @property
+    def counts(self) -> torch.Tensor:
+        return self._device[:2]
+
+    @property
+    def norms2(self) -> torch.Tensor:
+        return self._device[2:LAST_KEY].view(torch.float64)
+
+    def measured(self) -> dict[str, Any]:
+        """Of the last pass, once its words were fetched."""
+        total, gradient = self._host[2:LAST_KEY].view(torch.float64).tolist()
+        return {"total_norm2": total, "gradient_norm2": gradient, "non_finite": int(self._host[1])}
+
+    def selected(self) -> Selected:
+        k, host = self.k, self.here.numpy()
+        size = k - int(np.searchsorted(host[HEAD : HEAD + k], 0))  # those of no entry come first
+        first, end = HEAD + k - size, HEAD + k
+        indices, values = host[first:end].view(np.uint32), host[first + k :].view(np.float32)
+        if size == k and k:
+            threshold = magnitude_of(int(self.here[LAST_KEY:HEAD].view(torch.int64)))
+        else:
+            threshold = float(np.abs(values).min()) if size else 0.0
+        there = self.there[first + k :].view(torch.float32)
+        return Selected(int(host[0]), indices, values, self.there[first:end], there, threshold, norm2(values))
+
+
 class Buffers:
-    """Memory of one device, and pinned memory of the host, for one bucket at a time. It grows and never shrinks."""
+    """Memory of one device, and pinned memory of the host. It grows and never shrinks."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._keys = torch.zeros(0, dtype=torch.int64, device=device)
-        self._words = torch.zeros(0, dtype=torch.int32, device=device)
-        self._host = torch.zeros(0, dtype=torch.int32)
+        self._words: dict[int, Words] = {}
         self._waiting = torch.zeros(0, dtype=torch.int32)  # what is on its way to the device
         self._used = 0  # words of it
-        self._k = 0
         self.moved_bytes = 0
 
-    def cleared(self, k: int) -> Collected:
-        """Prepares a pass that selects k entries."""
-        self._k = k
-        if self._words.numel() < HEAD + 2 * k:
-            self._keys = torch.zeros(2 * k + 4096, dtype=torch.int64, device=self.device)
-            self._words = torch.zeros(HEAD + 2 * k, dtype=torch.int32, device=self.device)
-            self._host = self._pinned(HEAD + 2 * k)
-        counts, norms2 = self._words[:2], self._words[2:6].view(torch.float64)
-        return Collected(self.keys.zero_(), counts.zero_(), norms2)
+    def words(self, slot: int, k: int) -> Words:
+        """The slot's words, for k entries. The last ones are not valid any more."""
+        words = self._words.get(slot)
+        if words is None or words.room < k:
+            words = self._words[slot] = Words(k, self.device)
+        words.k = k
+        return words
 
-    @property
-    def keys(self) -> torch.Tensor:
-        """With room for more candidates than are selected."""
-        return self._keys[: 2 * self._k + 4096]
+    def forget_slots(self) -> None:
+        self._words.clear()
 
-    def measured(self) -> dict[str, Any]:
-        """Of the last pass whose selection was taken."""
-        total, gradient = self._host[2:6].view(torch.float64).tolist()
-        return {"total_norm2": total, "gradient_norm2": gradient, "non_finite": int(self._host[1])}
+    def keys(self, k: int) -> torch.Tensor:
+        """With room for more candidates than the k that are selected. All slots share them."""
+        room = 2 * k + 4096
+        if self._keys.numel() < room:
+            self._keys = torch.zeros(room, dtype=torch.int64, device=self.device)
+        return self._keys[:room]
 
-    def selected(self, residual: torch.Tensor, k: int) -> Selected:
+    def selected(self, residual: torch.Tensor, k: int, words: Words, pack: Pack) -> Selected:
         """Takes the k largest of the collected entries to the host, with counts and norms. Waits for the device."""
-        words, host = self._words[: HEAD + 2 * k], self._host[: HEAD + 2 * k]
-        # On a GPU this sort takes a fraction of the time of topk.
-        largest = self.keys.sort(descending=True).values[:k]
-        index = index_of(largest).clamp(max=NO_ENTRY).to(torch.int32).sort().values  # those of no entry come last
         if k:
-            kept = residual.index_select(0, index.clamp(max=residual.numel() - 1))
-            words[6:8].view(torch.float64).copy_(kept.to(torch.float64).square_().sum())
-            words[8:HEAD].view(torch.int64).copy_(largest[-1])
-            words[HEAD : HEAD + k] = index
-            words[HEAD + k :] = kept.view(torch.int32)
-        host.copy_(words, non_blocking=True)
+            # On a GPU these sorts take a fraction of the time of topk.
+            largest = self.keys(k).sort(descending=True).values[:k]
+            low = largest.view(torch.int32)[::2].sort(descending=True).values
+            pack(largest, low, residual, words.there)
+        self.fetch(words)
+        return words.selected()
+
+    def fetch(self, words: Words) -> None:
+        """Copies the words to the host. Waits for the device."""
+        words.here.copy_(words.there, non_blocking=True)
         self.wait()
-        self.moved_bytes += 4 * host.numel()
-        indices, values = host[HEAD : HEAD + k].numpy(), host[HEAD + k :].numpy().view(np.float32)
-        size, last = int(np.searchsorted(indices, NO_ENTRY)), int(host[8:HEAD].view(torch.int64))
-        indices, values = indices[:size].view(np.uint32).copy(), values[:size].copy()
-        if size == k:
-            threshold, of_kept = magnitude_of(last), float(host[6:8].view(torch.float64))
-        else:
-            threshold, of_kept = float(np.abs(values).min(initial=math.inf)) if size else 0.0, norm2(values)
-        return Selected(int(host[0]), indices, values, index[:size], threshold, of_kept)
+        self.moved_bytes += 4 * words.here.numel()
 
     def put(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Copies arrays of 32-bit numbers to the device, one behind the other. Does not wait."""
@@ -435,15 +478,12 @@ class Buffers:
         total = sum(lengths)
         if self._waiting.numel() < self._used + total:
             # PyTorch keeps the old one until its copies have ended.
-            self._waiting, self._used = self._pinned(2 * (self._used + total)), 0
+            self._waiting, self._used = pinned(2 * (self._used + total), self.device), 0
         host = self._waiting[self._used : self._used + total]
         self._used += total
         self.moved_bytes += 4 * total
         np.concatenate([a.view(np.int32) for a in arrays], out=host.numpy())
         return list(host.to(self.device, copy=True, non_blocking=True).split(lengths))
-
-    def _pinned(self, words: int) -> torch.Tensor:
-        return torch.zeros(words, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
     def wait(self) -> None:
         """Waits for what has been queued on the device's current stream."""
@@ -451,6 +491,11 @@ class Buffers:
             of_device = getattr(torch, self.device.type)
             (of_device.current_stream(self.device) if hasattr(of_device, "current_stream") else of_device).synchronize()
         self._used = 0
+
+
+def pinned(words: int, device: torch.device) -> torch.Tensor:
+    """int32 [words], zeros, in the host's memory."""
+    return torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 @dataclasses.dataclass
@@ -522,8 +567,7 @@ def joined(
 
 
 def norm2(x: npt.NDArray[np.float32]) -> float:
-    wide = x.astype(np.float64)
-    return float(wide @ wide)
+    return float(np.einsum("i,i->", x, x, dtype=np.float64))
 
 
 def finite_sum(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
