@@ -50,8 +50,11 @@ std::string human_seconds(double s) {
 }
 
 MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing,
-                         const std::filesystem::path& report)
-    : path_(path), report_(report, keep_existing ? path : std::filesystem::path()) {
+                         const std::filesystem::path& report,
+                         const std::filesystem::path& tensorboard)
+    : path_(path),
+      report_(report, keep_existing ? path : std::filesystem::path()),
+      events_(tensorboard, keep_existing) {
   if (path.empty()) return;
   if (path == "-") {
     file_ = stdout;
@@ -68,6 +71,7 @@ MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing,
 
 void MetricsFile::write(const nlohmann::json& line) {
   report_.add(line);
+  events_.add(line);
   if (file_ == nullptr) return;
   const std::string text = line.dump() + "\n";
   if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) {
@@ -79,6 +83,7 @@ void MetricsFile::end() { report_.end(); }
 
 void MetricsFile::forget_after(const std::string& run, std::int64_t step) {
   report_.forget_after(run, step);
+  events_.forget_after(run, step);
   if (owned_ == nullptr) return;
   std::ifstream in(path_);
   std::string kept, line;

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "tools/event_files.hpp"
 #include "tools/report_page.hpp"
 #include "train/trainer.hpp"
 
@@ -27,12 +28,13 @@ struct Row {
 
 // Writes JSON lines to a file, or to standard output for "-". An empty path writes nothing. Every
 // line is flushed at once, so metrics survive however the run ends. The page of --report shows
-// the same lines.
+// the same lines, and the event files of --tensorboard have their numbers.
 class MetricsFile {
  public:
   // keep_existing: append to the file (resume). Throws: Error.
   MetricsFile(const std::filesystem::path& path, bool keep_existing,
-              const std::filesystem::path& report = {});
+              const std::filesystem::path& report = {},
+              const std::filesystem::path& tensorboard = {});
   void write(const nlohmann::json& line);  // throws: Error, with the system's reason
   // Removes the lines of `run` after `step`, which a stopped run recorded after its checkpoint.
   void forget_after(const std::string& run, std::int64_t step);
@@ -46,6 +48,7 @@ class MetricsFile {
   };
   std::unique_ptr<std::FILE, Closer> owned_;
   LiveReport report_;
+  EventFiles events_;
 };
 
 nlohmann::json to_json(const std::string& run, const train::StepRecord& r);
