@@ -29,7 +29,6 @@
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
 #include "tools/json_file.hpp"
-#include "tools/launcher.hpp"
 #include "tools/repetition.hpp"
 #include "tools/report.hpp"
 #include "tools/summation.hpp"
@@ -391,7 +390,7 @@ int run(TrainingOptions& o) {
   const bool to_stderr = o.link.json == "-" || o.train.metrics == "-";
   std::FILE* const people = to_stderr ? stderr : stdout;
   const std::string name = train::exchange_name(o.train);
-  Progress progress(people, terminal_columns(to_stderr), name, text);
+  Progress progress(people, name, text);
 
   const std::string note = note_on_budget(o.train, o.simulation.ranks);
   if (!note.empty()) progress.say(note);

@@ -502,14 +502,13 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, first ? a.report : none,
                       first ? a.tensorboard : none);
   JsonFile summary(first ? a.summary : "", "--summary");
-  const int columns = terminal_columns(to_stderr);
   std::vector<RunTrace> traces;
 
   for (std::size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
     row.options.data = a.train.data;
     row.options.threads = threads;
-    Progress progress(people, columns, row.name, text);
+    Progress progress(people, row.name, text);
     train::Observer observer;
     observer.on_step = [&](const train::StepRecord& r) {
       metrics.write(to_json(row.name, r));
