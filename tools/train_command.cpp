@@ -673,28 +673,6 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
 
 namespace {
 
-// `word` as a shell reads it.
-std::string quoted(std::string_view word) {
-  constexpr std::string_view kPlain =
-      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789@%+=:,./_-";
-  if (!word.empty() && word.find_first_not_of(kPlain) == std::string_view::npos) {
-    return std::string(word);
-  }
-  std::string text = "'";
-  for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
-  return text + "'";
-}
-
-// The command line that does again what this one does, for a shell. Under an mpirun of the user,
-// the number of ranks is not in it.
-std::string command_text(int argc, char** argv) {
-  std::string text;
-  if (const char* data = std::getenv("SKIM_DATA")) text += "SKIM_DATA=" + quoted(data) + " ";
-  text += "skim";
-  for (int i = 0; i < argc; ++i) text += " " + quoted(argv[i]);
-  return text;
-}
-
 // Sets the options to those of this run. The command line is parsed afterwards and overrides them.
 void take_over(const Repetition& r, std::size_t run, Arguments& a) {
   train::read_options(r.runs[run], a.train, r.who());
