@@ -128,6 +128,18 @@ class TomlFile final : public CLI::ConfigTOML {
   const CLI::App& app_;
 };
 
+// `word` as a shell reads it.
+std::string quoted(std::string_view word) {
+  constexpr std::string_view kPlain =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789@%+=:,./_-";
+  if (!word.empty() && word.find_first_not_of(kPlain) == std::string_view::npos) {
+    return std::string(word);
+  }
+  std::string text = "'";
+  for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return text + "'";
+}
+
 }  // namespace
 
 CommandLine::CommandLine(CLI::App& app) : app_(app) {
@@ -166,6 +178,14 @@ std::string CommandLine::listed(const std::string& what, const std::vector<std::
   std::string text = what + ": ";
   for (const std::string& n : names) text += n + ", ";
   text.resize(text.size() - 2);
+  return text;
+}
+
+std::string command_text(int argc, char** argv) {
+  std::string text;
+  if (const char* data = std::getenv("SKIM_DATA")) text += "SKIM_DATA=" + quoted(data) + " ";
+  text += "skim";
+  for (int i = 0; i < argc; ++i) text += " " + quoted(argv[i]);
   return text;
 }
 

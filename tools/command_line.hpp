@@ -102,6 +102,10 @@ class CommandLine {
   std::string group_;
 };
 
+// The command line that does again what this one does, for a shell. argv: from the command's name
+// on. Under an mpirun of the user, the number of ranks is not in it.
+std::string command_text(int argc, char** argv);
+
 // Parses, then runs. On failure, prints one line on standard error that begins with the app's name.
 // Returns 2 for a wrong command line, InvalidArgument or train::DataError, and 1 for any other
 // failure.

@@ -45,7 +45,10 @@ namespace {
 
 constexpr const char* kRunDir = "SKIM_RUN_DIR";
 constexpr const char* kStopping = "stopping";  // a file in it: the ranks have been told to stop
-constexpr const char* kColumns = "SKIM_TERMINAL_COLUMNS";  // "out,err"
+// The terminals of the launcher's standard output and standard error: "COLUMNS FILE", with the
+// columns at the start; 0: it is no terminal.
+constexpr const char *kStdoutTerminal = "SKIM_STDOUT_TERMINAL",
+                     *kStderrTerminal = "SKIM_STDERR_TERMINAL";
 // How long mpirun may take to end after the last rank, or after SIGTERM.
 constexpr std::chrono::seconds kToEnd{12};
 // Open files that mpirun needs for itself and for each rank: twice what Open MPI 4.1 did with.
@@ -88,9 +91,17 @@ void set_environment(const RunDir& dir) {
   // All ranks are on this machine. So they need no TCP, and no port that strangers can reach.
   set("OMPI_MCA_btl", "self,vader");
   setenv(kRunDir, dir.path().c_str(), 1);
-  const std::string columns =
-      std::to_string(columns_of(STDOUT_FILENO)) + "," + std::to_string(columns_of(STDERR_FILENO));
-  setenv(kColumns, columns.c_str(), 1);
+  const auto tell = [](const char* name, int fd) {
+    const std::string file = "/proc/" + std::to_string(getppid()) + "/fd/" + std::to_string(fd);
+    setenv(name, (std::to_string(columns_of(fd)) + " " + file).c_str(), 1);
+  };
+  tell(kStdoutTerminal, STDOUT_FILENO);
+  tell(kStderrTerminal, STDERR_FILENO);
+}
+
+// Erases the live line on a stream; -1: there is none.
+void erase(int live) {
+  if (live >= 0) (void)!::write(live, kEraseLive.data(), kEraseLive.size());
 }
 
 // Holds back mpirun's explanations of a failure, which are between lines of dashes, because the
@@ -302,11 +313,16 @@ bool is_launched() {
 bool is_launched_by_skim() { return std::getenv(kRunDir) != nullptr; }
 
 int terminal_columns(bool to_stderr) {
-  if (const char* given = std::getenv(kColumns)) {
-    int out = 0, err = 0;
-    if (std::sscanf(given, "%d,%d", &out, &err) == 2) return to_stderr ? err : out;
-  }
-  return columns_of(to_stderr ? STDERR_FILENO : STDOUT_FILENO);
+  const char* const launchers = std::getenv(to_stderr ? kStderrTerminal : kStdoutTerminal);
+  if (launchers == nullptr) return columns_of(to_stderr ? STDERR_FILENO : STDOUT_FILENO);
+  char* file = nullptr;
+  const auto columns = static_cast<int>(std::strtol(launchers, &file, 10));
+  if (columns == 0) return 0;
+  const int terminal = open(file + 1, O_RDONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC);
+  if (terminal < 0) return columns;  // another user's, after su
+  const int now = columns_of(terminal);
+  close(terminal);
+  return now;
 }
 
 Outcome launch(const LaunchOptions& options) {
@@ -347,6 +363,7 @@ Outcome launch(const LaunchOptions& options) {
   std::array<pollfd, 2> fds{{{out[0], POLLIN, 0}, {err[0], POLLIN, 0}}};
   std::array<char, 1 << 16> chunk{};
   int open = 2, seen_signals = 0;
+  int live = -1;  // the stream that ends with a live line
   bool ending = false, all_started = false, over = false;
   using Clock = std::chrono::steady_clock;
   Clock::time_point deadline = Clock::time_point::max();
@@ -362,6 +379,7 @@ Outcome launch(const LaunchOptions& options) {
     const int signals = g_signals.load();
     if (signals > seen_signals) {
       if (seen_signals == 0) {
+        erase(live);
         std::fputs("\nskim: stopping after this step; once more to end at once\n", stderr);
         std::ofstream(dir.path() / kStopping) << '\n';
         signal_ranks(dir, ranks, SIGUSR1);
@@ -388,6 +406,7 @@ Outcome launch(const LaunchOptions& options) {
       const ssize_t got = read(fd.fd, chunk.data(), chunk.size());
       if (got > 0) {
         const auto size = static_cast<std::size_t>(got);
+        live = chunk[size - 1] != '\r' ? -1 : &fd == &fds[0] ? STDOUT_FILENO : STDERR_FILENO;
         if (&fd == &fds[0]) {
           (void)!::write(STDOUT_FILENO, chunk.data(), size);
         } else {
@@ -401,6 +420,7 @@ Outcome launch(const LaunchOptions& options) {
     }
   }
   filter.end();
+  erase(live);
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }

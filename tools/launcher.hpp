@@ -4,6 +4,7 @@
 #include <chrono>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "skim/communicator.hpp"
@@ -73,8 +74,11 @@ class RankStatus {
 // the process, and with it all ranks, with status 2 for InvalidArgument and 1 for other errors.
 int run_as_rank(const std::string& command, const std::function<void(Communicator&)>& body);
 
-// Columns of the terminal that people look at; 0: no terminal. On a rank, this is the launcher's
-// terminal.
+// The columns, now, of the terminal that people look at; 0: no terminal. On a rank, this is the
+// launcher's terminal.
 int terminal_columns(bool to_stderr);
+
+// Erases a live line, which left the cursor at its first letter (\r), in all rows that it takes.
+inline constexpr std::string_view kEraseLive = "\r\x1b[J";
 
 }  // namespace skim::tool

@@ -12,6 +12,7 @@
 #include "skim/error.hpp"
 #include "skim/version.hpp"
 #include "tools/keep_beside.hpp"
+#include "tools/launcher.hpp"
 #include "train/options_json.hpp"
 
 namespace skim::tool {
@@ -50,8 +51,11 @@ std::string human_seconds(double s) {
 }
 
 MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing,
-                         const std::filesystem::path& report)
-    : path_(path), report_(report, keep_existing ? path : std::filesystem::path()) {
+                         const std::filesystem::path& report,
+                         const std::filesystem::path& tensorboard)
+    : path_(path),
+      report_(report, keep_existing ? path : std::filesystem::path()),
+      events_(tensorboard, keep_existing) {
   if (path.empty()) return;
   if (path == "-") {
     file_ = stdout;
@@ -68,6 +72,7 @@ MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing,
 
 void MetricsFile::write(const nlohmann::json& line) {
   report_.add(line);
+  events_.add(line);
   if (file_ == nullptr) return;
   const std::string text = line.dump() + "\n";
   if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) {
@@ -79,6 +84,7 @@ void MetricsFile::end() { report_.end(); }
 
 void MetricsFile::forget_after(const std::string& run, std::int64_t step) {
   report_.forget_after(run, step);
+  events_.forget_after(run, step);
   if (owned_ == nullptr) return;
   std::ifstream in(path_);
   std::string kept, line;
@@ -154,12 +160,14 @@ nlohmann::json comparison_json(const std::string& run, std::int64_t step,
           {"compared_ms", 1e3 * seconds}};
 }
 
-Progress::Progress(std::FILE* out, int columns, std::string run, bool text)
+Progress::Progress(std::FILE* out, std::string run, bool text)
     : out_(out),
-      columns_(columns),
+      on_terminal_(columns() > 0),
       run_(std::move(run)),
       text_(text),
       started_(std::chrono::steady_clock::now()) {}
+
+int Progress::columns() const { return terminal_columns(out_ == stderr); }
 
 std::string Progress::line(const train::StepRecord& r) const {
   const double seconds =
@@ -178,11 +186,15 @@ void Progress::step(const train::StepRecord& r) {
   const auto now = std::chrono::steady_clock::now();
   if (first_step_ < 0) first_step_ = r.step - 1;
   saved_bytes_ += r.dense_bytes > r.sent_bytes ? r.dense_bytes - r.sent_bytes : 0;
-  if (now - shown_ < (columns_ > 0 ? kLiveEvery : kPlainEvery) && r.step < r.total_steps) return;
+  if (now - shown_ < (on_terminal_ ? kLiveEvery : kPlainEvery) && r.step < r.total_steps) return;
   shown_ = now;
-  if (columns_ > 0) {
-    // Cut to the width of the terminal, because a line that wraps cannot be overwritten.
-    fmt::print(out_, "\r\x1b[K{:.{}}", line(r), columns_ - 1);
+  if (on_terminal_) {
+    // The line leaves the cursor at its first letter. If the terminal then gets narrower and wraps
+    // the line, all rows are at or below the cursor, so kEraseLive removes them. Without automatic
+    // wrapping (DECAWM, 7), a line that is on its way when the terminal gets narrower cannot wrap.
+    fmt::print(out_, "{}\x1b[?7l{:.{}}\x1b[?7h\r", kEraseLive, line(r),
+               std::max(columns(), 1) - 1);
+    is_drawn_ = true;
   } else {
     fmt::print(out_, "{}\n", line(r));
   }
@@ -198,7 +210,7 @@ void Progress::evaluated(const train::Evaluation& e) {
 }
 
 void Progress::say(const std::string& what) {
-  if (columns_ > 0) fmt::print(out_, "\r\x1b[K");
+  end();
   fmt::print(out_, "{}  {}\n", run_, what);
   std::fflush(out_);
 }
@@ -209,7 +221,8 @@ void Progress::warn(const std::string& what) {
 }
 
 void Progress::end() {
-  if (columns_ > 0) fmt::print(out_, "\r\x1b[K");
+  if (is_drawn_) fmt::print(out_, "{}", kEraseLive);
+  is_drawn_ = false;
   std::fflush(out_);
 }
 

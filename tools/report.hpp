@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "tools/event_files.hpp"
 #include "tools/report_page.hpp"
 #include "train/trainer.hpp"
 
@@ -27,12 +28,13 @@ struct Row {
 
 // Writes JSON lines to a file, or to standard output for "-". An empty path writes nothing. Every
 // line is flushed at once, so metrics survive however the run ends. The page of --report shows
-// the same lines.
+// the same lines, and the event files of --tensorboard have their numbers.
 class MetricsFile {
  public:
   // keep_existing: append to the file (resume). Throws: Error.
   MetricsFile(const std::filesystem::path& path, bool keep_existing,
-              const std::filesystem::path& report = {});
+              const std::filesystem::path& report = {},
+              const std::filesystem::path& tensorboard = {});
   void write(const nlohmann::json& line);  // throws: Error, with the system's reason
   // Removes the lines of `run` after `step`, which a stopped run recorded after its checkpoint.
   void forget_after(const std::string& run, std::int64_t step);
@@ -46,6 +48,7 @@ class MetricsFile {
   };
   std::unique_ptr<std::FILE, Closer> owned_;
   LiveReport report_;
+  EventFiles events_;
 };
 
 nlohmann::json to_json(const std::string& run, const train::StepRecord& r);
@@ -57,21 +60,27 @@ nlohmann::json beginning_json(const Row& row, std::int64_t step, int ranks,
 nlohmann::json comparison_json(const std::string& run, std::int64_t step,
                                std::span<const double> waited_s, double seconds);
 
-// Prints a live line on a terminal. Elsewhere it prints a plain line now and then.
+// Prints a live line on a terminal, never wider than the terminal is at the time. Elsewhere it prints
+// a plain line now and then.
 class Progress {
  public:
-  // columns: of the terminal; 0: no terminal.
-  Progress(std::FILE* out, int columns, std::string run, bool text);
+  // out: stdout or stderr.
+  Progress(std::FILE* out, std::string run, bool text);
+  ~Progress() { end(); }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
   void step(const train::StepRecord& r);
   void evaluated(const train::Evaluation& e);
   void say(const std::string& what);   // prints a line of its own
   void warn(const std::string& what);  // the same, on standard error
-  void end();                         // ends the live line
+  void end();                          // removes the live line
 
  private:
   std::string line(const train::StepRecord& r) const;
+  int columns() const;  // of the terminal, now
   std::FILE* out_;
-  int columns_;
+  bool on_terminal_;
+  bool is_drawn_ = false;  // the live line stands
   std::string run_;
   bool text_;
   std::string quality_;  // at the last evaluation

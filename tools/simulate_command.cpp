@@ -29,7 +29,6 @@
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
 #include "tools/json_file.hpp"
-#include "tools/launcher.hpp"
 #include "tools/repetition.hpp"
 #include "tools/report.hpp"
 #include "tools/summation.hpp"
@@ -376,7 +375,8 @@ void print(std::FILE* out, const TrainingOptions& o, const train::SimulationSumm
   std::fflush(out);
 }
 
-int run(TrainingOptions& o) {
+// command: the one that repeats this run.
+int run(TrainingOptions& o, const std::string& command) {
   check(o);
   if (o.train.threads == 0) {
     o.train.threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
@@ -391,7 +391,9 @@ int run(TrainingOptions& o) {
   const bool to_stderr = o.link.json == "-" || o.train.metrics == "-";
   std::FILE* const people = to_stderr ? stderr : stdout;
   const std::string name = train::exchange_name(o.train);
-  Progress progress(people, terminal_columns(to_stderr), name, text);
+  Progress progress(people, name, text);
+  Row row{.name = name, .options = o.train, .summary = {}};
+  metrics.write(beginning_json(row, 0, o.simulation.ranks, command));
 
   const std::string note = note_on_budget(o.train, o.simulation.ranks);
   if (!note.empty()) progress.say(note);
@@ -414,13 +416,14 @@ int run(TrainingOptions& o) {
   observer.on_decision = decisions_to(metrics, progress, name);
   const train::SimulationSummary s = train::simulate(o.train, data, o.simulation, g_stop, observer);
   progress.end();
-  nlohmann::json row =
-      to_json(Row{.name = name, .options = o.train, .summary = s.run}, o.simulation.ranks);
-  each_simulation_field(
-      o, [&](const char* field, const auto& member, const FieldRange&) { row[field] = member; });
-  row["total_s"] = s.total_s;
-  row["wall_s"] = s.wall_s;
-  json.write(nlohmann::json::array({row}));
+  row.summary = s.run;
+  nlohmann::json summary = to_json(row, o.simulation.ranks);
+  each_simulation_field(o, [&](const char* field, const auto& member, const FieldRange&) {
+    summary[field] = member;
+  });
+  summary["total_s"] = s.total_s;
+  summary["wall_s"] = s.wall_s;
+  json.write(nlohmann::json::array({summary}));
   print(people, o, s);
   if (!s.run.stopped) return 0;
   fmt::print(stderr, "skim simulate: stopped after step {}\n", s.run.steps);
@@ -488,7 +491,8 @@ int simulate_training(int argc, char** argv) {
       "Example:\n"
       "  skim simulate --train --ranks 100 --link 1gbit --latency 0.4ms --model mlp --steps 20");
   return parse_and_run(app, static_cast<int>(repetition.arguments.size()),
-                       repetition.arguments.data(), [&] { return run(o); });
+                       repetition.arguments.data(),
+                       [&] { return run(o, command_text(argc, argv)); });
 }
 
 }  // namespace

@@ -95,7 +95,7 @@ struct Arguments {
   RestartOptions restarts;
   std::vector<std::string> compare;
   std::string summary;
-  std::filesystem::path report, trace;
+  std::filesystem::path report, trace, tensorboard;
   std::string command;        // that repeats what this one does
   std::vector<Row> repeated;  // the runs of the summary that --config names
 };
@@ -324,6 +324,8 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
   line.plain("--report", a.report, "FILE.html",
              "page with curves and times of the runs, written every few seconds; skim report makes "
              "the same from --metrics");
+  line.plain("--tensorboard", a.tensorboard, "DIR",
+             "event files for TensorBoard with the numbers of --metrics, in DIR/RUN for each run");
   line.plain("--trace", a.trace, "FILE.json",
              fmt::format("trace of all ranks for Perfetto or chrome://tracing: the latest {} steps "
                          "of each run, written at the end or when stopped",
@@ -419,6 +421,7 @@ void check(const Arguments& a) {
   };
   if (a.report == "-") throw InvalidArgument("--report: expected a file, got '-'");
   if (a.trace == "-") throw InvalidArgument("--trace: expected a file, got '-'");
+  if (a.tensorboard == "-") throw InvalidArgument("--tensorboard: expected a folder, got '-'");
   const auto files = files_of(a);
   for (auto one = files.begin(); one != files.end(); ++one) {
     for (auto other = files.begin(); other != one; ++other) {
@@ -442,6 +445,14 @@ void expect_writable(const char* option, const std::filesystem::path& path) {
 
 void expect_writable_files(const Arguments& a) {
   for (const auto& [option, path] : files_of(a)) expect_writable(option, path);
+  if (a.tensorboard.empty()) return;
+  std::error_code code;
+  std::filesystem::create_directories(a.tensorboard, code);
+  if (!code && access(a.tensorboard.c_str(), W_OK) != 0) code = {errno, std::generic_category()};
+  if (code) {
+    throw InvalidArgument("--tensorboard: cannot open '" + a.tensorboard.string() +
+                          "': " + code.message());
+  }
 }
 
 int threads_per_rank(Communicator& comm) {
@@ -488,16 +499,16 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   const bool text = data.info().kind == train::InputKind::text;
   if (first) expect_writable_files(a);
   const std::filesystem::path none;
-  MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, first ? a.report : none);
+  MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, first ? a.report : none,
+                      first ? a.tensorboard : none);
   JsonFile summary(first ? a.summary : "", "--summary");
-  const int columns = terminal_columns(to_stderr);
   std::vector<RunTrace> traces;
 
   for (std::size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
     row.options.data = a.train.data;
     row.options.threads = threads;
-    Progress progress(people, columns, row.name, text);
+    Progress progress(people, row.name, text);
     train::Observer observer;
     observer.on_step = [&](const train::StepRecord& r) {
       metrics.write(to_json(row.name, r));
@@ -661,28 +672,6 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
 }  // namespace
 
 namespace {
-
-// `word` as a shell reads it.
-std::string quoted(std::string_view word) {
-  constexpr std::string_view kPlain =
-      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789@%+=:,./_-";
-  if (!word.empty() && word.find_first_not_of(kPlain) == std::string_view::npos) {
-    return std::string(word);
-  }
-  std::string text = "'";
-  for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
-  return text + "'";
-}
-
-// The command line that does again what this one does, for a shell. Under an mpirun of the user,
-// the number of ranks is not in it.
-std::string command_text(int argc, char** argv) {
-  std::string text;
-  if (const char* data = std::getenv("SKIM_DATA")) text += "SKIM_DATA=" + quoted(data) + " ";
-  text += "skim";
-  for (int i = 0; i < argc; ++i) text += " " + quoted(argv[i]);
-  return text;
-}
 
 // Sets the options to those of this run. The command line is parsed afterwards and overrides them.
 void take_over(const Repetition& r, std::size_t run, Arguments& a) {

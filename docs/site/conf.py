@@ -3,12 +3,18 @@
 import pathlib
 import re
 import sys
+import types
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "tests")]
 
 from docstrings import restructured  # noqa: E402
+
+# The frameworks of skim.integrations may not be installed. autodoc only needs the names of the base classes.
+# (autodoc_mock_imports would replace the signatures of the derived classes.)
+for module, base in ("transformers", "TrainerCallback"), ("lightning.pytorch.callbacks", "Callback"):
+    sys.modules[module] = types.SimpleNamespace(**{base: type(base, (), {})})
 
 project = "Skim"
 version = release = re.search(r"project\(skim VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())[1]

@@ -1,5 +1,6 @@
 """The documentation site builds without a warning, has every public name, and needs no network."""
 
+import ast
 import html.parser
 import pathlib
 import re
@@ -68,6 +69,13 @@ class Site(unittest.TestCase):
         self.assertEqual({name for module in (skim.analysis, skim.protocols) for name in (
             f"{module.__name__}.{one}" for one, what in vars(module).items()
             if not one.startswith("_") and getattr(what, "__module__", "") == module.__name__)} - there, set())
+        # Their frameworks may not be installed here, so they are not imported.
+        integrations = {f"skim.integrations.{file.stem}.{one.name}"
+                        for file in (ROOT / "python/skim/integrations").glob("[!_]*.py")
+                        for one in ast.parse(file.read_text()).body
+                        if isinstance(one, ast.ClassDef | ast.FunctionDef) and not one.name.startswith("_")}
+        self.assertGreater(len(integrations), 2)
+        self.assertEqual(integrations - there, set())
         headers = [header.read_text() for header in (ROOT / "include/skim").glob("*.hpp")]
         declared = re.compile(r"^(?:class|struct|enum class) (\w+)\b[^;]*?\{", re.MULTILINE)
         types = {name for text in headers for name in declared.findall(text)}

@@ -95,7 +95,7 @@ class Pages(Case):
         done = skim("report", "--help")
         self.assert_ok(done)
         self.assertIn("--out FILE.html", done.stdout)
-        for option in ("--report FILE.html", "--trace FILE.json"):
+        for option in ("--report FILE.html", "--trace FILE.json", "--tensorboard DIR"):
             self.assertIn(option, skim("train", "--help").stdout)
 
     def test_the_page_has_what_the_file_recorded(self):

@@ -4,11 +4,13 @@ Needs SKIM_TOOL (the binary) and SKIM_VERSION; SKIM_HAS_MPI=1 where the build ha
 """
 
 import json
+import os
+import shlex
 import signal
 import subprocess
 import unittest
 
-from tool_test import HAS_MPI, SMALL, TOOL, Case, lines, skim, training_lines
+from tool_test import HAS_MPI, LIMIT, SMALL, TOOL, Case, lines, skim, training_lines
 
 LINK = ["--link", "1gbit", "--latency", "0.1ms"]
 
@@ -27,7 +29,7 @@ class Training(Case):
         done = simulate(*arguments, "--metrics", path, "--json", "-")
         self.assert_ok(done)
         (row,) = json.loads(done.stdout)
-        return row, lines(path)
+        return row, training_lines(path)
 
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
     def test_it_trains_as_skim_train_does(self):
@@ -90,7 +92,7 @@ class Training(Case):
             done = skim("simulate", "--train", *arguments, "--metrics", path, "--json", self.dir / f"{name}.json")
             self.assert_ok(done)
             (row,) = json.loads((self.dir / f"{name}.json").read_text())
-            return without(row, *machine), [without(line, *machine) for line in lines(path)]
+            return without(row, *machine), [without(line, *machine) for line in training_lines(path)]
 
         case = [*LINK, *SMALL, "--model", "mlp-64", "--ranks", 3, "--steps", 4, "--density", 0.01, "--bucket-mb", 0,
                 "--compute", "20ms", "--link-only", "--threads", 1]
@@ -108,6 +110,24 @@ class Training(Case):
         self.assertEqual((faster[0]["compute"], faster[0]["compute_ms"], faster[0]["alpha_s"]), (0, 0, 1e-4))
         (measured,) = json.loads(simulate("--steps", 1, "--json", "-").stdout)
         self.assertIsNone(measured["compute"])
+
+    def test_the_command_repeats_the_run(self):
+        metrics = self.dir / "with 'quotes' and spaces"
+        self.assert_ok(simulate("--ranks", 3, "--steps", 4, "--compute", "20ms", "--link-only", "--metrics", metrics))
+        beginning, *first = lines(metrics)
+        self.assertEqual({key: beginning[key] for key in ("run", "step", "ranks", "model", "data")},
+                         {"run": "gtopk", "step": 0, "ranks": 3, "model": "mlp-64", "data": "generated"})
+        environment = {name: value for name, value in os.environ.items() if name != "SKIM_DATA"}
+        command = beginning["command"].replace("skim simulate", shlex.quote(TOOL) + " simulate", 1)
+        self.assert_ok(subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=LIMIT,
+                                      env=environment))
+        again = lines(metrics)
+        self.assertEqual(again[0], beginning)
+        self.assertEqual([without(line, "wall_ms") for line in again[1:]], [without(line, "wall_ms") for line in first])
+        self.assertEqual(len(first), 5)
+        page = self.dir / "page.html"
+        self.assert_ok(skim("report", metrics, "--out", page))
+        self.assertIn(json.dumps(beginning["command"])[1:-1], page.read_text())
 
     def test_files_that_cannot_be_repeated(self):
         file = self.dir / "s.json"
