@@ -325,17 +325,21 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
           "Returns the residuals and all other state of this rank, as bytes. Between steps only.")
       .def(
           "load",
-          [](AnnotatedReducer& self, const std::vector<State>& states) {
+          [](AnnotatedReducer& self, const std::vector<State>& states, bool strict) {
             const States streams(states);
             const nb::gil_scoped_release no_gil;
-            self.load(streams.streams());
+            LoadReport report = self.load(streams.streams(), strict);
             self.throw_own_failure();
+            return report;
           },
-          "of_old_ranks"_a,
+          "of_old_ranks"_a, nb::kw_only(), "strict"_a = true,
           "Restores a saved state. Call it after set_layout, between steps.\n"
-          "of_old_ranks: what save() returned on every rank of the saved run, in rank order. If "
-          "the number of ranks has changed, each residual becomes (1/P) times the sum over the P "
-          "old ranks. Raises StateError.")
+          "  of_old_ranks  what save() returned on every rank of the saved run, in rank order\n"
+          "  strict        False, on all ranks: takes the parameters that are both in the state "
+          "and in the layout,\n"
+          "                and returns the others\n"
+          "If the number of ranks has changed, each residual becomes (1/P) times the sum over "
+          "the P old ranks. Raises StateError.")
       .def(
           "take_over",
           [](AnnotatedReducer& self, const std::vector<State>& states, float share) {

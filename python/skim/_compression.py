@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import hashlib
+import json
 import logging
 import math
 import numbers
@@ -559,7 +560,7 @@ class Compression:
                 states = ((self.comm.rank, saved),)
         return {f"rank_{r}_of_{self.comm.size}": torch.frombuffer(s, dtype=torch.uint8) for r, s in states}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
         found: dict[int, dict[int, torch.Tensor]] = {}
         for key, value in state.items():
             if match := STATE.search(key):
@@ -590,7 +591,7 @@ class Compression:
             states = [by_rank[r] for r in range(old_size)]
         self.finish_step()
         with self.lock:
-            self.reducer.load([array(s.detach().cpu().contiguous()) for s in states])
+            return self.reducer.load([array(s.detach().cpu().contiguous()) for s in states], strict=strict)
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -621,6 +622,16 @@ def buckets_of(tensors: Sequence[torch.Tensor], members: Sequence[int], most_byt
         buckets[-1].append(i)
         size += bytes_of
     return [tuple(b) for b in buckets]
+
+
+def packed(value: Any) -> torch.Tensor:
+    """A value in JSON as a tensor of bytes, for a state."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def unpacked(tensor: torch.Tensor) -> Any:
+    """What packed() got. Raises ValueError or TypeError for another tensor."""
+    return json.loads(bytes(tensor.cpu().tolist()))
 
 
 class _Phases:

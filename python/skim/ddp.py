@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import warnings
@@ -14,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options, Unit, buckets_of
+from skim._compression import STATE, Compression, Options, Unit, buckets_of, packed, unpacked
 from skim._hook import raising_at_the_end, set_hook
 from skim._report import Report
 from skim.dry_run import DryRun
@@ -222,16 +221,23 @@ def state_dict(model: torch.nn.Module, *, gather: bool = False) -> dict[str, tor
     return compression_of(model).state_dict(gather=gather)
 
 
-def load_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def load_state_dict(
+    model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True
+) -> _core.LoadReport:
     """Restores what state_dict returned.
 
     state: the state of this rank. If the number of ranks has changed: the states of all P ranks of the
         saved run, in one dict. Each residual then becomes (1/P) times the sum of the saved ones.
+    strict: False, on all ranks: the model may have other parameters than the saved one. Parameters that both have
+        get their residuals back. Those that only the model has begin at 0. The residuals of those that only the state
+        has are lost.
 
-    The names and lengths of parameters must be the same; the buckets may differ. Raises StateError if the
+    Returns (missing_keys, unexpected_keys), as Module.load_state_dict of PyTorch. unexpected_keys is a dict with
+    the norm of each lost residual of this rank. Both are empty if strict.
+    A parameter must have as many entries as in the saved run. The buckets may differ. Raises StateError if the
     state is damaged or does not fit. After this error nothing has changed.
     """
-    compression_of(model).load_state_dict(state)
+    return compression_of(model).load_state_dict(state, strict)
 
 
 def detach(model: torch.nn.Module) -> None:
@@ -389,33 +395,32 @@ class DdpCompression(Compression):
     def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
         found = super().state_dict(gather=gather)
         if found and self.buckets is not None and self.elastic is None:
-            names = json.dumps([[self.names[i] for i in members] for members in self.buckets])
-            found[BUCKETS] = torch.frombuffer(bytearray(names.encode()), dtype=torch.uint8)
+            found[BUCKETS] = packed([[self.names[i] for i in members] for members in self.buckets])
         return found
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
         saved = self._buckets_in(state)
         if saved is None:
-            super().load_state_dict(state)
-            return
+            return super().load_state_dict(state, strict)
         self.finish_step()
         with self.lock:
             before = self.buckets
             self._set_layout(saved)
             try:
-                super().load_state_dict(state)
+                report = super().load_state_dict(state, strict)
             except _core.StateError:
                 self._set_layout(before)
                 raise
             self.statistics.buckets_stand()
             self._collects, self._seen_before = True, []
+            return report
 
     def _buckets_in(self, state: Mapping[str, torch.Tensor]) -> list[tuple[int, ...]] | None:
         """The buckets of the saved run. None: it has none, they are not of this model, or they cannot be kept."""
         if BUCKETS not in state or self.elastic is not None:
             return None
         try:
-            names = json.loads(bytes(state[BUCKETS].cpu().tolist()))
+            names = unpacked(state[BUCKETS])
             index = {name: i for i, name in enumerate(self.names)}
             found = [tuple(index[name] for name in members) for members in names]
         except (ValueError, TypeError, KeyError):

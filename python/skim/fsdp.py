@@ -88,8 +88,8 @@ class FsdpCompression(Compression):
             )
         return self._shard.marked(super().state_dict())
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        super().load_state_dict(self._shard.own(state))
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
+        return super().load_state_dict(self._shard.own(state), strict)
 
     def finish_step(self, *, skip: bool = False) -> None:
         with self.lock:

@@ -434,11 +434,13 @@ void Reducer::save(std::ostream& out) const {
   save_state({impl_->progress, impl_->sent_bytes}, impl_->saved_parts(), out);
 }
 
-void Reducer::load(std::span<std::istream* const> of_old_ranks) {
+LoadReport Reducer::load(std::span<std::istream* const> of_old_ranks, bool strict) {
   impl_->expect_between_steps("load");
   SKIM_EXPECTS(!of_old_ranks.empty(), "load: needs the state of at least one rank");
-  impl_->go_on_from(load_state(of_old_ranks, impl_->progress, impl_->saved_parts(),
-                               impl_->comm.rank(), impl_->comm.size()));
+  LoadedState loaded = load_state(of_old_ranks, impl_->progress, impl_->saved_parts(),
+                                  impl_->comm.rank(), impl_->comm.size(), strict);
+  impl_->go_on_from(loaded.saved);
+  return std::move(loaded.report);
 }
 
 void Reducer::take_over(std::span<std::istream* const> states, float share) {
