@@ -67,6 +67,7 @@ class Options:
     total_steps: int = 0
     selector: Any = None
     local: Any = None  # "device", "host", a function that makes a local half, or None
+    replay: dict[str, Any] | None = None  # Report.choices
     # If a gradient is NaN or infinite: "pass-on" or "raise".
     non_finite: str = "pass-on"
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keywords of skim.Reducer
@@ -112,6 +113,8 @@ class Options:
                 raise _core.InvalidArgument(
                     f"skim: no {name} of your own in an ElasticGroup: a rank that joins could not get its state"
                 )
+        if self.replay is not None:
+            raise _core.InvalidArgument("skim: no replay in an ElasticGroup: its ranks may change, and with them the choices")
         if self.others.get("feedback") is False:
             raise _core.InvalidArgument("skim: an ElasticGroup needs feedback: a step may have to be taken twice")
         if self.others.get("server") == "dedicated":
@@ -147,6 +150,7 @@ class Options:
             density=self.density,
             selector=self.selector,
             local=local,
+            replay=self.replay,
             non_finite="pass-on",  # self.non_finite is heeded when the step ends
             **{k: v for k, v in self._keywords().items() if not (has_feedback and k in FEEDBACK)},
         )
@@ -254,6 +258,8 @@ class Compression:
             # As Reducer.options has them: the shortest number that is the same float32.
             own = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in self.local.options.items()}
             given = {**own, **given}
+        if options.replay is not None:
+            given["replay"] = hashlib.sha256(json.dumps(options.replay).encode()).hexdigest()
         given = {**self.reducer.options, **given}
         self._equal = [f"{name}={_text(value)}" for name, value in given.items()] + list(also_equal)
         self.expect_equal()
@@ -546,6 +552,12 @@ class Compression:
         """Raises the failure that fail() keeps, if there is one."""
         if self.error is not None:
             raise self.error
+
+    def report(self) -> Report:
+        """This rank's bytes, times and decisions so far. print() shows them as a table."""
+        with self.lock:
+            self.statistics.choices = self.reducer.choices
+            return self.statistics
 
     # ---- state ----------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ def attach(
     non_finite: str = "pass-on",
     selector: OwnSelector | None = None,
     local: Callable[[], OwnLocalHalf] | Literal["device", "host"] | None = None,
+    replay: dict[str, Any] | None = None,
     process_group: ElasticGroup | None = None,
     between: Any = None,
     timeout: float = 1800.0,
@@ -107,6 +108,9 @@ def attach(
         Or a function without arguments that makes a local half of your own (skim.protocols). It is
         called once for this model. It gets the gradients as tensors on their device, and selects and
         keeps residuals itself, so leave out the options for that.
+    replay: skim.report(model).choices of an earlier run, for exchange="auto". This run then takes the same exchange
+        for every bucket of every step, and has the same bits on the same data. After the last recorded change it stays
+        with what was chosen. Model, buckets and number of ranks must be the same.
     options: any option of skim.Reducer, which help(skim.Reducer) lists. Among them:
         select: the rule that selects the entries: one of skim.select_rules.
         value_code: of values on the wire: one of skim.value_codes. The default here is "q4": 4-bit values
@@ -149,7 +153,7 @@ def attach(
         return DryRun(inner, 20 if dry_run is True else dry_run, timeout, total_steps)
     compressed = Options(
         density=density, optimizer=optimizer, total_steps=total_steps, selector=selector, local=local,
-        non_finite=non_finite, others={"exchange": exchange, **options},
+        replay=replay, non_finite=non_finite, others={"exchange": exchange, **options},
     )  # fmt: skip
     local_clip = options.get("local_clip", 0.0)
     if updates_of is None and isinstance(compressed.optimizer, torch.optim.SGD) and not local_clip:
@@ -387,10 +391,6 @@ class DdpCompression(Compression):
         if self.elastic is not None:
             raise _core.InvalidArgument("skim: no rollback in an ElasticGroup: the step ended with backward")
         self.finish_step(skip=True)
-
-    def report(self) -> Report:
-        with self.lock:
-            return self.statistics
 
     def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
         found = super().state_dict(gather=gather)

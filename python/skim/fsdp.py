@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from skim import _core
 from skim._compression import Compression, Options, Unit
-from skim._report import Report
 from skim._shards import Shard, is_sharded, local
 
 if TYPE_CHECKING:
@@ -61,10 +60,6 @@ class FsdpCompression(Compression):
             module.set_all_reduce_hook(_hook_of(me, name, index))
         self._modules = weakref.WeakSet(module for _, module, _ in hooked)
         self._between = between
-
-    def report(self) -> Report:
-        with self.lock:
-            return self.statistics
 
     def rollback(self) -> None:
         """Call it on every rank or on none, if your loop skips the step whose backward has just ended. Nothing of the

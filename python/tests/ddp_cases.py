@@ -8,6 +8,7 @@ numbers that are multiples of the number of ranks all sums are exact, so the law
 
 import contextlib
 import copy
+import json
 import math
 import os
 import pickle
@@ -723,6 +724,63 @@ def case_a_local_half_of_ones_own():
     assert torch.equal(kept(other), kept(own))
     wrong = skim.InvalidArgument
     expect(wrong, "a local half has options of its own", skim.attach, DDP(Linear()), local=OfTensors, momentum_correction=0.9)
+
+
+# ---- exchange="auto"
+
+
+def case_a_replayed_run_has_the_bits_of_the_first():
+    # Every candidate is tried in every bucket, so the choices change whatever the clocks say.
+    auto = {"exchange": "auto", "among": ["dense", "allgather", "gtopk"], "trial_share": 1.0, "dense_below": 0}
+
+    def run(model, steps):
+        for step in steps:
+            model(gradients(step)).backward()
+            yield means(model), kept(model)
+
+    first = attached(attach=auto)
+    expected = list(run(first, range(40)))
+    choices = json.loads(json.dumps(skim.report(first).choices))
+    assert choices["ranks"] == SIZE and all(c == choices for c in gathered(choices))
+    if SIZE > 1:
+        assert {"dense", "allgather", "gtopk"} == {name for *_, name in choices["changes"]}
+    again = attached(attach={**auto, "replay": choices})
+    for step, (got, wanted) in enumerate(zip(run(again, range(40)), expected)):
+        assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1]), step
+    assert skim.report(again).choices == choices
+
+    refused, replay = skim.InvalidArgument, {**auto, "replay": choices}
+    wrong = {**choices, "ranks": SIZE + 1}
+    expect(refused, f"are of {SIZE + 1} ranks, this run has {SIZE}", attached, attach={**replay, "replay": wrong})
+    expect(refused, "replay: needs exchange='auto'", attached, attach={"exchange": "gtopk", "replay": choices})
+    expect(refused, "replay: needs the choices of a run", attached, attach={**replay, "replay": {"ranks": SIZE}})
+    expect(refused, "replay: no 'nothing'", attached, attach={**replay, "replay": {**choices, "changes": [[0, 0, 6000, "nothing"]]}})
+    if SIZE > 1:
+        other = {**choices, "changes": choices["changes"][:-1]} if RANK == 0 else choices
+        expect(refused, "options differ between ranks: rank 0 has replay=", attached, attach={**replay, "replay": other})
+    other = attached(Linear([6001, *LENGTHS[1:]]), attach=replay)
+    lengths = [6001, *LENGTHS[1:]]
+    text = "replay: slot 0 in step 0 has 6001 entries, in the record 6000"
+    expect(refused, text, lambda: other(gradients(0, lengths=lengths)).backward())
+
+
+def case_without_ddp_choices_are_replayed_too():
+    auto = {"exchange": "auto", "among": ["dense", "allgather"], "trial_share": 1.0, "dense_below": 0, "value_code": "f32"}
+
+    def run(**more):
+        aggregator = skim.Aggregator([torch.zeros(n) for n in LENGTHS], timeout=60.0, bucket_mb=0.05, **auto, **more)
+        found = []
+        for step in range(20):
+            tensors = gradients(step)
+            aggregator.reduce(tensors)
+            found.append(flat(tensors))
+        return torch.stack(found), aggregator.report().choices
+
+    means_of_first, choices = run()
+    again, same_choices = run(replay=choices)
+    assert torch.equal(again, means_of_first) and same_choices == choices
+    local = local_steps(every=1, replay=choices, **auto)[1]
+    assert local.report().choices == {"ranks": SIZE, "changes": []}
 
 
 # ---- state

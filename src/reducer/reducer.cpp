@@ -242,7 +242,10 @@ struct Reducer::Impl {
     const Chooser::Times told = chooser->told(report.id.slot);
     report.group.bucket_s = told.bucket_s;
     report.group.pair_s = told.pair_s;
-    return exchanges[chooser->choose(report.id, report.n, keep_of(density, report.n), comm)].get();
+    const std::size_t chosen =
+        chooser->choose(report.id, report.n, keep_of(density, report.n), comm);
+    report.chosen = name_of(chooser->candidates()[chosen].kind);
+    return exchanges[chosen].get();
   }
 
   void close(StepReport& report, const GradView& grad) {
