@@ -455,6 +455,62 @@ class ModelChooser final : public Chooser {
   MessageList all_;
 };
 
+class Replay final : public Chooser {
+ public:
+  Replay(const ExchangeOptions& options, Choices choices, int ranks)
+      : choices_(std::move(choices)) {
+    SKIM_EXPECTS(!choices_.of.empty(),
+                 "replay: there are no choices; record them in a run with exchange=auto");
+    SKIM_EXPECTS(choices_.ranks == ranks, "replay: the choices are of " +
+                                              std::to_string(choices_.ranks) +
+                                              " ranks, this run has " + std::to_string(ranks));
+    for (const auto& [slot, changes] : choices_.of) {
+      const std::string where = "replay: slot " + std::to_string(slot);
+      SKIM_EXPECTS(!changes.empty() &&
+                       std::ranges::is_sorted(changes, std::ranges::less_equal{}, &Change::step),
+                   where + ": steps must ascend");
+      for (const Change& change : changes) {
+        SKIM_EXPECTS(!row_of(change.kind).holds_mass,
+                     where + ": no chooser can choose " + std::string(name_of(change.kind)));
+        if (place_of(change.kind) < candidates_.size()) continue;
+        candidates_.emplace_back(options).kind = change.kind;
+      }
+    }
+  }
+
+  std::span<const ExchangeOptions> candidates() const noexcept override { return candidates_; }
+
+  std::size_t choose(StepId id, std::size_t n, const Keep&, Communicator&) override {
+    const auto found = choices_.of.find(id.slot);
+    const std::string where =
+        "replay: slot " + std::to_string(id.slot) + " in step " + std::to_string(id.step);
+    SKIM_EXPECTS(found != choices_.of.end() && found->second.front().step <= id.step,
+                 where + " is not in the record; replay the run from its beginning, with the same "
+                         "model and buckets");
+    const Change& now =
+        *(std::ranges::upper_bound(found->second, id.step, {}, &Change::step) - 1);
+    SKIM_EXPECTS(now.n == n, where + " has " + std::to_string(n) + " entries, in the record " +
+                                 std::to_string(now.n) +
+                                 "; replay it with the same model and buckets");
+    return place_of(now.kind);
+  }
+
+  Times told(Slot) const noexcept override { return {}; }
+  void took(StepId, std::int64_t, const Times&) noexcept override {}
+  std::string_view reason(Slot) const noexcept override { return {}; }
+
+ private:
+  using Change = Choices::Change;
+
+  std::size_t place_of(ExchangeKind kind) const {
+    const auto found = std::ranges::find(candidates_, kind, &ExchangeOptions::kind);
+    return static_cast<std::size_t>(found - candidates_.begin());
+  }
+
+  Choices choices_;
+  std::vector<ExchangeOptions> candidates_;
+};
+
 }  // namespace
 
 std::vector<ExchangeKind> candidates(const ChooserOptions& options) {
@@ -469,6 +525,18 @@ std::vector<ExchangeKind> candidates(const ChooserOptions& options) {
 std::unique_ptr<Chooser> make_chooser(const ExchangeOptions& options,
                                       const ChooserOptions& chooser) {
   return std::make_unique<ModelChooser>(options, chooser);
+}
+
+void Choices::add(const StepReport& report) {
+  if (report.chosen.empty()) return;
+  std::vector<Change>& changes = of[report.id.slot];
+  const Change now{report.id.step, report.n, from_name<ExchangeKind>(report.chosen, "exchange")};
+  if (!changes.empty() && changes.back().n == now.n && changes.back().kind == now.kind) return;
+  changes.push_back(now);
+}
+
+std::unique_ptr<Chooser> make_replay(const ExchangeOptions& options, Choices choices, int ranks) {
+  return std::make_unique<Replay>(options, std::move(choices), ranks);
 }
 
 }  // namespace skim

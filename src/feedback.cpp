@@ -19,6 +19,7 @@
 #include "assert.hpp"
 #include "half.hpp"
 #include "numbers.hpp"
+#include "feedback/load_report.hpp"
 #include "feedback/residual_store.hpp"
 #include "skim/error.hpp"
 #include "state.hpp"
@@ -32,6 +33,7 @@ constexpr std::uint32_t kVersion = 2;
 constexpr std::uint8_t kHasResidual = 1, kHasVelocity = 2;
 constexpr std::size_t kTooLong = std::size_t{1} << 32;  // every slot is shorter
 constexpr std::size_t kSlotAlign = 4096;                // bytes: a page
+constexpr std::size_t kPiece = 1 << 16;                 // floats that load() reads at once
 
 // Zeroed floats. Their addresses matter for the speed of a pass over them (measured on a Zen 4):
 //   - If a gradient has the same offset in its page as its residual, loads wait for stores to the
@@ -516,8 +518,8 @@ void ErrorFeedback::save(std::ostream& out) const {
   w.end();
 }
 
-void ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, int size,
-                         float share) {
+LoadReport ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, int size,
+                               const LoadOptions& options) {
   SKIM_EXPECTS(!of_old_ranks.empty(), "load: needs the state of at least one rank");
   SKIM_EXPECTS(!impl_->open(), "load: a step is open; call end_step or rollback_step first");
   std::map<std::string, std::pair<std::size_t, std::size_t>, std::less<>> place;  // at, length
@@ -526,50 +528,74 @@ void ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, 
       place.emplace(p.name, std::pair(s.at + p.offset, p.length));
   }
   const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
-  if (same_group) {
-    share = 1.0F;
-  } else if (share < 0.0F) {
-    share = 1.0F / static_cast<float>(of_old_ranks.size());
-  }
+  const float share =
+      same_group ? 1.0F : options.share.value_or(1.0F / static_cast<float>(of_old_ranks.size()));
   // The size is 0 if the state is not kept.
   const std::size_t n = impl_->padded_entries();
   Arena arena(impl_->options.enabled ? n : 0), velocity(impl_->velocity.size());
-  std::vector<float> values;
+  std::map<std::string, std::vector<float>> lost;  // residuals of parameters without a place
+  std::map<std::string, std::uint64_t, std::less<>> saved;  // rank 0's parameters; their lengths
+  std::vector<float> piece;
   // Reads every stream, even if this rank does not want its residual, because other state follows
   // in the stream.
   for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
     SectionReader in(*of_old_ranks[old], "residuals of rank " + std::to_string(old), kMagic,
                      kVersion);
+    const bool is_wanted = !same_group || old == static_cast<std::size_t>(rank);
     const auto has = in.get<std::uint8_t>();
     if (has > (kHasResidual | kHasVelocity)) in.fail("it holds what this version does not know");
     const auto count = in.get<std::uint64_t>();
-    if (count != place.size()) {
-      in.fail("it has " + std::to_string(count) + " parameters, the model " +
-              std::to_string(place.size()));
-    }
+    std::map<std::string, std::uint64_t, std::less<>> parameters;
     for (std::uint64_t i = 0; i < count; ++i) {
       const std::string name = in.get_string();
       const auto length = in.get<std::uint64_t>();
+      if (!parameters.emplace(name, length).second) in.fail("'" + name + "' stands twice");
       const auto found = place.find(name);
-      if (found == place.end()) in.fail("the model has no parameter '" + name + "'");
-      if (found->second.second != length) {
+      const bool has_place = found != place.end();
+      if (has_place && found->second.second != length) {
         in.fail("'" + name + "' has " + std::to_string(length) + " entries, the model's " +
                 std::to_string(found->second.second));
       }
-      for (const auto& [bit, to] :
+      std::vector<float>* const without_place = has_place ? nullptr : &lost[name];
+      for (const auto& [bit, arena_of_bit] :
            {std::pair(kHasResidual, &arena), std::pair(kHasVelocity, &velocity)}) {
         if ((has & bit) == 0) continue;
-        values.resize(length);
-        in.get(std::span<float>(values));
-        if (to->size() == 0 || (same_group && old != static_cast<std::size_t>(rank))) continue;
-        float* const r = to->data() + found->second.first;
-        for (std::size_t j = 0; j < length; ++j) r[j] += share * values[j];
+        // In pieces: the length of a parameter without a place may be damaged.
+        for (std::uint64_t first = 0; first < length; first += piece.size()) {
+          piece.resize(std::min<std::uint64_t>(length - first, kPiece));
+          in.get(std::span<float>(piece));
+          if (!is_wanted) continue;
+          float* to = nullptr;
+          if (has_place) {
+            if (arena_of_bit->size() > 0) to = arena_of_bit->data() + found->second.first + first;
+          } else if (bit == kHasResidual) {
+            without_place->resize(std::max(without_place->size(), first + piece.size()));
+            to = without_place->data() + first;
+          }
+          if (to == nullptr) continue;
+          for (std::size_t j = 0; j < piece.size(); ++j) to[j] += share * piece[j];
+        }
       }
     }
     in.end();
+    if (old == 0) saved = parameters;
+    if (parameters != saved) in.fail("it has other parameters than rank 0's");
   }
+  LoadReport report;
+  for (const Slot slot : impl_->order) {
+    for (const Segment& p : impl_->slots.at(slot).parameters) {
+      if (!saved.contains(p.name)) report.missing.push_back(p.name);
+    }
+  }
+  for (const auto& [name, residual] : lost) {
+    double norm2 = 0.0;
+    for (const float v : residual) norm2 += double{v} * double{v};
+    report.unexpected[name] = std::sqrt(norm2);
+  }
+  if (options.strict) expect_fits(report);
   impl_->take(std::move(arena));
   impl_->velocity = std::move(velocity);
+  return report;
 }
 
 }  // namespace skim

@@ -152,11 +152,12 @@ class HostLocalHalf final : public LocalHalf {
     feedback_.save(out);
     selector_->save(out);
   }
-  void load(std::span<std::istream* const> of_old_ranks, int rank, int size,
-            float share) override {
-    feedback_.load(of_old_ranks, rank, size, share);
+  LoadReport load(std::span<std::istream* const> of_old_ranks, int rank, int size,
+                  const LoadOptions& options) override {
+    const LoadReport report = feedback_.load(of_old_ranks, rank, size, options);
     const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
     if (same_group) selector_->load(*of_old_ranks[static_cast<std::size_t>(rank)]);
+    return report;
   }
 
   DenseView residual(Slot slot) override { return feedback_.residual(slot); }

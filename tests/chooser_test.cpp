@@ -9,11 +9,17 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
+#include <random>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "allocations.hpp"
 #include "group.hpp"
+#include "oracle.hpp"
+#include "parts.hpp"
 #include "simulated.hpp"
 #include "skim/error.hpp"
 #include "skim/reducer.hpp"
@@ -335,6 +341,132 @@ TEST(chooser, one_rank_takes_a_sparse_exchange) {
     const auto chooser = make_chooser({}, {.among = {K::dense, K::gtopk}});
     EXPECT_EQ(chooser->choose({}, 10, {.k = 1}, comm), 1U);
     EXPECT_EQ(chooser->reason(0), "");
+  });
+}
+
+// ---- replay
+
+// A chooser whose clock is chance. It decides as if exchanges had taken that long.
+class ByChance final : public Chooser {
+ public:
+  ByChance(std::unique_ptr<Chooser> inside, int rank, std::uint64_t seed)
+      : inside_(std::move(inside)), random_(seed + static_cast<std::uint64_t>(rank)) {}
+  std::span<const ExchangeOptions> candidates() const noexcept override {
+    return inside_->candidates();
+  }
+  std::size_t choose(StepId id, std::size_t n, const Keep& keep, Communicator& comm) override {
+    return inside_->choose(id, n, keep, comm);
+  }
+  Times told(Slot slot) const noexcept override { return inside_->told(slot); }
+  void took(StepId id, std::int64_t, const Times& heard) noexcept override {
+    inside_->took(id, std::uniform_int_distribution<std::int64_t>(1'000'000, 9'000'000)(random_),
+                  heard);
+  }
+  std::string_view reason(Slot slot) const noexcept override { return inside_->reason(slot); }
+
+ private:
+  std::unique_ptr<Chooser> inside_;
+  std::mt19937_64 random_;
+};
+
+struct Trained {
+  Choices choices;
+  std::vector<std::vector<float>> all;  // the mean and the residual after every bucket
+};
+
+// Some steps of two buckets.
+Trained train(Communicator& comm, std::unique_ptr<Chooser> chooser, int steps,
+              std::size_t second = 500) {
+  Trained run{.choices = {.ranks = comm.size(), .of = {}}, .all = {}};
+  ReducerParts parts;
+  parts.chooser = std::move(chooser);
+  parts.schedule = constant_density(0.02);
+  Reducer reducer({.dense_below = 64}, std::move(parts), comm);
+  const std::vector<std::size_t> lengths = {900, second};
+  reducer.set_layout(test::buckets(lengths));
+  for (int step = 0; step < steps; ++step) {
+    for (Slot s = 0; s < 2; ++s) {
+      std::vector<float> g = test::normal(
+          lengths[s], 1000 * static_cast<std::uint64_t>(step) + 10 * s +
+                          static_cast<std::uint64_t>(comm.rank()));
+      run.choices.add(reducer.reduce(s, std::span(g)));
+      run.all.push_back(g);
+      run.all.push_back(test::kept_by(reducer, s));
+    }
+    EXPECT_TRUE(reducer.end_step(0.0));
+  }
+  return run;
+}
+const ChooserOptions kTriesAll{.among = {K::dense, K::allgather, K::gtopk, K::oktopk},
+                               .link = kSlow,
+                               .trial_share = 1.0};
+
+// Bit by bit, trials included, although the clocks say something else. Two runs by their own
+// clocks differ.
+TEST(replay, a_run_has_the_bits_of_the_recorded_one) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    test::run_group(ranks, [&](Communicator& comm) {
+      const auto by_chance = [&](std::uint64_t seed) {
+        return std::make_unique<ByChance>(make_chooser({}, kTriesAll), comm.rank(), seed);
+      };
+      const Trained first = train(comm, by_chance(1), 60), other = train(comm, by_chance(1000), 60);
+      if (ranks > 1) {
+        EXPECT_GT(first.choices.of.at(0).size(), 3U) << "there were trials";
+        EXPECT_NE(first.choices.of, other.choices.of);
+        EXPECT_NE(first.all, other.all);
+      }
+      const Trained again = train(comm, make_replay({}, first.choices, ranks), 60);
+      EXPECT_EQ(again.all, first.all);
+      EXPECT_EQ(again.choices.of, first.choices.of) << "a replay is recorded like any run";
+    });
+  }
+}
+
+TEST(replay, stays_with_the_last_choice) {
+  test::run_group(2, [](Communicator& comm) {
+    Choices choices{.ranks = 2, .of = {}};
+    choices.of[0] = {{0, 900, K::gtopk}, {3, 900, K::dense}, {4, 900, K::allgather}};
+    choices.of[1] = {{0, 500, K::oktopk}};
+    const Trained run = train(comm, make_replay({}, choices, 2), 20);
+    EXPECT_EQ(run.choices.of, choices.of);
+  });
+}
+
+template <class F>
+std::string refusal(const F& f) {
+  try {
+    f();
+  } catch (const InvalidArgument& e) {
+    return e.what();
+  }
+  return "nothing was refused";
+}
+
+TEST(replay, refuses_choices_of_another_run) {
+  Choices choices{.ranks = 2, .of = {}};
+  choices.of[0] = {{5, 900, K::gtopk}};
+  const auto making = [&](const Choices& c, int ranks) {
+    return refusal([&] { make_replay({}, c, ranks); });
+  };
+  EXPECT_EQ(making(choices, 3), "replay: the choices are of 2 ranks, this run has 3");
+  EXPECT_NE(making({.ranks = 2, .of = {}}, 2).find("there are no choices"), std::string::npos);
+  Choices bad = choices;
+  bad.of[0].push_back({5, 900, K::dense});
+  EXPECT_EQ(making(bad, 2), "replay: slot 0: steps must ascend");
+  bad.of[0] = {{0, 900, K::param_server}};
+  EXPECT_EQ(making(bad, 2), "replay: slot 0: no chooser can choose param-server");
+
+  test::run_group(2, [&](Communicator& comm) {
+    const auto choosing = [&](StepId id, std::size_t n) {
+      return refusal([&] { make_replay({}, choices, 2)->choose(id, n, {.k = 9}, comm); });
+    };
+    EXPECT_EQ(choosing({6, 0}, 901),
+              "replay: slot 0 in step 6 has 901 entries, in the record 900; replay it with the "
+              "same model and buckets");
+    EXPECT_NE(choosing({4, 0}, 900).find("slot 0 in step 4 is not in the record"),
+              std::string::npos);
+    EXPECT_NE(choosing({6, 1}, 900).find("slot 1 in step 6 is not in the record"),
+              std::string::npos);
   });
 }
 

@@ -37,12 +37,13 @@ std::string saved(const ErrorFeedback& f) {
 }
 
 // As a run of old.size() ranks saved it; `rank` of `size` loads.
-void load(ErrorFeedback& f, const std::vector<std::string>& old, int rank, int size) {
+LoadReport load(ErrorFeedback& f, const std::vector<std::string>& old, int rank, int size,
+                bool strict = true) {
   std::vector<std::istringstream> streams;
   for (const auto& s : old) streams.emplace_back(s);
   std::vector<std::istream*> in;
   for (auto& s : streams) in.push_back(&s);
-  f.load(in, rank, size);
+  return f.load(in, rank, size, {.share = {}, .strict = strict});
 }
 
 // Two buckets of 40 and 7 entries, with whole numbers in them.
@@ -356,6 +357,96 @@ TEST(feedback, loads_into_other_buckets) {
   EXPECT_TRUE(std::ranges::equal(rest, std::span(a).subspan(13)));
 }
 
+// The layouts of a model before and after its head was replaced: '1.a' and '1.b' are gone, 'new' is
+// there, and the other parameters are in other slots.
+const std::vector<Bucket> kOtherHead{{0, {{"new", 0, 9}}},
+                                     {5, {{"0.b", 0, 27}, {"0.a", 27, 13}}}};
+
+TEST(feedback, loads_the_parameters_that_remain_if_not_strict) {
+  for (const ResidualCode code : {ResidualCode::f32, ResidualCode::bf16, ResidualCode::q8}) {
+    const FeedbackOptions options{.momentum_correction = 0.5F, .residual_code = code};
+    const auto make = [&](std::uint64_t seed, const std::vector<Bucket>& layout) {
+      ErrorFeedback f(options);
+      f.set_layout(layout);
+      for (const Slot slot : f.slots()) {
+        fill(f, slot, test::integers(f.size(slot), seed + slot));
+        std::ranges::copy(test::integers(f.size(slot), seed + slot + 7),
+                          f.velocity(slot).span().begin());
+      }
+      return f;
+    };
+    ErrorFeedback was = make(60, buckets({40, 7})), f = make(70, kOtherHead);
+    const LoadReport report = load(f, {saved(was)}, 0, 1, false);
+
+    const Floats old_rest = residual(was, 0), old_head = residual(was, 1);
+    EXPECT_EQ(residual(f, 0), Floats(9, 0.0F)) << "new parameters begin at 0";
+    const Floats rest = residual(f, 5);
+    EXPECT_TRUE(std::ranges::equal(std::span(rest).first(27), std::span(old_rest).subspan(13)));
+    EXPECT_TRUE(std::ranges::equal(std::span(rest).subspan(27), std::span(old_rest).first(13)));
+    const std::span<float> m = f.velocity(5).span(), old_m = was.velocity(0).span();
+    EXPECT_TRUE(std::ranges::equal(m.first(27), old_m.subspan(13)));
+    EXPECT_TRUE(std::ranges::equal(m.subspan(27), old_m.first(13)));
+    EXPECT_TRUE(std::ranges::all_of(f.velocity(0).span(), [](float v) { return v == 0.0F; }));
+
+    EXPECT_EQ(report.missing, std::vector<std::string>{"new"});
+    ASSERT_EQ(report.unexpected.size(), 2U);
+    const auto norm_of = [&](std::size_t first, std::size_t count) {
+      double norm2 = 0.0;
+      for (const float v : std::span(old_head).subspan(first, count)) norm2 += double{v} * v;
+      return std::sqrt(norm2);
+    };
+    EXPECT_DOUBLE_EQ(report.unexpected.at("1.a"), norm_of(0, 2));
+    EXPECT_DOUBLE_EQ(report.unexpected.at("1.b"), norm_of(2, 5));
+  }
+}
+
+// What is lost on another number of ranks is lost of the sum.
+TEST(feedback, loads_the_parameters_that_remain_on_another_number_of_ranks) {
+  std::vector<std::string> all;
+  Floats rest(40, 0.0F), head(7, 0.0F);
+  for (std::uint64_t r = 0; r < 4; ++r) {
+    ErrorFeedback was = example(80 + r);
+    all.push_back(saved(was));
+    for (std::size_t i = 0; i < 40; ++i) rest[i] += residual(was, 0)[i] / 4.0F;
+    for (std::size_t i = 0; i < 7; ++i) head[i] += residual(was, 1)[i] / 4.0F;
+  }
+  ErrorFeedback f;
+  f.set_layout(std::vector<Bucket>{{0, {{"0.a", 0, 13}, {"0.b", 13, 27}}}, {1, {{"new", 0, 3}}}});
+  const LoadReport report = load(f, all, 2, 3, false);
+  EXPECT_EQ(residual(f, 0), rest);
+  EXPECT_EQ(residual(f, 1), Floats(3, 0.0F));
+  double norm2 = 0.0;
+  for (std::size_t i = 2; i < 7; ++i) norm2 += double{head[i]} * head[i];
+  EXPECT_DOUBLE_EQ(report.unexpected.at("1.b"), std::sqrt(norm2));
+}
+
+TEST(feedback, is_not_strict_only_about_names) {
+  ErrorFeedback f = example(90);
+  const std::string before = saved(f);
+  EXPECT_TRUE(load(f, {before}, 0, 1, false).fits());
+  EXPECT_EQ(saved(f), before);
+
+  ErrorFeedback longer, other;
+  longer.set_layout(buckets({40, 10}));
+  other.set_layout(kOtherHead);
+  EXPECT_NE(message_of<StateError>([&] {
+              load(f, {saved(longer)}, 0, 1, false);
+            }).find("'1.a' has 3 entries, the model's 2"),
+            std::string::npos);
+  EXPECT_NE(message_of<StateError>([&] {
+              load(f, {before, saved(other)}, 0, 2, false);
+            }).find("residuals of rank 1: it has other parameters than rank 0's"),
+            std::string::npos);
+  // Damage of a parameter that is left out, its length above all.
+  const std::string good = saved(other);
+  for (std::size_t bit = 0; bit < 8 * good.size(); ++bit) {
+    std::string bad = good;
+    bad[bit / 8] = static_cast<char>(bad[bit / 8] ^ (1 << (bit % 8)));
+    EXPECT_THROW(load(f, {bad}, 0, 1, false), StateError) << "bit " << bit;
+  }
+  EXPECT_EQ(saved(f), before);
+}
+
 TEST(feedback, damaged_states_are_refused_and_change_nothing) {
   const std::string good = saved(example(40));
   ErrorFeedback f = example(41);
@@ -384,11 +475,22 @@ TEST(feedback, foreign_states_are_refused_and_change_nothing) {
     other.set_layout(theirs);
     return message_of<StateError>([&] { load(f, {saved(other)}, 0, 1); });
   };
-  EXPECT_NE(why(buckets({40})).find("it has 2 parameters, the model 4"), std::string::npos);
+  EXPECT_EQ(why(buckets({40})),
+            "residuals: the state does not have 2 parameters of the model ('1.a', '1.b'); load "
+            "with strict=false to take the other parameters");
   EXPECT_NE(why(buckets({40, 10})).find("'1.a' has 3 entries, the model's 2"), std::string::npos);
   std::vector<Bucket> renamed = buckets({40, 7});
   renamed[1].parameters[0].name = "else";
-  EXPECT_NE(why(renamed).find("the model has no parameter 'else'"), std::string::npos);
+  EXPECT_EQ(why(renamed),
+            "residuals: the model does not have 1 parameter of the state ('else'), and the state "
+            "does not have 1 parameter of the model ('1.a'); load with strict=false to take the "
+            "other parameters");
+  std::vector<Bucket> more = buckets({40, 7});
+  for (const char* name : {"p", "q", "r", "s", "t"}) {
+    more.push_back({static_cast<Slot>(more.size()), {{name, 0, 1}}});
+  }
+  EXPECT_NE(why(more).find("5 parameters of the state ('p', 'q', 'r' and 2 more);"),
+            std::string::npos);
   EXPECT_NE(message_of<StateError>([&] {
               load(f, {"SOMETHINGELSE---------------"}, 0, 1);
             }).find("residuals of rank 0: it does not start with 'SKIMRESI'"),

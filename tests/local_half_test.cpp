@@ -140,13 +140,15 @@ class OracleHalf final : public LocalHalf {
                 static_cast<std::streamsize>(r.size() * sizeof(float)));
     }
   }
-  void load(std::span<std::istream* const> of_old_ranks, int rank, int size, float) override {
+  LoadReport load(std::span<std::istream* const> of_old_ranks, int rank, int size,
+                  const LoadOptions&) override {
     if (of_old_ranks.size() != static_cast<std::size_t>(size)) throw StateError("another group");
     for (auto& [slot, r] : residual_) {
       of_old_ranks[static_cast<std::size_t>(rank)]->read(
           reinterpret_cast<char*>(r.data()),
           static_cast<std::streamsize>(r.size() * sizeof(float)));
     }
+    return {};
   }
   DenseView residual(Slot slot) override { return std::span(residual_[slot]); }
 

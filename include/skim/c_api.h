@@ -180,8 +180,8 @@ skim_status skim_reducer_save(const skim_reducer* reducer, skim_state* state);
 /* Sets *state to NULL and 0. NULL is allowed, and so is a state that is empty. */
 void skim_state_free(skim_state* state);
 /* Loads what all `ranks` ranks of the saved run have saved, in rank order, after set_layout and
- * between steps. The number of ranks may have changed: Reducer::load. The states may be in memory
- * of the caller's own, and are only read. */
+ * between steps. The number of ranks may have changed: Reducer::load. The parameters may not. The
+ * states may be in memory of the caller's own, and are only read. */
 skim_status skim_reducer_load(skim_reducer* reducer, const skim_state* states, size_t ranks);
 
 #ifdef __cplusplus

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -11,6 +12,7 @@
 #include "skim/communicator.hpp"
 #include "skim/cost.hpp"
 #include "skim/exchange.hpp"
+#include "skim/report.hpp"
 
 namespace skim {
 
@@ -68,5 +70,31 @@ std::vector<ExchangeKind> candidates(const ChooserOptions& options);
 // Throws: InvalidArgument: an option is out of its range; a candidate holds mass.
 std::unique_ptr<Chooser> make_chooser(const ExchangeOptions& options,
                                       const ChooserOptions& chooser = {});
+
+// The exchange of every bucket of a run, trials included. A chooser goes by measured times, so two
+// runs choose differently. A run that replays the choices of another has its bits.
+struct Choices {
+  // From this step on, the slot's buckets had n entries and ran this exchange.
+  struct Change {
+    std::uint64_t step = 0;
+    std::size_t n = 0;
+    ExchangeKind kind = ExchangeKind::dense;
+
+    bool operator==(const Change&) const = default;
+  };
+  int ranks = 0;
+  std::map<Slot, std::vector<Change>> of;  // ascending by step
+
+  // Call it for every bucket, in order. Does nothing for a bucket without a choice.
+  void add(const StepReport& report);
+};
+
+// Chooses what was chosen, and does not communicate. After the last change of a slot it stays with
+// that. Give all ranks the same choices. Each candidate has `options` except for the kind.
+//   ranks  P of this run
+// Throws: InvalidArgument: there are no choices, or they are of another number of ranks, not
+// ascending, or of an exchange that holds mass. So does choose(), before anything is sent: a bucket
+// has another length than in its step of the record, or is not there.
+std::unique_ptr<Chooser> make_replay(const ExchangeOptions& options, Choices choices, int ranks);
 
 }  // namespace skim

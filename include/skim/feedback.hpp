@@ -3,9 +3,13 @@
 
 #include <cstdint>
 #include <iosfwd>
+#include <map>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "skim/names.hpp"
 #include "skim/types.hpp"
@@ -54,6 +58,29 @@ struct FeedbackOptions {
   ResidualCode residual_code = ResidualCode::f32;
 
   bool operator==(const FeedbackOptions&) const = default;
+};
+
+// How a saved state is taken.
+struct LoadOptions {
+  // If the number of ranks has changed: the factor of the sum over the old ranks, finite and >= 0.
+  // Empty: 1/P of the P old ranks, which on all ranks is the mass that the model still has to
+  // receive.
+  std::optional<float> share = {};
+  // false: takes the parameters that are both in the state and in the layout. LoadReport has the
+  // others. true: refuses a state of other parameters.
+  bool strict = true;
+};
+
+// The parameters in which a saved state and the layout differ. Equal on all ranks but for norms.
+struct LoadReport {
+  std::vector<std::string> missing;  // the layout's, which begin at 0, in the layout's order
+  // The state's, which are lost: by name, the norm of what this rank would have got of them. For
+  // mass that a server held, it counts as entries of their own.
+  std::map<std::string, double> unexpected;
+
+  bool fits() const noexcept { return missing.empty() && unexpected.empty(); }
+  // One line: how many parameters differ, and the first ones' names. Empty if fits().
+  std::string text() const;
 };
 
 // Holds one residual per slot. All residuals lie in one arena, with one float per parameter (see
@@ -131,13 +158,15 @@ class ErrorFeedback {
   // Training state by parameter name (little-endian, versioned, checksummed). Call load after
   // set_layout, with the streams that all ranks of the old run saved, in rank order. The buckets
   // may differ from the old run's. With the same number of ranks, each rank takes back its own
-  // residual. With another number, this rank gets `share` times the sum over the P old ranks. A
-  // share of 1/P on all ranks is the mass that the model still has to receive. Negative: 1/P.
-  // Velocities follow the same rule, and start at 0 if the saved run had none.
-  // Throws: StateError (nothing changed) if a stream is damaged or foreign, or names or lengths do
-  // not fit the layout.
+  // residual. With another number, this rank gets a share of the sum (LoadOptions). Velocities
+  // follow the same rule, and start at 0 if the saved run had none. The report fits if the options
+  // are strict.
+  // Throws: StateError (nothing changed) if a stream is damaged or foreign, a parameter has another
+  // length than in the layout, the old ranks had different parameters, or names do not fit the
+  // layout and the options are strict.
   void save(std::ostream& out) const;
-  void load(std::span<std::istream* const> of_old_ranks, int rank, int size, float share = -1.0F);
+  LoadReport load(std::span<std::istream* const> of_old_ranks, int rank, int size,
+                  const LoadOptions& options = {});
 
  private:
   struct Impl;

@@ -84,13 +84,13 @@ class LocalHalf {
 
   // Saves and loads the state that carries over between steps: residuals by the names of
   // parameters, and the selector's state. load reads the streams of all ranks of the old run, in
-  // rank order. With another number of ranks, the residual becomes `share` times the sum over the
-  // old ranks, and selectors begin anew. The same happens with size 0: the streams are of single
-  // ranks.
-  // Throws: StateError; residuals of a damaged stream are not taken.
+  // rank order, as ErrorFeedback::load. With another number of ranks, selectors begin anew. The
+  // same happens with size 0: the streams are of single ranks.
+  // Throws: StateError; residuals of a damaged stream are not taken. InvalidArgument: a local half
+  // that cannot load parameters one by one, with options that are not strict.
   virtual void save(std::ostream& out) const = 0;
-  virtual void load(std::span<std::istream* const> of_old_ranks, int rank, int size,
-                    float share) = 0;
+  virtual LoadReport load(std::span<std::istream* const> of_old_ranks, int rank, int size,
+                          const LoadOptions& options) = 0;
 
   // The slot's residual, and the velocity of momentum correction, in the memory where they lie.
   // Empty if none is kept. Valid until set_layout.

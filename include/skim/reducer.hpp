@@ -148,10 +148,12 @@ class Reducer {
   // rank order. With another number of ranks, each rank's residual becomes (1/P) times the sum over
   // the old P ranks, and the mass that exchanges held joins it. A dedicated server does not count
   // in P, and takes nothing. Selector, exchange and schedule then start anew.
-  // Throws: StateError; InvalidArgument: the schedule's budget is too small for the steps left.
-  // Nothing has changed then.
+  // strict: as in LoadOptions, also for the mass that exchanges held. Give all ranks the same. If it
+  // is true, the report fits.
+  // Throws: StateError; InvalidArgument: the schedule's budget is too small for the steps left, or
+  // LocalHalf::load throws it. Nothing has changed then.
   void save(std::ostream& out) const;
-  void load(std::span<std::istream* const> of_old_ranks);
+  LoadReport load(std::span<std::istream* const> of_old_ranks, bool strict = true);
   // Continues what ranks of another group have saved in the same step. This rank's residual becomes
   // `share` times the sum of theirs, and the mass that their exchanges held joins it. Step and
   // statistics are those of the first state. Selector, exchange and schedule start anew. If a group

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include "skim/types.hpp"
 
@@ -22,6 +23,7 @@ struct StepReport {
   float threshold = 0.0F;        // smallest magnitude selected
   std::uint64_t non_finite = 0;  // entries of this rank's gradient
   bool dense = false;
+  std::string_view chosen;  // by a chooser: the exchange's name; empty: there was no choice
   // No rank's gradient had a NaN or an infinity, and the sum over the ranks has none. Equal on all
   // ranks. The step is applied if all its buckets are finite (NonFinite).
   bool finite = true;

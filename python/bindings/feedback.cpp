@@ -1,6 +1,7 @@
 // Error feedback: its residuals are arrays that share memory with the library.
 #include "python/bindings/feedback.hpp"
 
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 
 #include "python/bindings/arrays.hpp"
@@ -136,17 +137,51 @@ void bind_feedback(nb::module_& m) {
           "Returns the residuals and velocities, by the names of parameters, as bytes.")
       .def(
           "load",
-          [](Feedback& self, const std::vector<State>& of_old_ranks, int rank, int size) {
+          [](Feedback& self, const std::vector<State>& of_old_ranks, int rank, int size,
+             bool strict) {
             expect_no_views(self, "load");
-            self.feedback.load(States(of_old_ranks).streams(), rank, size);
+            return self.feedback.load(States(of_old_ranks).streams(), rank, size,
+                                      {.share = {}, .strict = strict});
           },
-          "of_old_ranks"_a, nb::kw_only(), "rank"_a, "size"_a,
+          "of_old_ranks"_a, nb::kw_only(), "rank"_a, "size"_a, "strict"_a = true,
           "Restores a saved state. Call it after set_layout.\n"
           "  of_old_ranks  what save() returned on every rank of the saved run, in rank order\n"
           "  rank, size    this rank and the number of ranks now\n"
+          "  strict        False: takes the parameters that are both in the state and in the "
+          "layout, and returns the others\n"
           "If the number of ranks has changed, each residual becomes (1/P) times the sum over "
           "the P old ranks. Raises StateError (nothing changed). Raises BufferError while an "
           "array of residual() or velocity() is in use.");
+
+  nb::class_<LoadReport>(
+      m, "LoadReport",
+      "The parameters in which a saved state and the model differ. (missing_keys, "
+      "unexpected_keys), as from Module.load_state_dict of PyTorch.")
+      .def(
+          "__init__",
+          [](LoadReport* self, std::vector<std::string> missing,
+             std::map<std::string, double> unexpected) {
+            new (self) LoadReport{std::move(missing), std::move(unexpected)};
+          },
+          "missing_keys"_a, "unexpected_keys"_a)
+      .def_ro("missing_keys", &LoadReport::missing,
+              "The model's parameters that the state does not have. Their residuals begin at 0.")
+      .def_ro("unexpected_keys", &LoadReport::unexpected,
+              "The state's parameters that the model does not have, each with the norm of the "
+              "residual that this rank has lost with it.")
+      .def(
+          "__iter__",
+          [](const LoadReport& self) {
+            return nb::iter(nb::make_tuple(self.missing, self.unexpected));
+          },
+          nb::sig("def __iter__(self) -> collections.abc.Iterator[typing.Any]"))
+      .def("__str__",
+           [](const LoadReport& self) { return self.fits() ? "all parameters fit" : self.text(); })
+      .def("__repr__", [](const LoadReport& self) {
+        return "LoadReport(missing_keys=" +
+               nb::cast<std::string>(nb::repr(nb::cast(self.missing))) + ", unexpected_keys=" +
+               nb::cast<std::string>(nb::repr(nb::cast(self.unexpected))) + ")";
+      });
 }
 
 }  // namespace skim::python

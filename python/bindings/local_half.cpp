@@ -229,23 +229,29 @@ void OwnLocalHalf::save(std::ostream& out) const {
   nb::cast<const Feedback&>(kept).feedback.save(out);
   selector_->save(out);
 }
-void OwnLocalHalf::load(std::span<std::istream* const> of_old_ranks, int rank, int size,
-                        float share) {
+LoadReport OwnLocalHalf::load(std::span<std::istream* const> of_old_ranks, int rank, int size,
+                              const LoadOptions& options) {
+  SKIM_EXPECTS(selector_ || options.strict,
+               "load: strict=false needs a local half with as_feedback() and take_feedback(), "
+               "because this one has a format of its own");
   const nb::gil_scoped_acquire gil;
   if (selector_) {
     const nb::object kept = object_.attr("as_feedback")();
-    nb::cast<Feedback&>(kept).feedback.load(of_old_ranks, rank, size, share);
+    const LoadReport report =
+        nb::cast<Feedback&>(kept).feedback.load(of_old_ranks, rank, size, options);
     const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
     if (same_group) selector_->load(*of_old_ranks[static_cast<std::size_t>(rank)]);
     object_.attr("take_feedback")(kept);
-    return;
+    return report;
   }
+  const float share = options.share.value_or(1.0F / static_cast<float>(of_old_ranks.size()));
   nb::list states;
   for (std::istream* in : of_old_ranks) {
     const std::string state = read_state(*in);
     states.append(nb::bytes(state.data(), state.size()));
   }
   object_.attr("load")(states, rank, size, share);
+  return {};
 }
 
 bool OwnLocalHalf::keeps_residual(Slot slot) {

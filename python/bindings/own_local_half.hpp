@@ -35,7 +35,8 @@ class OwnLocalHalf final : public LocalHalf, public OwnPart {
   void end_step() noexcept override;
   void rollback_step() override;
   void save(std::ostream& out) const override;
-  void load(std::span<std::istream* const> of_old_ranks, int rank, int size, float share) override;
+  LoadReport load(std::span<std::istream* const> of_old_ranks, int rank, int size,
+                  const LoadOptions& options) override;
   DenseView residual(Slot slot) override;
   bool keeps_residual(Slot slot) override;
 

@@ -1,7 +1,11 @@
 // The Reducer: gradient in, mean gradient out.
 #include "skim/reducer.hpp"
 
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
 #include <array>
+#include <tuple>
 
 #include "python/bindings/arrays.hpp"
 #include "python/bindings/keywords.hpp"
@@ -22,6 +26,7 @@ class AnnotatedReducer final : public Reducer {
   AnnotatedReducer(const ReducerKeywords& keywords, ReducerParts parts, OwnParts own,
                    Communicator& comm)
       : Reducer(with_phases(keywords.options()), std::move(parts), comm),
+        choices_{.ranks = comm.size(), .of = {}},
         keywords_(keywords),
         comm_(comm),
         own_(own),
@@ -48,8 +53,12 @@ class AnnotatedReducer final : public Reducer {
     const bool listening = !listener_.is_none();
     const nb::gil_scoped_release no_gil;
     listening_ = listening;
-    return reduce(slot, view);
+    const StepReport report = reduce(slot, view);
+    choices_.add(report);
+    return report;
   }
+
+  const Choices& choices() const { return choices_; }
 
   const ReducerKeywords& keywords() const { return keywords_; }
 
@@ -111,6 +120,7 @@ class AnnotatedReducer final : public Reducer {
     return o;
   }
 
+  Choices choices_;
   ReducerKeywords keywords_;
   Communicator& comm_;
   nb::object listener_ = nb::none();
@@ -144,6 +154,44 @@ void add_residual(LocalHalf& local, Slot slot, std::size_t offset, std::span<con
   }
   local.commit(slot, nothing.view(), mass.view());
   local.end_step();
+}
+
+// One list for each change, by step: [step, slot, entries, exchange].
+nb::dict to_python(const Choices& choices) {
+  std::vector<std::tuple<std::uint64_t, Slot, std::size_t, std::string_view>> all;
+  for (const auto& [slot, changes] : choices.of) {
+    for (const Choices::Change& c : changes) all.emplace_back(c.step, slot, c.n, name_of(c.kind));
+  }
+  std::ranges::sort(all);
+  nb::list changes;
+  for (const auto& [step, slot, n, name] : all) {
+    nb::list change;
+    change.append(step);
+    change.append(slot);
+    change.append(n);
+    change.append(std::string(name));
+    changes.append(change);
+  }
+  nb::dict found;
+  found["ranks"] = choices.ranks;
+  found["changes"] = changes;
+  return found;
+}
+Choices choices_of(const nb::object& replay) {
+  Choices choices;
+  std::vector<std::tuple<std::uint64_t, Slot, std::size_t, std::string>> changes;
+  nb::dict given;
+  const bool is_read = nb::try_cast(replay, given) && given.contains("ranks") &&
+                       given.contains("changes") &&
+                       nb::try_cast(nb::object(given["ranks"]), choices.ranks) &&
+                       nb::try_cast(nb::object(given["changes"]), changes);
+  SKIM_EXPECTS(is_read,
+               "replay: needs the choices of a run, as Reducer.choices has them: {'ranks': P, "
+               "'changes': [[step, slot, entries, exchange], ...]}");
+  for (const auto& [step, slot, n, name] : changes) {
+    choices.of[slot].push_back({step, n, from_name<ExchangeKind>(name, "replay")});
+  }
+  return choices;
 }
 
 }  // namespace
@@ -188,6 +236,9 @@ void bind_reducer(nb::module_& m) {
       .def_ro("threshold", &StepReport::threshold)
       .def_ro("non_finite", &StepReport::non_finite)
       .def_ro("dense", &StepReport::dense)
+      .def_prop_ro(
+          "chosen", [](const StepReport& r) { return std::string(r.chosen); },
+          "The exchange that exchange='auto' chose for the bucket; '' if there was no choice.")
       .def_ro("finite", &StepReport::finite,
               "No rank's gradient had a NaN or an infinity, and the sum over the ranks has none. "
               "Equal on all ranks.")
@@ -198,7 +249,8 @@ void bind_reducer(nb::module_& m) {
   const auto help = KeywordHelp::of<ReducerKeywords>();
   const std::string signature =
       "def __init__(self, comm: Communicator, *, density: float | DensitySchedule | OwnSchedule = "
-      "0.001, selector: Selector | OwnSelector | None = None, local: OwnLocalHalf | None = None, " +
+      "0.001, selector: Selector | OwnSelector | None = None, local: OwnLocalHalf | None = None, "
+      "replay: dict[str, typing.Any] | None = None, " +
       help.signature() + ") -> None";
   nb::class_<AnnotatedReducer>(
       m, "Reducer",
@@ -208,22 +260,31 @@ void bind_reducer(nb::module_& m) {
       .def(
           "__init__",
           [](AnnotatedReducer* self, Communicator& comm, const nb::object& density,
-             const nb::object& selector, const nb::object& local, const nb::kwargs& options) {
+             const nb::object& selector, const nb::object& local, const nb::object& replay,
+             const nb::kwargs& options) {
             const ReducerKeywords keywords = read_reducer_keywords("skim.Reducer", options);
             ReducerParts parts;
             parts.schedule = schedule_of(density);
             if (!selector.is_none()) parts.selector = selector_of(selector);
             if (!local.is_none()) parts.local = local_half_of(local);
+            if (!replay.is_none()) {
+              SKIM_EXPECTS(keywords.automatic,
+                           "replay: needs exchange='auto', whose choices it has");
+              parts.chooser =
+                  make_replay(keywords.reducer.exchange, choices_of(replay), comm.size());
+            }
             const AnnotatedReducer::OwnParts own{dynamic_cast<OwnPart*>(parts.selector.get()),
                                                  dynamic_cast<OwnPart*>(parts.schedule.get()),
                                                  dynamic_cast<OwnPart*>(parts.local.get())};
             new (self) AnnotatedReducer(keywords, std::move(parts), own, comm);
           },
           "comm"_a, nb::kw_only(), "density"_a.none() = 0.001, "selector"_a = nb::none(),
-          "local"_a = nb::none(), "options"_a, nb::keep_alive<1, 2>(), nb::sig(signature.c_str()),
+          "local"_a = nb::none(), "replay"_a = nb::none(), "options"_a, nb::keep_alive<1, 2>(),
+          nb::sig(signature.c_str()),
           (R"(  density  fraction k/n of entries that each rank sends, in (0, 1], or a schedule of it
   selector  an object of your own that selects the entries; replaces select
   local  a local half of your own; replaces select, selector and the options of feedback
+  replay  the choices of a run with exchange="auto", which this run makes again
 )" + help.text() +
            R"(  exchange="auto": a chooser takes the exchange of each bucket.
 skim.protocols has the methods that objects of your own need.
@@ -298,6 +359,12 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
           "slot"_a,
           "With a chooser: the slot's exchange and the reason for it, in one line. Empty "
           "otherwise.")
+      .def_prop_ro(
+          "choices", [](const AnnotatedReducer& self) { return to_python(self.choices()); },
+          nb::sig("def choices(self) -> dict[str, typing.Any]"),
+          "The exchange that exchange='auto' chose for every bucket so far, trials included, for "
+          "replay= and for json.dump: {'ranks': P, 'changes': [[step, slot, entries, exchange], "
+          "...]}. An entry holds until the slot's next one.")
       .def(
           "add_residual",
           [](AnnotatedReducer& self, Slot slot, std::size_t offset, FloatArray values,
@@ -325,17 +392,21 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
           "Returns the residuals and all other state of this rank, as bytes. Between steps only.")
       .def(
           "load",
-          [](AnnotatedReducer& self, const std::vector<State>& states) {
+          [](AnnotatedReducer& self, const std::vector<State>& states, bool strict) {
             const States streams(states);
             const nb::gil_scoped_release no_gil;
-            self.load(streams.streams());
+            LoadReport report = self.load(streams.streams(), strict);
             self.throw_own_failure();
+            return report;
           },
-          "of_old_ranks"_a,
+          "of_old_ranks"_a, nb::kw_only(), "strict"_a = true,
           "Restores a saved state. Call it after set_layout, between steps.\n"
-          "of_old_ranks: what save() returned on every rank of the saved run, in rank order. If "
-          "the number of ranks has changed, each residual becomes (1/P) times the sum over the P "
-          "old ranks. Raises StateError.")
+          "  of_old_ranks  what save() returned on every rank of the saved run, in rank order\n"
+          "  strict        False, on all ranks: takes the parameters that are both in the state "
+          "and in the layout,\n"
+          "                and returns the others\n"
+          "If the number of ranks has changed, each residual becomes (1/P) times the sum over "
+          "the P old ranks. Raises StateError.")
       .def(
           "take_over",
           [](AnnotatedReducer& self, const std::vector<State>& states, float share) {

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import hashlib
+import json
 import logging
 import math
 import numbers
@@ -66,6 +67,7 @@ class Options:
     total_steps: int = 0
     selector: Any = None
     local: Any = None  # "device", "host", a function that makes a local half, or None
+    replay: dict[str, Any] | None = None  # Report.choices
     # If a gradient is NaN or infinite: "pass-on" or "raise".
     non_finite: str = "pass-on"
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keywords of skim.Reducer
@@ -111,6 +113,8 @@ class Options:
                 raise _core.InvalidArgument(
                     f"skim: no {name} of your own in an ElasticGroup: a rank that joins could not get its state"
                 )
+        if self.replay is not None:
+            raise _core.InvalidArgument("skim: no replay in an ElasticGroup: its ranks may change, and with them the choices")
         if self.others.get("feedback") is False:
             raise _core.InvalidArgument("skim: an ElasticGroup needs feedback: a step may have to be taken twice")
         if self.others.get("server") == "dedicated":
@@ -146,6 +150,7 @@ class Options:
             density=self.density,
             selector=self.selector,
             local=local,
+            replay=self.replay,
             non_finite="pass-on",  # self.non_finite is heeded when the step ends
             **{k: v for k, v in self._keywords().items() if not (has_feedback and k in FEEDBACK)},
         )
@@ -253,6 +258,8 @@ class Compression:
             # As Reducer.options has them: the shortest number that is the same float32.
             own = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in self.local.options.items()}
             given = {**own, **given}
+        if options.replay is not None:
+            given["replay"] = hashlib.sha256(json.dumps(options.replay).encode()).hexdigest()
         given = {**self.reducer.options, **given}
         self._equal = [f"{name}={_text(value)}" for name, value in given.items()] + list(also_equal)
         self.expect_equal()
@@ -546,6 +553,12 @@ class Compression:
         if self.error is not None:
             raise self.error
 
+    def report(self) -> Report:
+        """This rank's bytes, times and decisions so far. print() shows them as a table."""
+        with self.lock:
+            self.statistics.choices = self.reducer.choices
+            return self.statistics
+
     # ---- state ----------------------------------------------------------------------------------
 
     def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
@@ -559,7 +572,7 @@ class Compression:
                 states = ((self.comm.rank, saved),)
         return {f"rank_{r}_of_{self.comm.size}": torch.frombuffer(s, dtype=torch.uint8) for r, s in states}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
         found: dict[int, dict[int, torch.Tensor]] = {}
         for key, value in state.items():
             if match := STATE.search(key):
@@ -590,7 +603,7 @@ class Compression:
             states = [by_rank[r] for r in range(old_size)]
         self.finish_step()
         with self.lock:
-            self.reducer.load([array(s.detach().cpu().contiguous()) for s in states])
+            return self.reducer.load([array(s.detach().cpu().contiguous()) for s in states], strict=strict)
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -621,6 +634,16 @@ def buckets_of(tensors: Sequence[torch.Tensor], members: Sequence[int], most_byt
         buckets[-1].append(i)
         size += bytes_of
     return [tuple(b) for b in buckets]
+
+
+def packed(value: Any) -> torch.Tensor:
+    """A value in JSON as a tensor of bytes, for a state."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def unpacked(tensor: torch.Tensor) -> Any:
+    """What packed() got. Raises ValueError or TypeError for another tensor."""
+    return json.loads(bytes(tensor.cpu().tolist()))
 
 
 class _Phases:

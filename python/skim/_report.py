@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from typing import Any
 
 from skim import _core
 
@@ -88,6 +89,9 @@ class Report:
     # LocalSteps, up to the last comparison.
     waited_s: list[float] = dataclasses.field(default_factory=list)
     compared_s: float = 0.0
+    # What exchange="auto" chose for every bucket since this process began, trials included: for json.dump, and for
+    # skim.attach(replay=...). Equal on all ranks.
+    choices: dict[str, Any] = dataclasses.field(default_factory=dict)
     _slow: int = dataclasses.field(default=-1, repr=False)  # the rank that was slow in the last interval
     _slow_s: float = dataclasses.field(default=0.0, repr=False)  # for so long without a break
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from skim import _core
 from skim._compression import Compression, Options, buckets_of
-from skim._report import Report
 from skim.elastic import ElasticGroup
 
 if TYPE_CHECKING:
@@ -59,6 +58,7 @@ class Aggregator(Compression):
         non_finite: str = "pass-on",
         selector: OwnSelector | None = None,
         local: Callable[[], OwnLocalHalf] | Literal["device", "host"] | None = None,
+        replay: dict[str, Any] | None = None,
         fragments: int = 1,
         bucket_mb: float = 25.0,
         process_group: dist.ProcessGroup | ElasticGroup | None = None,
@@ -71,7 +71,7 @@ class Aggregator(Compression):
         named = _named(tensors)
         compressed = Options(
             density=density, optimizer=optimizer, of_updates=of_updates, total_steps=total_steps, selector=selector,
-            local=local, non_finite=non_finite, others={"exchange": exchange, **options},
+            local=local, replay=replay, non_finite=non_finite, others={"exchange": exchange, **options},
         )  # fmt: skip
         super().__init__(named, compressed, process_group, timeout, writer)
         self.tensors = list(named.values())
@@ -133,10 +133,6 @@ class Aggregator(Compression):
         assert self.buckets is not None
         of_bucket = {index: self.statistics.buckets[index] for index in self._buckets_of[fragment]}
         return [b.k / b.n for index, b in of_bucket.items() for _ in self.buckets[index]]
-
-    def report(self) -> Report:
-        """This rank's bytes, times and decisions so far. print() shows them as a table."""
-        return self.statistics
 
 
 def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:

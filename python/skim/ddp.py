@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import warnings
@@ -14,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options, Unit, buckets_of
+from skim._compression import STATE, Compression, Options, Unit, buckets_of, packed, unpacked
 from skim._hook import raising_at_the_end, set_hook
 from skim._report import Report
 from skim.dry_run import DryRun
@@ -70,6 +69,7 @@ def attach(
     non_finite: str = "pass-on",
     selector: OwnSelector | None = None,
     local: Callable[[], OwnLocalHalf] | Literal["device", "host"] | None = None,
+    replay: dict[str, Any] | None = None,
     process_group: ElasticGroup | None = None,
     between: Any = None,
     timeout: float = 1800.0,
@@ -108,6 +108,9 @@ def attach(
         Or a function without arguments that makes a local half of your own (skim.protocols). It is
         called once for this model. It gets the gradients as tensors on their device, and selects and
         keeps residuals itself, so leave out the options for that.
+    replay: skim.report(model).choices of an earlier run, for exchange="auto". This run then takes the same exchange
+        for every bucket of every step, and has the same bits on the same data. After the last recorded change it stays
+        with what was chosen. Model, buckets and number of ranks must be the same.
     options: any option of skim.Reducer, which help(skim.Reducer) lists. Among them:
         select: the rule that selects the entries: one of skim.select_rules.
         value_code: of values on the wire: one of skim.value_codes. The default here is "q4": 4-bit values
@@ -150,7 +153,7 @@ def attach(
         return DryRun(inner, 20 if dry_run is True else dry_run, timeout, total_steps)
     compressed = Options(
         density=density, optimizer=optimizer, total_steps=total_steps, selector=selector, local=local,
-        non_finite=non_finite, others={"exchange": exchange, **options},
+        replay=replay, non_finite=non_finite, others={"exchange": exchange, **options},
     )  # fmt: skip
     local_clip = options.get("local_clip", 0.0)
     if updates_of is None and isinstance(compressed.optimizer, torch.optim.SGD) and not local_clip:
@@ -222,16 +225,23 @@ def state_dict(model: torch.nn.Module, *, gather: bool = False) -> dict[str, tor
     return compression_of(model).state_dict(gather=gather)
 
 
-def load_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def load_state_dict(
+    model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True
+) -> _core.LoadReport:
     """Restores what state_dict returned.
 
     state: the state of this rank. If the number of ranks has changed: the states of all P ranks of the
         saved run, in one dict. Each residual then becomes (1/P) times the sum of the saved ones.
+    strict: False, on all ranks: the model may have other parameters than the saved one. Parameters that both have
+        get their residuals back. Those that only the model has begin at 0. The residuals of those that only the state
+        has are lost.
 
-    The names and lengths of parameters must be the same; the buckets may differ. Raises StateError if the
+    Returns (missing_keys, unexpected_keys), as Module.load_state_dict of PyTorch. unexpected_keys is a dict with
+    the norm of each lost residual of this rank. Both are empty if strict.
+    A parameter must have as many entries as in the saved run. The buckets may differ. Raises StateError if the
     state is damaged or does not fit. After this error nothing has changed.
     """
-    compression_of(model).load_state_dict(state)
+    return compression_of(model).load_state_dict(state, strict)
 
 
 def detach(model: torch.nn.Module) -> None:
@@ -382,40 +392,35 @@ class DdpCompression(Compression):
             raise _core.InvalidArgument("skim: no rollback in an ElasticGroup: the step ended with backward")
         self.finish_step(skip=True)
 
-    def report(self) -> Report:
-        with self.lock:
-            return self.statistics
-
     def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
         found = super().state_dict(gather=gather)
         if found and self.buckets is not None and self.elastic is None:
-            names = json.dumps([[self.names[i] for i in members] for members in self.buckets])
-            found[BUCKETS] = torch.frombuffer(bytearray(names.encode()), dtype=torch.uint8)
+            found[BUCKETS] = packed([[self.names[i] for i in members] for members in self.buckets])
         return found
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
         saved = self._buckets_in(state)
         if saved is None:
-            super().load_state_dict(state)
-            return
+            return super().load_state_dict(state, strict)
         self.finish_step()
         with self.lock:
             before = self.buckets
             self._set_layout(saved)
             try:
-                super().load_state_dict(state)
+                report = super().load_state_dict(state, strict)
             except _core.StateError:
                 self._set_layout(before)
                 raise
             self.statistics.buckets_stand()
             self._collects, self._seen_before = True, []
+            return report
 
     def _buckets_in(self, state: Mapping[str, torch.Tensor]) -> list[tuple[int, ...]] | None:
         """The buckets of the saved run. None: it has none, they are not of this model, or they cannot be kept."""
         if BUCKETS not in state or self.elastic is not None:
             return None
         try:
-            names = json.loads(bytes(state[BUCKETS].cpu().tolist()))
+            names = unpacked(state[BUCKETS])
             index = {name: i for i, name in enumerate(self.names)}
             found = [tuple(index[name] for name in members) for members in names]
         except (ValueError, TypeError, KeyError):

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from skim import _core
 from skim._compression import Compression, Options, Unit
-from skim._report import Report
 from skim._shards import Shard, is_sharded, local
 
 if TYPE_CHECKING:
@@ -62,10 +61,6 @@ class FsdpCompression(Compression):
         self._modules = weakref.WeakSet(module for _, module, _ in hooked)
         self._between = between
 
-    def report(self) -> Report:
-        with self.lock:
-            return self.statistics
-
     def rollback(self) -> None:
         """Call it on every rank or on none, if your loop skips the step whose backward has just ended. Nothing of the
         step then counts as delivered, and residuals keep its gradients."""
@@ -88,8 +83,8 @@ class FsdpCompression(Compression):
             )
         return self._shard.marked(super().state_dict())
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        super().load_state_dict(self._shard.own(state))
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
+        return super().load_state_dict(self._shard.own(state), strict)
 
     def finish_step(self, *, skip: bool = False) -> None:
         with self.lock:

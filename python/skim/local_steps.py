@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
+from skim._compression import packed, unpacked
 from skim._momentum import correction_for, inner_optimizer
 from skim._report import Report
 from skim._shards import Shard, local, reshard
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from skim._options import LocalStepsOptions
     from skim.protocols import OwnSchedule
 
+PARAMETERS = "parameters"  # a key of states: the names and lengths of the parameters, in JSON
 OF_RANK = re.compile(r"(replica|sent_from)_(\d+)_(\d+)$")
 
 
@@ -439,6 +441,7 @@ class LocalSteps:
         found["steps_left"] = torch.tensor(
             [self._flights[f].steps_left if f in self._flights else 0 for f in range(len(self._fragments))]
         )
+        found[PARAMETERS] = packed([(name, x.numel()) for name, x in zip(self._names, self._shared)])
         found["shared"] = _flat(self._shared)
         if self._momentum:
             found["outer_momentum"] = _flat(self._momentum)
@@ -452,15 +455,20 @@ class LocalSteps:
         return found if self._shard is None else self._shard.marked(found)
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
         """Restores a state_dict(): this rank's, or, if the number of ranks has changed, those of all ranks in one dict.
 
         If you load the model's state, load it before this. On another number of ranks every rank starts with the
-        mean of the old residuals and, in the middle of a round, the mean of the old replicas. Raises StateError
-        if the state does not fit; nothing has changed then.
+        mean of the old residuals and, in the middle of a round, the mean of the old replicas.
+
+        strict, and what is returned: as in skim.load_state_dict. Parameters that only the model has keep their values.
+        A state with exchanges under way (delay) does not fit other parameters.
+
+        Raises StateError if the state does not fit; nothing has changed then.
         """
         if self._shard is not None:
             state = self._shard.own(state)
+        state = self._fitted(state, strict)
         n, count = sum(x.numel() for x in self._shared), len(self._fragments)
         self._expect_in_state(state, {"round": 1, "shared": n, "steps_left": count})
         steps_left = {f: left for f, left in enumerate(state["steps_left"].tolist()) if left > 0}
@@ -475,7 +483,7 @@ class LocalSteps:
         if steps_left and sent_from is None:
             comm = self._aggregator.comm
             self._expect_in_state(state, {f"sent_from_{comm.rank}_{comm.size}": under_way})
-        self._aggregator.load_state_dict(state)
+        report = self._aggregator.load_state_dict(state, strict)
         self._discard_flights()
         _into(self._shared, state["shared"])
         if self._momentum and "outer_momentum" in state:
@@ -486,7 +494,7 @@ class LocalSteps:
         else:
             _into(self._parameters, replica)
         if not steps_left or sent_from is None:
-            return
+            return report
         means, heres = ([torch.empty_like(x) for x in shapes] for _ in range(2))
         _into(means, state["means"])
         _into(heres, sent_from)
@@ -495,6 +503,41 @@ class LocalSteps:
             flight = self._flights[f] = _Flight(left, heres[:k], Future())
             flight.arrived.set_result(_Arrived(applied, means[:k], self._residuals(f)))
             means, heres = means[k:], heres[k:]
+        return report
+
+    def _fitted(self, state: Mapping[str, torch.Tensor], strict: bool) -> Mapping[str, torch.Tensor]:
+        """The state with tensors for this model's parameters, in their order. Raises StateError if there is none."""
+        try:
+            saved = dict(unpacked(state[PARAMETERS]))
+        except (KeyError, ValueError, TypeError):
+            return state  # and let the lengths decide
+        now = {name: x.flatten().cpu() for name, x in zip(self._names, self._shared)}
+        if [*saved.items()] == [(name, x.numel()) for name, x in now.items()]:
+            return state
+        for name, x in now.items():
+            if saved.get(name, x.numel()) != x.numel():
+                raise _core.StateError(
+                    f"skim.LocalSteps: '{name}' has {saved[name]} entries in the state, {x.numel()} in the model"
+                )
+        report = _core.LoadReport([n for n in now if n not in saved], {n: 0.0 for n in saved if n not in now})
+        if strict and (report.missing_keys or report.unexpected_keys):
+            raise _core.StateError(
+                f"skim.LocalSteps: {report}; load with strict=False to take the other parameters"
+            )
+        if "steps_left" in state and state["steps_left"].any():
+            raise _core.StateError(
+                "skim.LocalSteps: the state has exchanges under way, which do not fit other parameters; save one after "
+                "exchange()"
+            )
+        fitted = {**state, "steps_left": torch.zeros(len(self._fragments), dtype=torch.int64)}
+        for key, flat in state.items():
+            if key not in ("shared", "outer_momentum") and not key.startswith("replica_"):
+                continue
+            self._expect_in_state(state, {key: sum(saved.values())})
+            parts = dict(zip(saved, torch.split(flat.cpu(), list(saved.values()))))
+            new = {name: torch.zeros_like(x) for name, x in now.items()} if key == "outer_momentum" else now
+            fitted[key] = torch.cat([parts.get(name, new[name]) for name in now])
+        return fitted
 
     def _expect_in_state(self, state: Mapping[str, torch.Tensor], lengths: Mapping[str, int]) -> None:
         for key, length in lengths.items():

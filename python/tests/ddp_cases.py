@@ -8,6 +8,8 @@ numbers that are multiples of the number of ranks all sums are exact, so the law
 
 import contextlib
 import copy
+import json
+import math
 import os
 import pickle
 import sys
@@ -724,6 +726,63 @@ def case_a_local_half_of_ones_own():
     expect(wrong, "a local half has options of its own", skim.attach, DDP(Linear()), local=OfTensors, momentum_correction=0.9)
 
 
+# ---- exchange="auto"
+
+
+def case_a_replayed_run_has_the_bits_of_the_first():
+    # Every candidate is tried in every bucket, so the choices change whatever the clocks say.
+    auto = {"exchange": "auto", "among": ["dense", "allgather", "gtopk"], "trial_share": 1.0, "dense_below": 0}
+
+    def run(model, steps):
+        for step in steps:
+            model(gradients(step)).backward()
+            yield means(model), kept(model)
+
+    first = attached(attach=auto)
+    expected = list(run(first, range(40)))
+    choices = json.loads(json.dumps(skim.report(first).choices))
+    assert choices["ranks"] == SIZE and all(c == choices for c in gathered(choices))
+    if SIZE > 1:
+        assert {"dense", "allgather", "gtopk"} == {name for *_, name in choices["changes"]}
+    again = attached(attach={**auto, "replay": choices})
+    for step, (got, wanted) in enumerate(zip(run(again, range(40)), expected)):
+        assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1]), step
+    assert skim.report(again).choices == choices
+
+    refused, replay = skim.InvalidArgument, {**auto, "replay": choices}
+    wrong = {**choices, "ranks": SIZE + 1}
+    expect(refused, f"are of {SIZE + 1} ranks, this run has {SIZE}", attached, attach={**replay, "replay": wrong})
+    expect(refused, "replay: needs exchange='auto'", attached, attach={"exchange": "gtopk", "replay": choices})
+    expect(refused, "replay: needs the choices of a run", attached, attach={**replay, "replay": {"ranks": SIZE}})
+    expect(refused, "replay: no 'nothing'", attached, attach={**replay, "replay": {**choices, "changes": [[0, 0, 6000, "nothing"]]}})
+    if SIZE > 1:
+        other = {**choices, "changes": choices["changes"][:-1]} if RANK == 0 else choices
+        expect(refused, "options differ between ranks: rank 0 has replay=", attached, attach={**replay, "replay": other})
+    other = attached(Linear([6001, *LENGTHS[1:]]), attach=replay)
+    lengths = [6001, *LENGTHS[1:]]
+    text = "replay: slot 0 in step 0 has 6001 entries, in the record 6000"
+    expect(refused, text, lambda: other(gradients(0, lengths=lengths)).backward())
+
+
+def case_without_ddp_choices_are_replayed_too():
+    auto = {"exchange": "auto", "among": ["dense", "allgather"], "trial_share": 1.0, "dense_below": 0, "value_code": "f32"}
+
+    def run(**more):
+        aggregator = skim.Aggregator([torch.zeros(n) for n in LENGTHS], timeout=60.0, bucket_mb=0.05, **auto, **more)
+        found = []
+        for step in range(20):
+            tensors = gradients(step)
+            aggregator.reduce(tensors)
+            found.append(flat(tensors))
+        return torch.stack(found), aggregator.report().choices
+
+    means_of_first, choices = run()
+    again, same_choices = run(replay=choices)
+    assert torch.equal(again, means_of_first) and same_choices == choices
+    local = local_steps(every=1, replay=choices, **auto)[1]
+    assert local.report().choices == {"ranks": SIZE, "changes": []}
+
+
 # ---- state
 
 
@@ -823,6 +882,139 @@ def case_states_that_do_not_fit():
     expect(skim.StateError, "", skim.load_state_dict, model, damaged)
     other = attached(Linear([5, 6]))
     expect(skim.StateError, "", skim.load_state_dict, other, state)
+
+
+class Named(Linear):
+    """Linear, whose parameters have names of their own."""
+
+    def __init__(self, **lengths):
+        nn.Module.__init__(self)
+        self.w = nn.ParameterDict()
+        for name, n in lengths.items():  # a dict would be sorted
+            self.w[name] = nn.Parameter(torch.zeros(n, device=DEVICE))
+
+    def forward(self, coefficients, used=None):
+        return sum((w * c.to(w.device)).sum() for w, c in zip(self.w.values(), coefficients))
+
+
+BODY, HEAD, NEW = {"a": 6000, "b": 9000, "c": 50}, {"head": 700, "bias": 7}, {"new": 800}
+
+
+def steps_of(model, lengths, steps):
+    given, got = 0.0, 0.0
+    for step in steps:
+        c = gradients(step, lengths=lengths.values())
+        model(c).backward()
+        given, got = given + flat(c), got + means(model)
+    return given, got
+
+
+def case_state_of_a_model_with_another_head():
+    options = {"dense_below": 0, "residual_code": "bf16"}, {"dense_below": 0, "momentum_correction": 0.5}, {"dense_below": 0}
+    for attach in options:
+        old = attached(Named(**BODY, **HEAD), attach=attach)
+        steps_of(old, BODY | HEAD, range(5))
+        model = attached(Named(**NEW, **BODY), attach=attach)
+        steps_of(model, NEW | BODY, range(2))
+        had, states = skim.compression_of(old).residuals(), [None] * SIZE
+        before, mine = kept(model), skim.state_dict(old)
+        assert "buckets" in mine
+        dist.all_gather_object(states, mine)
+        of_all = {key: value for state in states for key, value in state.items()}
+        text = (
+            "the model does not have 2 parameters of the state ('w.bias', 'w.head'), and the state does not have 1 "
+            "parameter of the model ('w.new'); load with strict=false"
+        )
+        expect(skim.StateError, text, skim.load_state_dict, model, mine)
+        assert torch.equal(kept(model), before), "a state that is refused changes nothing"
+        longer = attached(Named(**NEW, **BODY, head=701), attach=attach)
+        expect(skim.StateError, "'w.head' has 700 entries, the model's 701", skim.load_state_dict, longer, mine, strict=False)
+
+        for state in (mine, of_all, skim.state_dict(old, gather=True) or mine):
+            report = skim.load_state_dict(model, state, strict=False)
+            has = skim.compression_of(model).residuals()
+            assert all(torch.equal(has[f"w.{name}"], had[f"w.{name}"]) for name in BODY)
+            assert not has["w.new"].any()
+            missing, unexpected = report
+            assert missing == report.missing_keys == ["w.new"] and unexpected == report.unexpected_keys
+            assert list(unexpected) == ["w.bias", "w.head"]
+            for name, norm in unexpected.items():
+                assert math.isclose(norm, had[name].double().norm(), rel_tol=1e-9), (name, norm)
+            assert had["w.head"].any(), "there is something to lose"
+        owed = total(kept(model))
+        given, got = steps_of(model, NEW | BODY, range(5, 10))
+        if attach == {"dense_below": 0}:
+            same(owed + total(given), SIZE * got + total(kept(model)))
+        expect_equal_everywhere(got, "means")
+        assert not any(skim.load_state_dict(model, skim.state_dict(model), strict=False))
+
+
+def case_state_of_other_parameters_on_another_number_of_ranks():
+    old = attached(Named(**BODY, **HEAD), attach={"dense_below": 0})
+    steps_of(old, BODY | HEAD, range(4))
+    states = [None] * SIZE
+    dist.all_gather_object(states, skim.state_dict(old))
+    of_all = {key: value for state in states for key, value in state.items()}
+    mean = {name: total(r.double()) / SIZE for name, r in skim.compression_of(old).residuals().items()}
+    groups = [dist.new_group([r]) for r in range(SIZE)]
+    model = attached(Named(**NEW, **BODY), group=groups[RANK], attach={"dense_below": 0})
+    report = skim.load_state_dict(model, of_all, strict=False)
+    has = skim.compression_of(model).residuals()
+    for name in BODY:
+        torch.testing.assert_close(has[f"w.{name}"].double(), mean[f"w.{name}"], rtol=1e-6, atol=1e-6 * 1000 * SIZE)
+    assert not has["w.new"].any()
+    assert math.isclose(report.unexpected_keys["w.head"], mean["w.head"].norm(), rel_tol=1e-6)
+
+
+def case_a_local_half_with_a_format_of_its_own_is_strict():
+    if needs_the_cpu("a local half in NumPy"):
+        return
+    model = attached(attach={"local": OfTensors})
+    train(model, range(3))
+    state, before = skim.state_dict(model), kept(model)
+    expect(skim.InvalidArgument, "strict=false needs a local half with as_feedback", skim.load_state_dict, model, state, False)
+    assert torch.equal(kept(model), before)
+
+
+def case_local_steps_of_a_model_with_another_head():
+    def make(**lengths):
+        model = Named(**lengths)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return model, skim.LocalSteps(
+            model, optimizer, 2, 0.05, outer_momentum=0.5, dense_below=0, timeout=60.0, **{**EXACT, **late}
+        )
+
+    def step(model, local, lengths, at):
+        model(gradients(at, lengths=lengths.values())).backward()
+        local.step()
+        for p in model.parameters():
+            p.grad = None
+
+    for late, stop in (({}, 5), ({"delay": 1}, 4)):
+        model, local = make(**BODY, **HEAD)
+        for at in range(stop):
+            step(model, local, BODY | HEAD, at)
+        saved, state, had = model.state_dict(), local.state_dict(), local.residuals()
+        other, again = make(**NEW, **BODY)
+        other.load_state_dict({key: value for key, value in saved.items() if key[2:] in BODY}, strict=False)
+        before = again.state_dict()
+        text = "the state does not have 1 parameter of the model ('w.new'); load with strict=False"
+        expect(skim.StateError, text, again.load_state_dict, state)
+        if late:
+            expect(skim.StateError, "exchanges under way", again.load_state_dict, state, strict=False)
+            assert all(torch.equal(value, before[key]) for key, value in again.state_dict().items())
+            continue
+        report = again.load_state_dict(state, strict=False)
+        assert report.missing_keys == ["w.new"] and list(report.unexpected_keys) == ["w.bias", "w.head"]
+        has = again.residuals()
+        assert all(torch.equal(has[f"w.{name}"], had[f"w.{name}"]) for name in BODY) and not has["w.new"].any()
+        now, n = again.state_dict(), sum(BODY.values())
+        for key in ("shared", "outer_momentum", f"replica_{RANK}_{SIZE}"):
+            assert torch.equal(now[key][800:], state[key][:n]), key
+            assert not now[key][:800].any(), "new parameters are 0, as in the model"
+        for at in range(stop, 9):
+            step(other, again, NEW | BODY, at)
+        expect_equal_everywhere(shared(again), "x")
 
 
 # ---- what cannot work

@@ -452,6 +452,30 @@ def case_another_number_of_islands():
         expect(skim.StateError, "but not to another number of ranks inside an island", skim.load_state_dict, alone, foreign)
 
 
+def case_state_of_other_parameters():
+    """The shards that both models have keep their residuals, on as many islands and on others."""
+    old = attached()
+    train(old, range(3))
+    had, mine = skim.compression_of(old).residuals(), skim.state_dict(old)
+    whole = {key: value for state in gathered(mine) for key, value in state.items()}
+    inner = Whole()
+    inner.head, inner.parts = nn.Parameter(torch.zeros(40)), inner.parts[:2]
+    for part in inner.parts:
+        fully_shard(part, mesh=MESH["inside"])
+    model = fully_shard(inner, mesh=MESH["inside"])
+    skim.attach(model, between=MESH["between"].get_group(), **EXACT, timeout=60.0)
+    expect(skim.StateError, "1 parameter of the model ('head'); load with strict=false", skim.load_state_dict, model, mine)
+    gone = {f"parts.2.w.{j}" for j in range(3)}
+    for state in (mine, whole):
+        missing, unexpected = skim.load_state_dict(model, state, strict=False)
+        assert missing == ["head"] and unexpected.keys() == gone
+        has = skim.compression_of(model).residuals()
+        assert not has["head"].any()
+        assert all(torch.equal(has[name], had[name]) for name in had.keys() - gone)
+        for name, norm in unexpected.items():
+            torch.testing.assert_close(norm, float(had[name].double().norm()))
+
+
 def case_detach():
     """Whole gradients then go between the islands."""
     model = attached()

@@ -67,6 +67,7 @@ LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHal
   std::map<Slot, Loaded> loaded;
   const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
   if (same_group) share = 1.0F;
+  LoadedMass result;
   std::vector<float> values;
   for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
     SectionReader in(*of_old_ranks[old], "held mass of rank " + std::to_string(old), kMagic,
@@ -76,7 +77,16 @@ LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHal
       const std::string name = in.get_string();
       const auto first = in.get<std::uint64_t>(), length = in.get<std::uint64_t>();
       const auto found = places.find(name);
-      if (found == places.end()) in.fail("the model has no parameter '" + name + "'");
+      if (found == places.end()) {
+        double& norm2 = result.lost_norm2[name];
+        for (std::uint64_t j = 0; j < length; ++j) {
+          const double v = in.get<float>();
+          if (!same_group || old == static_cast<std::size_t>(rank)) {
+            norm2 += double{share} * double{share} * v * v;
+          }
+        }
+        continue;
+      }
       const Place& at = found->second;
       if (first > at.length || length > at.length - first) {
         in.fail("'" + name + "' has not the entries from " + std::to_string(first) + " on, " +
@@ -95,7 +105,6 @@ LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHal
     }
     in.end();
   }
-  LoadedMass result;
   for (auto& [slot, from] : loaded) {
     const auto begin = from.mass.begin();
     result.of[slot] = {.first = from.first,

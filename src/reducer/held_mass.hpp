@@ -5,6 +5,7 @@
 #include <iosfwd>
 #include <map>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "skim/exchange.hpp"
@@ -21,6 +22,7 @@ struct LoadedMass {
     std::vector<float> mass;
   };
   std::map<Slot, Piece> of;
+  std::map<std::string, double> lost_norm2;  // of parameters that are not in the layout
 };
 // Reads the state that all ranks of the saving run wrote, in rank order. If the group has the same
 // size, each rank gets the mass that it held. Otherwise this rank gets `share` of all of it, as with

@@ -242,7 +242,10 @@ struct Reducer::Impl {
     const Chooser::Times told = chooser->told(report.id.slot);
     report.group.bucket_s = told.bucket_s;
     report.group.pair_s = told.pair_s;
-    return exchanges[chooser->choose(report.id, report.n, keep_of(density, report.n), comm)].get();
+    const std::size_t chosen =
+        chooser->choose(report.id, report.n, keep_of(density, report.n), comm);
+    report.chosen = name_of(chooser->candidates()[chosen].kind);
+    return exchanges[chosen].get();
   }
 
   void close(StepReport& report, const GradView& grad) {
@@ -434,11 +437,13 @@ void Reducer::save(std::ostream& out) const {
   save_state({impl_->progress, impl_->sent_bytes}, impl_->saved_parts(), out);
 }
 
-void Reducer::load(std::span<std::istream* const> of_old_ranks) {
+LoadReport Reducer::load(std::span<std::istream* const> of_old_ranks, bool strict) {
   impl_->expect_between_steps("load");
   SKIM_EXPECTS(!of_old_ranks.empty(), "load: needs the state of at least one rank");
-  impl_->go_on_from(load_state(of_old_ranks, impl_->progress, impl_->saved_parts(),
-                               impl_->comm.rank(), impl_->comm.size()));
+  LoadedState loaded = load_state(of_old_ranks, impl_->progress, impl_->saved_parts(),
+                                  impl_->comm.rank(), impl_->comm.size(), strict);
+  impl_->go_on_from(loaded.saved);
+  return std::move(loaded.report);
 }
 
 void Reducer::take_over(std::span<std::istream* const> states, float share) {

@@ -1,9 +1,11 @@
 #include "reducer/saved_state.hpp"
 
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <sstream>
 
+#include "feedback/load_report.hpp"
 #include "reducer/held_mass.hpp"
 
 namespace skim {
@@ -18,15 +20,16 @@ void save_parts(const SavedParts& parts, std::ostream& out) {
   parts.schedule.save(out);
 }
 
-void load_parts(std::span<std::istream* const> of_old_ranks, const SavedParts& parts, int rank,
-                int size, float share) {
-  parts.local.load(of_old_ranks, rank, size, share);
-  if (of_old_ranks.size() != static_cast<std::size_t>(size)) return;
+LoadReport load_parts(std::span<std::istream* const> of_old_ranks, const SavedParts& parts,
+                      int rank, int size, const LoadOptions& options) {
+  LoadReport report = parts.local.load(of_old_ranks, rank, size, options);
+  if (of_old_ranks.size() != static_cast<std::size_t>(size)) return report;
   std::istream& own = *of_old_ranks[static_cast<std::size_t>(rank)];
   for (const auto& exchange : parts.exchanges) {
     if (exchange) exchange->load(own);
   }
   parts.schedule.load(own);
+  return report;
 }
 
 // What this rank takes of the sum of all that the old ranks kept, if their number has changed. The
@@ -39,23 +42,28 @@ float share_of(HeldMass* holder, int old_size, int rank, int size) {
 }
 
 // Size 0: the states are of single ranks, not of a whole group.
-SavedProgress load_all(std::span<std::istream* const> states, const Progress& now,
-                       const SavedParts& parts, int rank, int size, float share) {
-  const SavedProgress saved = load_progress(states, now, rank, size);
+LoadedState load_all(std::span<std::istream* const> states, const Progress& now,
+                     const SavedParts& parts, int rank, int size, float share, bool strict) {
+  LoadedState loaded{.saved = load_progress(states, now, rank, size), .report = {}};
   const LoadedMass held = load_held(states, parts.local, rank, size, share);
   // One part may be damaged while those before it were not. Then all go back.
   std::stringstream before;
   save_parts(parts, before);
   try {
-    load_parts(states, parts, rank, size, share);
+    loaded.report = load_parts(states, parts, rank, size, {.share = share, .strict = strict});
+    for (const auto& [name, norm2] : held.lost_norm2) {
+      double& norm = loaded.report.unexpected[name];
+      norm = std::hypot(norm, std::sqrt(norm2));
+    }
+    if (strict) expect_fits(loaded.report);
   } catch (...) {
     const std::array<std::istream*, 1> own{&before};
-    load_parts(own, parts, 0, 1, 1.0F);
+    load_parts(own, parts, 0, 1, {});
     throw;
   }
   const bool same_group = states.size() == static_cast<std::size_t>(size);
   hold_or_keep(held, parts.local, same_group ? parts.holder : nullptr);
-  return saved;
+  return loaded;
 }
 
 }  // namespace
@@ -66,21 +74,21 @@ void save_state(const SavedProgress& progress, const SavedParts& parts, std::ost
   save_parts(parts, out);
 }
 
-SavedProgress load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
-                         const SavedParts& parts, int rank, int size) {
+LoadedState load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
+                       const SavedParts& parts, int rank, int size, bool strict) {
   const float share = share_of(parts.holder, static_cast<int>(of_old_ranks.size()), rank, size);
-  SavedProgress saved = load_all(of_old_ranks, now, parts, rank, size, share);
+  LoadedState loaded = load_all(of_old_ranks, now, parts, rank, size, share, strict);
   // Every rank has read the bytes that all ranks sent, so none are unknown.
   if (of_old_ranks.size() != static_cast<std::size_t>(size)) {
-    saved.progress.last.sent_bytes = saved.sent_bytes;
-    saved.progress.used = {.up = 0.0};
+    loaded.saved.progress.last.sent_bytes = loaded.saved.sent_bytes;
+    loaded.saved.progress.used = {.up = 0.0};
   }
-  return saved;
+  return loaded;
 }
 
 SavedProgress take_over_state(std::span<std::istream* const> states, const Progress& now,
                               const SavedParts& parts, float share) {
-  return load_all(states, now, parts, 0, 0, share);
+  return load_all(states, now, parts, 0, 0, share, true).saved;
 }
 
 }  // namespace skim

@@ -21,8 +21,12 @@ struct SavedParts {
 
 // Reducer::save, load and take_over have the contract. now: the progress of the loading run.
 void save_state(const SavedProgress& progress, const SavedParts& parts, std::ostream& out);
-SavedProgress load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
-                         const SavedParts& parts, int rank, int size);
+struct LoadedState {
+  SavedProgress saved;
+  LoadReport report;
+};
+LoadedState load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
+                       const SavedParts& parts, int rank, int size, bool strict);
 SavedProgress take_over_state(std::span<std::istream* const> states, const Progress& now,
                               const SavedParts& parts, float share);
 
