@@ -36,6 +36,7 @@ DENSITY_15 = {"1 %": dict(zip(RANKS, (0.6, 0.32, 0.16, 0.08))),  # an exchange e
 # The same with the exchange shared-indices, whose bytes hardly depend on the number of ranks.
 DENSITY_SHARED = {"1 %": dict(zip(RANKS, (0.05, 0.048, 0.046, 0.044))),
                   "0.1 %": dict(zip(RANKS, (0.0036, 0.003, 0.0023, 0.0014)))}
+DENSITY_15_SHARED = dict(zip(RANKS, (0.067, 0.064, 0.058, 0.053)))  # both: 0.1 %
 METHODS = {
     "dense": ["dense"],
     "dense, 16 bit": ["fp16"],
@@ -68,6 +69,8 @@ for _share in DENSITY:
             f"momentum correction, {_share}, {_code} residuals": ["correction", DENSITY[_share], "--residual-code", _code],
             f"step ahead, {_share}, {_code} residuals": ["local", DENSITY[_share], "--residual-code", _code],
         }
+METHODS["15 local steps, ahead, shared indices, 0.1 %"] = [
+    "local", DENSITY_15_SHARED, "--every", "15", "--exchange", "shared-indices"]
 # On twice as many ranks: two islands that shard the model inside. DENSITY is that of two ranks.
 METHODS["momentum correction, 1 %, a bucket per block"] = ["correction", {2: DENSITY["1 %"][2]}, "--bucket-mb", "0.75"]
 METHODS["momentum correction, 1 %, sharded"] = ["correction", {4: DENSITY["1 %"][2]}, "--islands", "2"]

@@ -258,7 +258,7 @@ def shared_indices(folder):
         one = {"task": row["task"], "ranks": row["ranks"], "method": other["label"]}
         for name, of in (("dense", at["dense"]), ("alone", at["one rank alone"]), ("allgather", other), ("shared", row)):
             one |= {name: f"{of[metric]:.{digits}f}", f"{name}_bytes": 100 * of["share"],
-                    f"{name}_sends": of["density"] * of["steps"]}
+                    f"{name}_sends": of["density"] * of["steps"] / of["every"]}
         found.append(one)
     return sorted(found, key=lambda one: (one["task"], one["ranks"], one["method"]))
 

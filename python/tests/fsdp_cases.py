@@ -5,8 +5,10 @@ Gradients are what the test says, as in ddp_cases.py. The law is one of each sha
     sum over islands of gradients  ==  P * mean  +  sum over islands of residuals
 """
 
+import pathlib
 import sys
 import tempfile
+import unittest.mock
 
 import numpy as np
 import skim
@@ -17,6 +19,9 @@ from cases import expect, expect_equal_everywhere, gathered, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+import gpt_text  # noqa: E402
 
 EXACT = {"exchange": "allgather", "value_code": "f32", "density": 0.05, "dense_below": 0}
 MESH = None
@@ -287,6 +292,46 @@ def case_trains_as_dense_and_as_ddp_do():
     of_fsdp, of_ddp = by_fsdp(**few), by_ddp(**few)
     assert of_ddp[-1] < 0.6 * of_ddp[0], of_ddp
     np.testing.assert_allclose(of_fsdp, of_ddp, rtol=0.0, atol=0.06)
+
+
+def case_a_gpt_has_the_losses_of_ddp():
+    """Step by step, at equal density. If an island has one rank, both select in whole parameters, and so the same.
+
+    Each parameter sends a whole number of entries, however buckets join parameters.
+    """
+    width = MESH["inside"].size()
+    sizes = unittest.mock.patch.multiple(gpt_text, CONTEXT=16, WIDTH=32, HEADS=2, LAYERS=2)
+    drawn = torch.Generator().manual_seed(0)
+    text = torch.cumsum(torch.randint(1, 3, (4000,), generator=drawn), 0) % 11  # the next letter is one of two
+
+    def of(wrap, group):
+        torch.manual_seed(0)
+        with sizes:
+            model = wrap(gpt_text.GPT(11))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            skim.attach(model, optimizer=optimizer, per_parameter=True, timeout=60.0, **{**EXACT, "density": 1 / 16, **group})
+            island, found = MESH["between"].get_local_rank(), []
+            for step in range(60):
+                # All ranks of an island have its batch, so its mean is the gradient of any of them.
+                g = torch.Generator().manual_seed(10 * step + island)
+                begin = torch.randint(len(text) - 17, (8,), generator=g)[:, None] + torch.arange(17)
+                loss = model(text[begin[:, :-1]], text[begin[:, 1:]])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append(float(between(loss.detach())) / MESH["between"].size())
+        return found
+
+    def sharded_gpt(model):
+        for block in model.blocks:
+            fully_shard(block, mesh=MESH["inside"])
+        return fully_shard(model, mesh=MESH["inside"])
+
+    group = MESH["between"].get_group()
+    of_ddp = of(lambda model: nn.parallel.DistributedDataParallel(model, process_group=group), {})
+    of_hsdp = of(sharded_gpt, {"between": group})
+    assert of_ddp[-1] < 0.6 * of_ddp[0], of_ddp
+    np.testing.assert_allclose(of_hsdp, of_ddp, rtol=0.0, atol=1e-4 if width == 1 else 0.1)
 
 
 def case_momentum_correction():
