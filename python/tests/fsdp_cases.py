@@ -296,6 +296,7 @@ def case_trains_as_dense_and_as_ddp_do():
 
 def case_a_gpt_has_the_losses_of_ddp():
     """Step by step, at equal density. If an island has one rank, both select in whole parameters, and so the same.
+    Otherwise each shard selects for itself.
 
     Each parameter sends a whole number of entries, however buckets join parameters.
     """
@@ -331,7 +332,11 @@ def case_a_gpt_has_the_losses_of_ddp():
     of_ddp = of(lambda model: nn.parallel.DistributedDataParallel(model, process_group=group), {})
     of_hsdp = of(sharded_gpt, {"between": group})
     assert of_ddp[-1] < 0.6 * of_ddp[0], of_ddp
-    np.testing.assert_allclose(of_hsdp, of_ddp, rtol=0.0, atol=1e-4 if width == 1 else 0.1)
+    if width == 1:
+        np.testing.assert_allclose(of_hsdp, of_ddp, rtol=0.0, atol=1e-4)
+    else:  # the loss of a batch is noisy, that of ten in a row less
+        of_tens = [np.mean(np.reshape(of, (-1, 10)), axis=1) for of in (of_hsdp, of_ddp)]
+        np.testing.assert_allclose(*of_tens, rtol=0.0, atol=0.05)
 
 
 def case_momentum_correction():
