@@ -155,12 +155,12 @@ class TensorLocalHalf:
         above = max(floor, carried.above(n, k))
         residual = self._add(task, grad, above, buffers, words)
         pack = kernels_for(grad.device, self.kernels).pack
-        found = buffers.selected(residual, k, words, pack)
+        found = buffers.selected(residual, words, pack)
         if k and above > floor:
             carried.adapt(found.count / k)
         if found.count > buffers.keys(k).numel() or (found.count < k and above > floor):
             collect_k_largest(residual, k, task.threshold, buffers.keys(k).zero_())
-            found = buffers.selected(residual, k, words, pack)
+            found = buffers.selected(residual, words, pack)
         carried.update(n, k, found.threshold if found.values.size == k else 0.0)
         self._sent[task.slot] = found
         report = _core.SelectReport(threshold=found.threshold, kept_norm2=found.norm2, **words.measured())
@@ -456,11 +456,11 @@ class Buffers:
             self._keys = torch.zeros(room, dtype=torch.int64, device=self.device)
         return self._keys[:room]
 
-    def selected(self, residual: torch.Tensor, k: int, words: Words, pack: Pack) -> Selected:
+    def selected(self, residual: torch.Tensor, words: Words, pack: Pack) -> Selected:
         """Takes the k largest of the collected entries to the host, with counts and norms. Waits for the device."""
-        if k:
+        if words.k:
             # On a GPU these sorts take a fraction of the time of topk.
-            largest = self.keys(k).sort(descending=True).values[:k]
+            largest = self.keys(words.k).sort(descending=True).values[: words.k]
             low = largest.view(torch.int32)[::2].sort(descending=True).values
             pack(largest, low, residual, words.there)
         self.fetch(words)
