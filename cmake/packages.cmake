@@ -12,8 +12,9 @@ set(CPACK_COMPONENTS_GROUPING IGNORE)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)
 set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION
-  "Headers and library of Skim for programs in C++20 and C11. Skim trains neural networks data-parallel over slow
-links by top-k sparsification with error feedback.")
+  "Headers and library of Skim for programs in C++20 and C11
+Skim trains neural networks data-parallel over slow links
+by top-k sparsification with error feedback.")
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_NAME libskim-dev)
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_SECTION libdevel)
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS libhwy-dev)  # pkg-config looks for it, also for a shared library
@@ -25,16 +26,29 @@ if(BUILD_SHARED_LIBS)
   list(APPEND CPACK_COMPONENTS_ALL runtime)
   set(runtime libskim${SKIM_SOVERSION})
   set(CPACK_COMPONENT_RUNTIME_DESCRIPTION
-    "The library for programs in C++, C and languages that call C. Skim trains neural networks data-parallel over
-slow links by top-k sparsification with error feedback.")
+    "The library for programs in C++, C and languages that call C
+Skim trains neural networks data-parallel over slow links
+by top-k sparsification with error feedback.")
   set(CPACK_DEBIAN_RUNTIME_PACKAGE_NAME ${runtime})
   set(CPACK_DEBIAN_RUNTIME_PACKAGE_SECTION libs)
   set(CPACK_DEBIAN_RUNTIME_PACKAGE_SHLIBDEPS ON)
   set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS ON)
   string(APPEND CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS ", ${runtime} (= ${PROJECT_VERSION})")
-  install(FILES ${CMAKE_CURRENT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/${runtime}
-          RENAME copyright COMPONENT runtime)
+  file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/debian/triggers "activate-noawait ldconfig\n")
+  set(CPACK_DEBIAN_RUNTIME_PACKAGE_CONTROL_EXTRA ${CMAKE_CURRENT_BINARY_DIR}/debian/triggers)
 endif()
-install(FILES ${CMAKE_CURRENT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/libskim-dev
-        RENAME copyright COMPONENT development)
+# What Debian wants of every package: a copyright file that names the licence, and a changelog.
+set(in ${CMAKE_CURRENT_SOURCE_DIR}/cmake/debian)
+set(out ${CMAKE_CURRENT_BINARY_DIR}/debian)
+string(TIMESTAMP CHANGELOG_DATE "%a, %d %b %Y %H:%M:%S +0000" UTC)  # SOURCE_DATE_EPOCH, if it is set
+configure_file(${in}/changelog.in ${out}/changelog @ONLY)
+find_program(GZIP gzip REQUIRED)
+add_custom_command(OUTPUT ${out}/changelog.gz COMMAND ${GZIP} -9nkf changelog DEPENDS ${out}/changelog
+                   WORKING_DIRECTORY ${out})
+add_custom_target(debian_changelog ALL DEPENDS ${out}/changelog.gz)
+foreach(component IN LISTS CPACK_COMPONENTS_ALL)
+  string(TOUPPER ${component} COMPONENT)
+  set(doc ${CMAKE_INSTALL_DATADIR}/doc/${CPACK_DEBIAN_${COMPONENT}_PACKAGE_NAME})
+  install(FILES ${in}/copyright ${out}/changelog.gz DESTINATION ${doc} COMPONENT ${component})
+endforeach()
 include(CPack)

@@ -34,6 +34,7 @@ namespace {
 // The only state of the library that is not in an object.
 thread_local std::string last_error_text;
 thread_local const char* last_error = "";
+thread_local std::string last_differences;
 
 skim_status failed(skim_status status, const char* why) noexcept {
   try {
@@ -279,7 +280,8 @@ void skim_state_free(skim_state* state) {
   std::free(state->data);
   *state = {nullptr, 0};
 }
-skim_status skim_reducer_load(skim_reducer* reducer, const skim_state* states, size_t ranks) {
+skim_status skim_reducer_load(skim_reducer* reducer, const skim_state* states, size_t ranks,
+                              int strict, const char** differences) {
   return guarded([&] {
     expect(reducer, "reducer");
     expect(states, "states");
@@ -290,6 +292,8 @@ skim_status skim_reducer_load(skim_reducer* reducer, const skim_state* states, s
     }
     std::vector<std::istream*> of_old_ranks;
     for (std::istringstream& stream : streams) of_old_ranks.push_back(&stream);
-    reducer->own.load(of_old_ranks);
+    std::string text = reducer->own.load(of_old_ranks, strict != 0).text();
+    last_differences = std::move(text);
+    if (differences != nullptr) *differences = last_differences.c_str();
   });
 }

@@ -102,7 +102,7 @@ static skim_state states[RANKS];
 
 static void train_rest(struct rank* me) {
   skim_reducer* reducer = new_reducer(me->communicator, me->options);
-  CHECK(skim_reducer_load(reducer, states, RANKS) == SKIM_OK);
+  CHECK(skim_reducer_load(reducer, states, RANKS, 1, NULL) == SKIM_OK);
   train(me, reducer, SAVED_AFTER, STEPS);
   skim_reducer_free(reducer);
   skim_communicator_free(me->communicator);
@@ -254,7 +254,7 @@ static void arguments_are_refused(void) {
   CHECK_FAILS(skim_reducer_wait(reducer, 12345, &report), wrong, "ticket");
   CHECK_FAILS(skim_reducer_residual(reducer, 7, gradient, 3), wrong, "has 100 entries, not 3");
   CHECK_FAILS(skim_reducer_save(reducer, NULL), wrong, "state is NULL");
-  CHECK_FAILS(skim_reducer_load(reducer, NULL, 1), wrong, "states is NULL");
+  CHECK_FAILS(skim_reducer_load(reducer, NULL, 1, 1, NULL), wrong, "states is NULL");
   CHECK_FAILS(skim_communicator_over(NULL, &alone), wrong, "transport is NULL");
   skim_transport transport = {NULL, send_all, receive_all, 4, 4, 0};
   CHECK_FAILS(skim_communicator_over(&transport, &alone), wrong, "rank=4");
@@ -282,11 +282,49 @@ static void damaged_states_are_refused(void) {
   skim_state state;
   CHECK(skim_reducer_save(reducer, &state) == SKIM_OK);
   ((unsigned char*)state.data)[state.bytes / 2] ^= 1;
-  CHECK_FAILS(skim_reducer_load(reducer, &state, 1), SKIM_STATE_ERROR, "");
+  CHECK_FAILS(skim_reducer_load(reducer, &state, 1, 1, NULL), SKIM_STATE_ERROR, "");
   ((unsigned char*)state.data)[state.bytes / 2] ^= 1;
-  CHECK(skim_reducer_load(reducer, &state, 1) == SKIM_OK);
+  CHECK(skim_reducer_load(reducer, &state, 1, 1, NULL) == SKIM_OK);
   skim_state_free(&state);
   skim_reducer_free(reducer);
+  skim_communicator_free(alone);
+}
+
+static void a_state_of_other_parameters(void) {
+  skim_communicator* alone = NULL;
+  CHECK(skim_in_process_group(1, 60.0, &alone) == SKIM_OK);
+  skim_reducer *saved = NULL, *loaded = NULL;
+  CHECK(skim_reducer_new(alone, "density=0.5 dense_below=0", &saved) == SKIM_OK);
+  CHECK(skim_reducer_new(alone, "density=0.5 dense_below=0", &loaded) == SKIM_OK);
+  const skim_parameter before[] = {{0, "old", 2}, {1, "both", 2}};
+  const skim_parameter after[] = {{0, "both", 2}, {1, "new", 2}};
+  CHECK(skim_reducer_set_layout(saved, before, 2) == SKIM_OK);
+  CHECK(skim_reducer_set_layout(loaded, after, 2) == SKIM_OK);
+  float old[] = {1.0F, 8.0F}, both[] = {2.0F, 16.0F};
+  CHECK(skim_reducer_reduce(saved, 0, old, 2, SKIM_F32, NULL) == SKIM_OK);
+  CHECK(skim_reducer_reduce(saved, 1, both, 2, SKIM_F32, NULL) == SKIM_OK);
+  CHECK(skim_reducer_end_step(saved, 0.0, NULL) == SKIM_OK);
+  skim_state state;
+  CHECK(skim_reducer_save(saved, &state) == SKIM_OK);
+
+  const char* differences = "unchanged";
+  CHECK_FAILS(skim_reducer_load(loaded, &state, 1, 1, &differences), SKIM_STATE_ERROR,
+              "load with strict=false");
+  CHECK(strcmp(differences, "unchanged") == 0);
+  CHECK(skim_reducer_load(loaded, &state, 1, 0, &differences) == SKIM_OK);
+  CHECK(strstr(differences, "'old'") != NULL && strstr(differences, "'new'") != NULL);
+  CHECK(strstr(differences, "both") == NULL);
+  float residual[2];
+  CHECK(skim_reducer_residual(loaded, 0, residual, 2) == SKIM_OK);
+  CHECK(residual[0] == 2.0F && residual[1] == 0.0F); /* 16 was sent */
+  CHECK(skim_reducer_residual(loaded, 1, residual, 2) == SKIM_OK);
+  CHECK(residual[0] == 0.0F && residual[1] == 0.0F);
+
+  CHECK(skim_reducer_load(saved, &state, 1, 0, &differences) == SKIM_OK);
+  CHECK(strcmp(differences, "") == 0);
+  skim_state_free(&state);
+  skim_reducer_free(saved);
+  skim_reducer_free(loaded);
   skim_communicator_free(alone);
 }
 
@@ -384,6 +422,7 @@ int main(int argc, char** argv) {
     CHECK(none == NULL);
   }
   damaged_states_are_refused();
+  a_state_of_other_parameters();
   non_finite_gradients();
   static const char* const options[] = {
       "density=0.1 dense_below=0 exchange=allgather",

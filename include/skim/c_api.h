@@ -180,9 +180,16 @@ skim_status skim_reducer_save(const skim_reducer* reducer, skim_state* state);
 /* Sets *state to NULL and 0. NULL is allowed, and so is a state that is empty. */
 void skim_state_free(skim_state* state);
 /* Loads what all `ranks` ranks of the saved run have saved, in rank order, after set_layout and
- * between steps. The number of ranks may have changed: Reducer::load. The parameters may not. The
- * states may be in memory of the caller's own, and are only read. */
-skim_status skim_reducer_load(skim_reducer* reducer, const skim_state* states, size_t ranks);
+ * between steps. The number of ranks may have changed: Reducer::load. The states may be in memory
+ * of the caller's own, and are only read.
+ *   strict       1: the model must have the parameters of the state, or it is SKIM_STATE_ERROR.
+ *                0, on all ranks: parameters that both have get their residuals back. Those that
+ *                only the model has begin at 0, and what only the state has is lost
+ *   differences  one line that names the parameters of which only the model or only the state has
+ *                some; "" if there are none. Valid until the next load of this thread. NULL is
+ *                allowed */
+skim_status skim_reducer_load(skim_reducer* reducer, const skim_state* states, size_t ranks,
+                              int strict, const char** differences);
 
 #ifdef __cplusplus
 }

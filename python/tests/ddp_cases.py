@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 import threading
@@ -947,6 +948,33 @@ def case_state_of_a_model_with_another_head():
             same(owed + total(given), SIZE * got + total(kept(model)))
         expect_equal_everywhere(got, "means")
         assert not any(skim.load_state_dict(model, skim.state_dict(model), strict=False))
+
+
+def case_files_beside_the_checkpoint_of_a_framework():
+    from skim.integrations._files import load_from, save_into
+
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder)
+    old = attached(Named(**BODY, **HEAD), attach={"dense_below": 0})
+    steps_of(old, BODY | HEAD, range(3))
+    save_into(folder[0], old)
+    same_model = attached(Named(**BODY, **HEAD), attach={"dense_below": 0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_from(folder[0], same_model, strict=True)
+    assert torch.equal(kept(same_model), kept(old)) and kept(old).any()
+    model = attached(Named(**NEW, **BODY), attach={"dense_below": 0})
+    expect(skim.StateError, "load with strict=false", load_from, folder[0], model, strict=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_from(folder[0], model, strict=False)
+    told = [str(w.message) for w in caught if "skim" in str(w.message)]
+    assert len(told) == (RANK == 0) and all("'w.head'" in text and "'w.new'" in text for text in told), told
+    had, has = skim.compression_of(old).residuals(), skim.compression_of(model).residuals()
+    assert all(torch.equal(has[f"w.{name}"], had[f"w.{name}"]) for name in BODY)
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(folder[0])
 
 
 def case_state_of_other_parameters_on_another_number_of_ranks():

@@ -32,9 +32,10 @@ def attached(model, *arguments, **options):
 def saved(model, **how):
     tell("saved", residuals(model))
     return save(model, **how)
-def loaded(model, state):
-    load(model, state)
+def loaded(model, state, strict=True):
+    report = load(model, state, strict)
     tell("loaded", residuals(model))
+    return report
 skim.ddp.attach = skim.attach = attached
 skim.ddp.state_dict, skim.ddp.load_state_dict = saved, loaded
 sys.argv = sys.argv[1:]

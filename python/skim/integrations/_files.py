@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import warnings
+from collections.abc import Mapping
 
 import torch
 
@@ -27,7 +29,14 @@ def save_into(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
     part.replace(path)
 
 
-def load_from(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
+def load(model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool) -> None:
+    """Every rank calls it. Rank 0 warns if parameters differ, which strict refuses."""
+    report = ddp.load_state_dict(model, state, strict)
+    if any(report) and ddp.compression_of(model).comm.rank == 0:
+        warnings.warn(f"skim: {report}", stacklevel=2)
+
+
+def load_from(folder: str | os.PathLike[str], model: torch.nn.Module, strict: bool) -> None:
     """Every rank calls it. On another number of ranks, each needs the files of all old ranks.
 
     Raises StateError if there are none, or some are missing.
@@ -40,4 +49,4 @@ def load_from(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
     state: dict[str, torch.Tensor] = {}
     for file in files:
         state |= torch.load(file, weights_only=True)
-    ddp.load_state_dict(model, state)
+    load(model, state, strict)

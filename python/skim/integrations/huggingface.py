@@ -20,11 +20,12 @@ class SkimCallback(TrainerCallback):  # type: ignore[misc]
         trainer.train()
 
     options: of skim.attach. optimizer is the Trainer's, unless they say otherwise. With one rank nothing happens.
-    To resume, checkpoints must be in the Trainer's output_dir. Raises StateError if one was saved without Skim.
+    strict: as of skim.load_state_dict, when a run resumes. To resume, checkpoints must be in the Trainer's output_dir.
+    Raises StateError if one was saved without Skim.
     """
 
-    def __init__(self, trainer: Any, **options: Any) -> None:
-        self.trainer, self.options = trainer, options
+    def __init__(self, trainer: Any, *, strict: bool = True, **options: Any) -> None:
+        self.trainer, self.strict, self.options = trainer, strict, options
         self.is_attached = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -34,7 +35,7 @@ class SkimCallback(TrainerCallback):  # type: ignore[misc]
         ddp.attach(model, **{"optimizer": self.trainer.optimizer, **self.options})
         self.is_attached = True
         if state.global_step > 0:
-            load_from(self._folder(args, state), model)
+            load_from(self._folder(args, state), model, self.strict)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.is_attached:

@@ -13,7 +13,7 @@ except ImportError:
     from pytorch_lightning.callbacks import Callback
 
 from skim import ddp
-from skim.integrations._files import without_residuals
+from skim.integrations._files import load, without_residuals
 
 
 class SkimCallback(Callback):  # type: ignore[misc]
@@ -22,12 +22,13 @@ class SkimCallback(Callback):  # type: ignore[misc]
         trainer = lightning.Trainer(strategy="ddp", callbacks=[SkimCallback(density=0.01)], ...)
         trainer.fit(module, loader)
 
-    options: of skim.attach. optimizer is the module's, if it has one. With one rank nothing happens. Rank 0 gathers the
-    residuals of all ranks to save them. Raises StateError if a run resumes from a checkpoint without residuals.
+    options: of skim.attach. optimizer is the module's, if it has one. With one rank nothing happens. strict: as of
+    skim.load_state_dict, when a run resumes. Rank 0 gathers the residuals of all ranks to save them. Raises StateError
+    if a run resumes from a checkpoint without residuals.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(self, *, strict: bool = True, **options: Any) -> None:
+        self.strict, self.options = strict, options
         self._loaded: Mapping[str, torch.Tensor] | None = None
         self._resumes = False
         self._attached: torch.nn.Module | None = None
@@ -42,7 +43,7 @@ class SkimCallback(Callback):  # type: ignore[misc]
         if self._resumes:
             if self._loaded is None:
                 raise without_residuals(trainer.ckpt_path)
-            ddp.load_state_dict(model, self._loaded)
+            load(model, self._loaded, self.strict)
             self._loaded, self._resumes = None, False
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
