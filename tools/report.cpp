@@ -292,6 +292,7 @@ nlohmann::json to_json(const Row& row, int ranks) {
             {"exposed_ms", s.median.exposed_ms},
             {"optimizer_ms", s.median.optimizer_ms},
             {"peak_rss_bytes", s.peak_rss_bytes}});
+  if (s.choices) j["choices"] = train::choices_json(*s.choices);
   if (!text) j["test_accuracy"] = quality(s.last.test_accuracy);
   return j;
 }

@@ -704,6 +704,10 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
       CLI::App again;
       declare(again, one, command);
       again.parse(static_cast<int>(arguments.size()), arguments.data());
+      if (const auto& run = repetition.runs[i];
+          run.contains("choices") && again.count("--exchange") == 0) {
+        one.train.replay = train::choices_of(run["choices"], repetition.who() + ": choices");
+      }
       a.repeated.push_back({.name = repetition.runs[i].value("run", exchange_name(one.train)),
                             .options = one.train,
                             .summary = {}});

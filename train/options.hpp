@@ -118,6 +118,8 @@ struct TrainOptions {
   bool automatic = false;
   // `target_time` uses its link and local speeds, too.
   ChooserOptions chooser;
+  // With `automatic`, on as many ranks: these choices of an earlier run, in place of `chooser`.
+  std::optional<Choices> replay = {};
   FeedbackOptions feedback;
   std::optional<Memory> memory = {};  // none: use memory_of()
   DensityRule density;

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "skim/error.hpp"
@@ -178,6 +179,30 @@ void read_options(const json& j, TrainOptions& o, const std::string& who) {
     const bool is_derived = std::ranges::find(derived, json(name)) != derived.end();
     if (!info.is_place && !is_derived) read_option(j, name, member, info, who);
   });
+}
+
+json choices_json(const Choices& choices) {
+  std::vector<std::tuple<std::uint64_t, Slot, std::size_t, std::string>> changes;
+  for (const auto& [slot, of_slot] : choices.of) {
+    for (const Choices::Change& c : of_slot) {
+      changes.emplace_back(c.step, slot, c.n, name_of(c.kind));
+    }
+  }
+  std::ranges::sort(changes);
+  return {{"ranks", choices.ranks}, {"changes", changes}};
+}
+Choices choices_of(const json& j, const std::string& who) {
+  try {
+    Choices choices{.ranks = j.at("ranks").get<int>(), .of = {}};
+    for (const json& change : j.at("changes")) {
+      const auto [step, slot, n, name] =
+          change.get<std::tuple<std::uint64_t, Slot, std::size_t, std::string>>();
+      choices.of[slot].push_back({step, n, from_name<ExchangeKind>(name, who)});
+    }
+    return choices;
+  } catch (const json::exception&) {
+    throw InvalidArgument(who + ": not a value that --summary writes");
+  }
 }
 
 json identity(const TrainOptions& o) {

@@ -24,6 +24,11 @@ template <class T>
 void read_option(const nlohmann::json& j, const char* name, T& member, const FieldInfo& info,
                  const std::string& who);
 
+// The choices of a run: {"ranks": P, "changes": [[step, slot, entries, exchange], ...]} by step.
+nlohmann::json choices_json(const Choices& choices);
+// Throws: InvalidArgument whose message begins with `who`.
+Choices choices_of(const nlohmann::json& j, const std::string& who);
+
 // The options that must be equal on all ranks, and between a checkpoint and the run that resumes
 // it.
 nlohmann::json identity(const TrainOptions& options);

@@ -109,6 +109,13 @@ ReducerOptions traced(ReducerOptions options, Trace* trace) {
   return options;
 }
 
+// Null: the reducer makes the one of its options, if they have one.
+std::unique_ptr<Chooser> replay_of(const TrainOptions& options, const ReducerOptions& of_reducer,
+                                   int ranks) {
+  if (!options.automatic || !options.replay || options.replay->ranks != ranks) return nullptr;
+  return make_replay(of_reducer.exchange, *options.replay, ranks);
+}
+
 // One run of one rank.
 class Run {
  public:
@@ -132,11 +139,12 @@ class Run {
                       length_),
                   .selector = comm.rank() == 0 && observer.selector ? observer.selector() : nullptr,
                   .exchange = nullptr,
-                  .chooser = nullptr,
+                  .chooser = replay_of(options, reducer_options(options, comm.rank()), comm.size()),
                   .local = nullptr},
                  comm),
         buckets_(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6), reducer_),
         writer_(options.checkpoint, options.keep, comm) {
+    if (options.automatic) choices_ = Choices{.ranks = comm.size(), .of = {}};
     reducer_.set_total_steps(static_cast<std::uint64_t>(exchanges_of(options, length_.total)));
     if (options.local_steps > 0) {
       replica_ = std::make_unique<Replica>(options.local, buckets_, reducer_);
@@ -226,6 +234,7 @@ class Run {
       if (observer_.on_step) observer_.on_step(r);
       decisions_.tell(done_, reports_, reducer_, observer_.on_decision);
     }
+    if (choices_) std::ranges::for_each(reports_, [&](const StepReport& b) { choices_->add(b); });
     if (!reports_.empty()) skips_.count(r.skipped, done_);
     if (options_.on_divergence != OnDivergence::ignore && !serves) {
       diverged_ = watchdog_.add(r.loss) || diverged_;
@@ -506,6 +515,7 @@ class Run {
   }
 
   void resume(const GoodCheckpoint& from) {
+    choices_.reset();
     const fs::path& dir = from.folder;
     for (const std::string& fault : from.faults) {
       warn("checkpoint " + fault + "; taking " + dir.filename().string());
@@ -637,6 +647,7 @@ class Run {
     s.rollbacks = rollbacks_;
     s.waited_s = stragglers_.waited();
     s.compared_s = stragglers_.seconds();
+    s.choices = choices_;
     s.stopped = stopped_ && (done_ < length_.total || evaluation_.step != done_);
     s.checkpoint = checkpoint_;
     s.checkpoint_failure = checkpoint_failure_;
@@ -678,6 +689,7 @@ class Run {
   std::string checkpoint_, checkpoint_failure_;
   std::vector<StepReport> reports_;
   Decisions decisions_;
+  std::optional<Choices> choices_;  // as in Summary
   StepTimes times_;  // of the steps that this process did
 };
 

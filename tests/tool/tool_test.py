@@ -255,6 +255,48 @@ class Usage(Case):
         self.assertEqual({key for key in OPTIONS(first) - results if first[key] != second[key]}, {"lr", "metrics"})
         self.assertFalse((self.dir / "m").exists())
 
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
+    def test_a_run_with_auto_is_repeated_with_its_choices(self):
+        summary, again = self.dir / "s.json", self.dir / "again.json"
+
+        def repeated(*changes):
+            done = skim("train", "--config", summary, *changes, "--summary", again)
+            self.assert_ok(done)
+            return json.loads(again.read_text())[0], done.stdout
+
+        self.assert_ok(train("--model", "linear", "--ranks", 2, "--steps", 12, "--exchange", "auto",
+                             "--density", 0.05, "--summary", summary))
+        [first] = json.loads(summary.read_text())
+        self.assertEqual(first["choices"]["ranks"], 2)
+        step, bucket, entries, _ = first["choices"]["changes"][0]
+        # Choices that no chooser would make.
+        given = {"ranks": 2, "changes": [[step, bucket, entries, "gtopk"], [step + 3, bucket, entries, "dense"],
+                                         [step + 7, bucket, entries, "oktopk"]]}
+        summary.write_text(json.dumps([first | {"choices": given}]))
+        second, out = repeated()
+        self.assertEqual(second["choices"], given)
+        self.assertNotIn("entries):", out)  # the reason of a choice
+        third, _ = repeated()
+        for result in ("train_loss", "test_loss", "sent_bytes_per_step"):
+            self.assertEqual(third[result], second[result], result)
+        self.assertNotEqual(second["test_loss"], first["test_loss"])
+
+        for changes in (["--exchange", "auto"], ["--ranks", 1]):
+            other, _ = repeated(*changes)
+            self.assertNotEqual(other["choices"], given, changes)
+        self.assertNotIn("choices", repeated("--exchange", "gtopk")[0])
+        self.assert_refused(skim("train", "--config", summary, "--model", "mlp"), "replay", "same model and buckets")
+        summary.write_text(json.dumps([first | {"choices": {"ranks": 2, "changes": [[1, 2]]}}]))
+        self.assert_refused(skim("train", "--config", summary), "--config", "choices", "--summary writes")
+
+    def test_a_resumed_run_has_no_choices_to_repeat(self):
+        arguments = ["--model", "linear", "--exchange", "auto", "--checkpoint", self.dir / "c",
+                     "--summary", self.dir / "s.json"]
+        self.assert_ok(train(*arguments, "--steps", 4))
+        self.assertIn("choices", json.loads((self.dir / "s.json").read_text())[0])
+        self.assert_ok(train(*arguments, "--steps", 8, "--resume"))
+        self.assertNotIn("choices", json.loads((self.dir / "s.json").read_text())[0])
+
     def test_a_repetition_derives_anew_what_its_run_derived(self):
         summary, again = self.dir / "s.json", self.dir / "again.json"
 
