@@ -69,6 +69,8 @@ for _share in DENSITY:
             f"momentum correction, {_share}, {_code} residuals": ["correction", DENSITY[_share], "--residual-code", _code],
             f"step ahead, {_share}, {_code} residuals": ["local", DENSITY[_share], "--residual-code", _code],
         }
+METHODS["step ahead, shared indices, decay 0.995, 0.1 %"] = [*METHODS["step ahead, shared indices, 0.1 %"],
+                                                             "--residual-decay", "0.995"]
 METHODS["15 local steps, ahead, shared indices, 0.1 %"] = [
     "local", DENSITY_15_SHARED, "--every", "15", "--exchange", "shared-indices"]
 # On twice as many ranks: two islands that shard the model inside. DENSITY is that of two ranks.

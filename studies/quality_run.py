@@ -239,7 +239,7 @@ class DeMo:
         self.sgd = sgd  # without momentum
         self.parameters = sgd.param_groups[0]["params"]
         self.blocks = [Blocks(p.shape) for p in self.parameters]
-        self.aggregator = skim.Aggregator(self.parameters, residual_decay=momentum, **compression)
+        self.aggregator = skim.Aggregator(self.parameters, **(compression | {"residual_decay": momentum}))
         self.report = self.aggregator.report
 
     @torch.no_grad()
@@ -269,6 +269,7 @@ def main():
     parser.add_argument("--exchange", choices=["auto", *skim.exchanges], default="allgather")
     parser.add_argument("--value-code", choices=skim.value_codes, default="f32")
     parser.add_argument("--residual-code", default="f32", help="f32, bf16 or q8")
+    parser.add_argument("--residual-decay", type=float, default=1.0, help="a residual is multiplied by it before each exchange")
     parser.add_argument("--every", type=int, default=1, help="local: steps of a round")
     parser.add_argument("--ahead", type=float, default=1.0, help="local")
     parser.add_argument("--outer-lr", type=float, default=0.0, help="local: factor of the mean; 0: by the density")
@@ -311,7 +312,7 @@ def main():
     is_whole = is_local or options.method == "demo" or mesh is not None
     trained = model if is_whole else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
     compression = {"density": options.density, "exchange": options.exchange, "value_code": options.value_code,
-                   "residual_code": options.residual_code}
+                   "residual_code": options.residual_code, "residual_decay": options.residual_decay}
     local = demo = None
     if is_local:
         local = skim.LocalSteps(

@@ -18,6 +18,7 @@
 
 #include "allocations.hpp"
 #include "group.hpp"
+#include "message_of.hpp"
 #include "oracle.hpp"
 #include "parts.hpp"
 #include "simulated.hpp"
@@ -26,6 +27,8 @@
 
 namespace skim {
 namespace {
+
+using test::message_of;
 
 using K = ExchangeKind;
 // Of the buckets of one slot, in order.
@@ -432,21 +435,11 @@ TEST(replay, stays_with_the_last_choice) {
   });
 }
 
-template <class F>
-std::string refusal(const F& f) {
-  try {
-    f();
-  } catch (const InvalidArgument& e) {
-    return e.what();
-  }
-  return "nothing was refused";
-}
-
 TEST(replay, refuses_choices_of_another_run) {
   Choices choices{.ranks = 2, .of = {}};
   choices.of[0] = {{5, 900, K::gtopk}};
   const auto making = [&](const Choices& c, int ranks) {
-    return refusal([&] { make_replay({}, c, ranks); });
+    return message_of([&] { make_replay({}, c, ranks); });
   };
   EXPECT_EQ(making(choices, 3), "replay: the choices are of 2 ranks, this run has 3");
   EXPECT_NE(making({.ranks = 2, .of = {}}, 2).find("there are no choices"), std::string::npos);
@@ -458,7 +451,7 @@ TEST(replay, refuses_choices_of_another_run) {
 
   test::run_group(2, [&](Communicator& comm) {
     const auto choosing = [&](StepId id, std::size_t n) {
-      return refusal([&] { make_replay({}, choices, 2)->choose(id, n, {.k = 9}, comm); });
+      return message_of([&] { make_replay({}, choices, 2)->choose(id, n, {.k = 9}, comm); });
     };
     EXPECT_EQ(choosing({6, 0}, 901),
               "replay: slot 0 in step 6 has 901 entries, in the record 900; replay it with the "

@@ -12,26 +12,20 @@
 #include <vector>
 
 #include "half.hpp"
+#include "message_of.hpp"
 #include "oracle.hpp"
 #include "skim/error.hpp"
 
 namespace skim {
 namespace {
 
+using test::message_of;
+
 SparseBuffer sparse(std::size_t dim, const std::vector<std::pair<Index, float>>& entries) {
   SparseBuffer s;
   s.reset(dim);
   for (const auto& [i, v] : entries) s.append(i, v);
   return s;
-}
-
-std::string message_of(const auto& body) {
-  try {
-    body();
-  } catch (const InvalidArgument& e) {
-    return e.what();
-  }
-  return "nothing was thrown";
 }
 
 TEST(types, canonical_form) {

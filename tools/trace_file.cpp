@@ -16,8 +16,8 @@
 namespace skim::tool {
 namespace {
 
-// The tracks of a process. Perfetto knows a track by its number alone, and takes one with the number
-// 0, or with that of a process, for a main thread.
+// The tracks of a process. Perfetto knows a track by its number alone, and takes one with the
+// number 0, or with that of a process, for a main thread.
 std::size_t training_track(std::size_t pid) { return 1000 + 2 * pid; }
 std::size_t communication_track(std::size_t pid) { return training_track(pid) + 1; }
 
@@ -34,12 +34,12 @@ nlohmann::json name_event(const char* what, std::size_t pid, std::size_t tid,
 std::string event(const train::Span& s, std::size_t pid, std::int64_t zero_ns) {
   const bool communicates = train::is_communication(s.work);
   const std::string bucket = communicates ? fmt::format(R"(,"bucket":{})", s.bucket) : "";
-  return fmt::format(
-      R"({{"ph":"X","name":"{}","pid":{},"tid":{},"ts":{:.3f},"dur":{:.3f},)"
-      R"("args":{{"step":{}{}}}}})",
-      name_of(s.work), pid, communicates ? communication_track(pid) : training_track(pid),
-      in_us(s.begin_ns - zero_ns), in_us(std::max<std::int64_t>(s.length_ns - 1, 0)), s.step,
-      bucket);
+  return fmt::format(R"({{"ph":"X","name":"{}","pid":{},"tid":{},"ts":{:.3f},"dur":{:.3f},)"
+                     R"("args":{{"step":{}{}}}}})",
+                     name_of(s.work), pid,
+                     communicates ? communication_track(pid) : training_track(pid),
+                     in_us(s.begin_ns - zero_ns), in_us(std::max<std::int64_t>(s.length_ns - 1, 0)),
+                     s.step, bucket);
 }
 
 std::int64_t begin_of(const std::vector<RunTrace>& runs) {

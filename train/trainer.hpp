@@ -66,8 +66,8 @@ struct Summary {
   double compared_s = 0.0;
   // With `automatic`, of the whole run. None if it resumed or went back to a checkpoint.
   std::optional<Choices> choices = {};
-  bool stopped = false;      // `stop` ended the run early
-  std::string checkpoint{};  // the last one written; empty: none
+  bool stopped = false;              // `stop` ended the run early
+  std::string checkpoint{};          // the last one written; empty: none
   std::string checkpoint_failure{};  // why the one at the end could not be written; empty: it was
 
   // False if the run stopped before its first evaluation. `last` then says nothing.

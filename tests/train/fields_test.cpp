@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 
+#include "message_of.hpp"
 #include "skim/error.hpp"
 #include "train/options_json.hpp"
 
@@ -15,12 +16,7 @@ namespace {
 
 std::string refusal(const nlohmann::json& j) {
   TrainOptions o;
-  try {
-    read_options(j, o, "file");
-  } catch (const InvalidArgument& e) {
-    return e.what();
-  }
-  return "no InvalidArgument thrown";
+  return test::message_of([&] { read_options(j, o, "file"); });
 }
 
 TEST(fields, names_are_unique) {

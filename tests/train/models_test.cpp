@@ -10,14 +10,17 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <map>
 #include <numeric>
 #include <string>
 #include <vector>
 
+#include "message_of.hpp"
+
 namespace skim::train {
 namespace {
+
+using test::message_of;
 
 using torch::Tensor;
 
@@ -41,15 +44,6 @@ std::int64_t count_parameters(const Model& model) {
   std::int64_t n = 0;
   for (const Tensor& p : model.parameters()) n += p.numel();
   return n;
-}
-
-std::string message_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const InvalidArgument& e) {
-    return e.what();
-  }
-  return "no InvalidArgument thrown";
 }
 
 bool equal_parameters(const Model& a, const Model& b) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "group.hpp"
+#include "message_of.hpp"
 #include "skim/analysis.hpp"
 #include "skim/error.hpp"
 #include "train/checkpoint.hpp"
@@ -485,12 +486,7 @@ TEST(simulation, ends_when_asked) {
 }
 
 std::string refusal(const TrainOptions& o, const SimulationOptions& simulation) {
-  try {
-    simulate(o, data(), simulation, kNoStop, {});
-  } catch (const InvalidArgument& e) {
-    return e.what();
-  }
-  return "no InvalidArgument thrown";
+  return test::message_of([&] { simulate(o, data(), simulation, kNoStop, {}); });
 }
 
 TEST(simulation, refusals) {
