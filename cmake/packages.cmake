@@ -43,9 +43,7 @@ set(out ${CMAKE_CURRENT_BINARY_DIR}/debian)
 string(TIMESTAMP CHANGELOG_DATE "%a, %d %b %Y %H:%M:%S +0000" UTC)  # SOURCE_DATE_EPOCH, if it is set
 configure_file(${in}/changelog.in ${out}/changelog @ONLY)
 find_program(GZIP gzip REQUIRED)
-add_custom_command(OUTPUT ${out}/changelog.gz COMMAND ${GZIP} -9nkf changelog DEPENDS ${out}/changelog
-                   WORKING_DIRECTORY ${out})
-add_custom_target(debian_changelog ALL DEPENDS ${out}/changelog.gz)
+execute_process(COMMAND ${GZIP} -9nkf changelog WORKING_DIRECTORY ${out} COMMAND_ERROR_IS_FATAL ANY)
 foreach(component IN LISTS CPACK_COMPONENTS_ALL)
   string(TOUPPER ${component} COMPONENT)
   set(doc ${CMAKE_INSTALL_DATADIR}/doc/${CPACK_DEBIAN_${COMPONENT}_PACKAGE_NAME})
