@@ -268,7 +268,7 @@ def outer_rates(folder):
 
 
 def shared_indices(folder):
-    """A row for each task, number of ranks and method that ran with seed 0 and one rate with both exchanges, at about
+    """A row for each task, number of ranks, method and length that ran with seed 0 and one rate with both exchanges, at about
     equal bytes: the metric of both, and of dense and one rank alone at the same rate."""
     rows = [row for row in lines(folder, "quality.jsonl") if row["seed"] == 0]
     found = []
@@ -276,16 +276,17 @@ def shared_indices(folder):
         if ", shared indices, " not in row["label"]:
             continue
         at = {r["label"]: r for r in rows if all(r[key] == row[key] for key in ("task", "ranks", "steps", "lr"))}
-        other, metric = at[row["label"].replace(", shared indices", "")], "validation_loss"
-        digits = 3
+        other, metric, digits = at.get(row["label"].replace(", shared indices", "")), "validation_loss", 3
+        if other is None:
+            continue
         if "test_accuracy" in row:
             metric, digits = "test_accuracy", 2
-        one = {"task": row["task"], "ranks": row["ranks"], "method": other["label"]}
+        one = {"task": row["task"], "ranks": row["ranks"], "steps": row["steps"], "method": other["label"]}
         for name, of in (("dense", at["dense"]), ("alone", at["one rank alone"]), ("allgather", other), ("shared", row)):
             one |= {name: f"{of[metric]:.{digits}f}", f"{name}_bytes": 100 * of["share"],
                     f"{name}_sends": of["density"] * of["steps"] / of["every"]}
         found.append(one)
-    return sorted(found, key=lambda one: (one["task"], one["ranks"], one["method"]))
+    return sorted(found, key=lambda one: (one["task"], one["ranks"], one["method"], one["steps"]))
 
 
 def groups(folder):
@@ -642,13 +643,14 @@ TABLES = [
     Table("quality.md", "steps-gpt", by_steps("gpt", 4), {
         "steps": "{steps}", "dense": "{dense:.3f}", "S of step ahead": "{sends:.2g}",
         **{name: "{%s:+.3f}" % name for name in ("momentum correction, 1 %", "step ahead, 0.1 %",
-                                                 "15 local steps, ahead, 0.1 %", "one rank alone")}}),
+                                                 "15 local steps, ahead, 0.1 %", "step ahead, shared indices, 0.1 %",
+                                                 "one rank alone")}}),
     Table("quality.md", "outer-rates", outer_rates, {
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
         "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
         "momentum correction": "{correction:+.3f}", "one rank alone": "{alone:+.3f}"}),
     Table("quality.md", "shared-indices", shared_indices, {
-        "task": "{task}", "P": "{ranks}", "method": "{method}", "dense": "{dense}", "alone": "{alone}",
+        "task": "{task}", "P": "{ranks}", "steps": "{steps}", "method": "{method}", "dense": "{dense}", "alone": "{alone}",
         "allgather: bytes": "{allgather_bytes:.3g} %", "S": "{allgather_sends:.3g}", "value": "{allgather}",
         "shared-indices: bytes": "{shared_bytes:.3g} %", "S ": "{shared_sends:.3g}", "value ": "{shared}"}),
     Table("quality.md", "groups", groups, {
