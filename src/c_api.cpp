@@ -292,8 +292,7 @@ skim_status skim_reducer_load(skim_reducer* reducer, const skim_state* states, s
     }
     std::vector<std::istream*> of_old_ranks;
     for (std::istringstream& stream : streams) of_old_ranks.push_back(&stream);
-    std::string text = reducer->own.load(of_old_ranks, strict != 0).text();
-    last_differences = std::move(text);
+    last_differences = reducer->own.load(of_old_ranks, strict != 0).text();
     if (differences != nullptr) *differences = last_differences.c_str();
   });
 }

@@ -268,8 +268,8 @@ def outer_rates(folder):
 
 
 def shared_indices(folder):
-    """A row for each task, number of ranks, method and length that ran with seed 0 and one rate with both exchanges, at about
-    equal bytes: the metric of both, and of dense and one rank alone at the same rate."""
+    """A row for each task, number of ranks, method and length that ran with seed 0 and one rate with both exchanges, at
+    about equal bytes: the metric of both, and of dense and one rank alone at the same rate."""
     rows = [row for row in lines(folder, "quality.jsonl") if row["seed"] == 0]
     found = []
     for row in rows:

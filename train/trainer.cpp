@@ -647,7 +647,7 @@ class Run {
     s.rollbacks = rollbacks_;
     s.waited_s = stragglers_.waited();
     s.compared_s = stragglers_.seconds();
-    s.choices = choices_;
+    if (choices_ && !choices_->of.empty()) s.choices = choices_;
     s.stopped = stopped_ && (done_ < length_.total || evaluation_.step != done_);
     s.checkpoint = checkpoint_;
     s.checkpoint_failure = checkpoint_failure_;
@@ -689,7 +689,7 @@ class Run {
   std::string checkpoint_, checkpoint_failure_;
   std::vector<StepReport> reports_;
   Decisions decisions_;
-  std::optional<Choices> choices_;  // as in Summary
+  std::optional<Choices> choices_;  // none if not automatic, resumed or rolled back
   StepTimes times_;  // of the steps that this process did
 };
 

@@ -64,7 +64,8 @@ struct Summary {
   // compared_s. In a simulation, none.
   std::vector<double> waited_s{};
   double compared_s = 0.0;
-  // With `automatic`, of the whole run. None if it resumed or went back to a checkpoint.
+  // With `automatic`, of the whole run. None if there were no choices, and if the run resumed or
+  // went back to a checkpoint.
   std::optional<Choices> choices = {};
   bool stopped = false;              // `stop` ended the run early
   std::string checkpoint{};          // the last one written; empty: none

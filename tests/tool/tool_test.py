@@ -289,6 +289,13 @@ class Usage(Case):
         summary.write_text(json.dumps([first | {"choices": {"ranks": 2, "changes": [[1, 2]]}}]))
         self.assert_refused(skim("train", "--config", summary), "--config", "choices", "--summary writes")
 
+    def test_a_run_with_auto_whose_buckets_are_all_dense_is_repeated(self):
+        summary = self.dir / "s.json"
+        self.assert_ok(train("--model", "linear", "--steps", 2, "--exchange", "auto", "--dense-below", 100000,
+                             "--summary", summary))
+        self.assertNotIn("choices", json.loads(summary.read_text())[0])
+        self.assert_ok(skim("train", "--config", summary))
+
     def test_a_resumed_run_has_no_choices_to_repeat(self):
         arguments = ["--model", "linear", "--exchange", "auto", "--checkpoint", self.dir / "c",
                      "--summary", self.dir / "s.json"]
