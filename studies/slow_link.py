@@ -25,13 +25,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CLUSTER = str(ROOT / "scripts/cluster/cluster")
 NET = "10.77.7"
 PORT = "29517"
+HOSTS = {"SKIM_CLUSTER": os.environ.get("SKIM_CLUSTER", "skimslow"), "SKIM_CLUSTER_NET": NET}
 METHODS = ["dense", "momentum correction, 1 %", "step ahead, a step late, 1 %", "15 local steps, ahead, 1 %",
            "DiLoCo, 50 steps", "dense, 16 bit", "DeMo, 1 %", "PowerSGD, rank 1"]
 
 
 def cluster(*words, **options):
-    environment = os.environ | {"SKIM_CLUSTER": "skimslow", "SKIM_CLUSTER_NET": NET}
-    return subprocess.run(["bash", CLUSTER, *words], env=environment, **options)
+    return subprocess.run(["bash", CLUSTER, *words], env=os.environ | HOSTS, **options)
 
 
 @contextlib.contextmanager
@@ -47,8 +47,8 @@ def hosts(ranks, link):
 
 def run(arguments, ranks):
     """The row of one run."""
-    environment = os.environ | {
-        "SKIM_CLUSTER": "skimslow", "SKIM_CLUSTER_NET": NET, "MASTER_ADDR": f"{NET}.1", "MASTER_PORT": PORT,
+    environment = os.environ | HOSTS | {
+        "MASTER_ADDR": f"{NET}.1", "MASTER_PORT": PORT,
         "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "e0", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     script = [sys.executable, str(quality.SCRIPT), *arguments]

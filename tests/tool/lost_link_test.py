@@ -6,14 +6,18 @@ Needs SKIM_TOOL, and root and iproute2 for scripts/cluster.
 import json
 import os
 import pathlib
+import random
 import shutil
+import string
 import subprocess
 import tempfile
 import time
 import unittest
 
 CLUSTER = str(pathlib.Path(__file__).resolve().parents[2] / "scripts/cluster/cluster")
-ENVIRONMENT = dict(os.environ, SKIM_CLUSTER="skimlost", SKIM_CLUSTER_NET="10.77.9")
+# A name of its own, so that what a killed run of this test left behind is not in the way.
+NAME = "lost" + "".join(random.choices(string.ascii_lowercase, k=4))
+ENVIRONMENT = dict(os.environ, SKIM_CLUSTER=NAME, SKIM_CLUSTER_NET="10.77.9")
 LIMIT = 120  # seconds: no run here may take longer, whatever goes wrong
 
 
@@ -27,10 +31,10 @@ def why_not():
         return "this build has no MPI"
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "mpirun", "cc"))):
         return "scripts/cluster needs root, iproute2, mpirun and cc"
-    made = subprocess.run(["ip", "netns", "add", "skimlostprobe"], capture_output=True, text=True)
+    made = subprocess.run(["ip", "netns", "add", f"{NAME}probe"], capture_output=True, text=True)
     if made.returncode != 0:
         return f"network namespaces cannot be made here: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", "skimlostprobe"], check=True)
+    subprocess.run(["ip", "netns", "del", f"{NAME}probe"], check=True)
     return None
 
 
@@ -48,7 +52,7 @@ class LostLink(unittest.TestCase):
         metrics = folder / "m.jsonl"
         run = subprocess.Popen(
             ["bash", CLUSTER, "run", os.environ["SKIM_TOOL"], "train", "--model", "mlp-64", "--batch", "8",
-             "--generated-train", "512", "--generated-test", "100", "--exchange", "allgather", "--steps", "100000000",
+             "--generated-train", "512", "--generated-test", "100", "--exchange", "allgather", "--steps", "1000000",
              "--eval-epochs", "0", "--timeout", "4", "--metrics", str(metrics)],
             env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self.addCleanup(run.kill)
@@ -56,7 +60,7 @@ class LostLink(unittest.TestCase):
         while not metrics.exists() or metrics.read_text().count("sent_bytes") < 5:
             self.assertIsNone(run.poll(), "the run has ended")
             self.assertLess(time.monotonic(), end, "no step was reached")
-        subprocess.run(["ip", "-n", "skimlost2", "link", "set", "e0", "down"], check=True)
+        subprocess.run(["ip", "-n", f"{NAME}2", "link", "set", "e0", "down"], check=True)
         _, err = run.communicate(timeout=60)
         self.assertNotEqual(run.returncode, 0)
         self.assertIn("rank 2", err)
