@@ -3,6 +3,7 @@
 A comment in front of a block says what it is, and a name joins the blocks of one example:
 
   <!-- script: NAME -->   a program that a test runs
+  <!-- part: NAME -->     a part of one, which a test runs with what the part takes for granted
   <!-- command: NAME -->  commands that a test runs
   <!-- file: NAME -->     a file that those need
   <!-- output: NAME -->   what they print

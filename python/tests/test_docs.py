@@ -1,9 +1,7 @@
-"""The pages' programs run and print what the pages say. Blocks that are part of a program use what is there."""
+"""The pages' programs run and print what the pages say. So do the parts of programs (page_parts.py)."""
 
-import ast
 import contextlib
 import importlib.util
-import inspect
 import io
 import os
 import pathlib
@@ -22,12 +20,13 @@ from blocks import block, blocks, commands  # noqa: E402
 
 PAGES = ["README.md", "CONTRIBUTING.md", "studies/README.md",
          *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
-RUN = {"script", "command", "file"}
+RUN = {"script", "command", "file", "part"}
 # Blocks that other tests run, or hold against files that are built and run.
 RUN_ELSEWHERE = {("docs/python.md", "python"): "Page, below", ("docs/library.md", "cpp"): "tests/readme_test.py"}
 NOT_CODE = {"text", "", "{toctree}", "{eval-rst}"}
 PROGRAMS = {"apt-get", "auditwheel", "cd", "cmake", "cp", "ctest", "export", "mkdir", "mpirun", "pip", "python", "srun",
             "sudo", "torchrun"}
+PARTS = str(ROOT / "python/tests/page_parts.py")
 HAS_TORCH, HAS_MATPLOTLIB = (importlib.util.find_spec(name) is not None for name in ("torch", "matplotlib"))
 if HAS_TORCH:
     import torch
@@ -137,30 +136,6 @@ class Programs(unittest.TestCase):
         self.assertIn("skim: rank 0 of 2, 1000 steps", out)
 
 
-def untrue_in_python(text):
-    """What a part of a program uses of Skim that is not there."""
-    from skim._options import AttachOptions, ReducerOptions  # needs torch
-
-    wrong = []
-    for node in ast.walk(ast.parse(text)):
-        call = node if isinstance(node, ast.Call) else None
-        name = ast.unparse(call.func if call else node)
-        if not isinstance(node, (ast.Call, ast.Attribute)) or not re.fullmatch(r"skim(\.\w+)+", name):
-            continue
-        thing, known = skim, "skim"
-        for part in name.split(".")[1:]:
-            thing, known = getattr(thing, part, None), f"{known}.{part}"
-            if thing is None:
-                wrong.append(known)
-                break
-        if thing is not None and call and inspect.getmodule(thing) is not skim._core:  # which has no Python signatures
-            takes = inspect.signature(thing).parameters
-            if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-                takes = {**takes, **AttachOptions.__annotations__, **ReducerOptions.__annotations__}
-            wrong += [f"{name}({key.arg}=)" for key in call.keywords if key.arg not in takes]
-    return list(dict.fromkeys(wrong))
-
-
 def untrue_in_shell(text):
     """Programs that are not there, and options that the tool does not have."""
     wrong = []
@@ -181,28 +156,59 @@ def untrue_in_shell(text):
     return wrong
 
 
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
 class Parts(unittest.TestCase):
-    """Every block is run by a test, or shows what is printed, or uses only what is there."""
+    """Parts of programs, each with what it takes for granted, on two ranks."""
 
-    @unittest.skipUnless(HAS_TORCH, "torch is not installed")
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def start(self, *command):
+        started = subprocess.Popen([sys.executable, *command], cwd=self.folder, text=True, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.addCleanup(started.communicate)
+        self.addCleanup(started.kill)
+        return started
+
+    def assert_ran(self, page, started, times):
+        names = [one.name for one in blocks(page) if one.kind == "part"]
+        out, err = started.communicate(timeout=300)
+        self.assertEqual(started.returncode, 0, out + err)
+        self.assertGreater(len(names), 0)
+        for name in names:
+            self.assertEqual(len(re.findall(f"ran {name}\\b", out)), times, out)
+
+    def test_one_after_another(self):
+        for page in ("README.md", "docs/pytorch.md"):
+            with self.subTest(page):
+                launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+                self.assert_ran(page, self.start(*launcher, PARTS, page), 2)
+
+    def test_elastic(self):
+        store = self.start("-m", "skim.store", "0")
+        address = "localhost:" + re.search(r"port (\d+)", store.stdout.readline())[1]
+        for rank in [self.start(PARTS, "docs/elastic.md", address) for _ in range(2)]:
+            self.assert_ran("docs/elastic.md", rank, 1)
+
+
+class Blocks(unittest.TestCase):
+    """Every block is run by a test, or shows what is printed. Long commands use only what is there."""
+
     def test_every_block(self):
         wrong, seen = [], 0
         for one in (one for page in PAGES for one in blocks(page)):
             page = one.where.partition(":")[0]
             if one.kind in RUN or one.language in NOT_CODE or (page, one.language) in RUN_ELSEWHERE:
                 continue
-            check = {"python": untrue_in_python, "sh": untrue_in_shell}.get(one.language)
-            found = check(one.text) if check else [f"no test looks at '{one.language}'"]
+            found = untrue_in_shell(one.text) if one.language == "sh" else [f"no test runs this '{one.language}'"]
             wrong += [f"{one.where}: {what}" for what in found]
             seen += 1
         self.assertEqual(wrong, [])
         self.assertGreater(seen, 50)
 
-    @unittest.skipUnless(HAS_TORCH, "torch is not installed")
     def test_it_can_fail(self):
-        self.assertEqual(untrue_in_python(
-            "skim.attach(m, densty=1)\nskim.none.at_all(1)\nskim.LocalSteps(m, o, every=1)"),
-            ["skim.attach(densty=)", "skim.none"])
         self.assertEqual(untrue_in_shell(
             "A=1 skim train --ranks 2 --none 3 # --no\nnobody --x\nstudies/none.py \\\n  a\ncmake -DSKIM_NO=1"),
             ["--none", "nobody", "studies/none.py", "-DSKIM_NO=1"])
@@ -210,8 +216,8 @@ class Parts(unittest.TestCase):
     def test_every_program_has_a_test(self):
         """A marked block is named by a test."""
         tests = "".join((ROOT / path).read_text() for path in (
-            "python/tests/test_docs.py", "python/tests/test_integrations.py", "tests/tool/page_test.py",
-            "tests/start_page_test.py"))
+            "python/tests/test_docs.py", "python/tests/page_parts.py", "python/tests/test_integrations.py",
+            "tests/tool/page_test.py", "tests/start_page_test.py"))
         for one in (one for page in PAGES for one in blocks(page) if one.kind):
             self.assertIn(f'"{one.name}"', tests, one.where)
 

@@ -1,8 +1,9 @@
-"""The pages show what the tool prints: its help texts in docs/tool.md, and plans.
+"""The pages show what the tool prints, its help texts in docs/tool.md and plans, and their commands run.
 
-Needs SKIM_TOOL (the binary).
+Needs SKIM_TOOL (the binary); SKIM_HAS_MPI=1 where the build has MPI.
 """
 
+import json
 import pathlib
 import re
 import shlex
@@ -13,8 +14,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "docs/site"), str(ROOT / "tests")]
 
 import tool_page  # noqa: E402
-from blocks import block  # noqa: E402
-from tool_test import TOOL, Case, skim  # noqa: E402
+from blocks import block, blocks, commands  # noqa: E402
+from tool_test import HAS_MPI, SMALL, TOOL, Case, skim  # noqa: E402
+
+
+SHORT = [*SMALL, "--model", "mlp-64", "--steps", "6"]  # what is not as on the page
 
 
 class Pages(Case):
@@ -45,6 +49,29 @@ class Pages(Case):
 
     def test_a_density_is_planned(self):
         self.assertIn("advised", self.planned("docs/how-to/density.md", "plan"))
+
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
+    def test_commands_run(self):
+        """One after another in a folder of the page, as a reader types them."""
+        for page in ("README.md", "docs/adaptive.md", "docs/reliability.md", "docs/report.md"):
+            folder = self.dir / pathlib.Path(page).stem
+            folder.mkdir()
+            # Files that the reader has already.
+            (folder / "fit.json").write_text(json.dumps({"alpha_s": 1e-3, "beta_s_per_byte": 8e-9, "select_s": 1e-9,
+                                                         "merge_s": 0.0, "add_s": 0.0}))
+            for day in ("monday", "tuesday"):
+                self.assert_ok(skim("train", *SHORT, "--metrics", folder / f"{day}.jsonl"))
+            of_tool = [words for one in blocks(page) if one.language == "sh" for words in commands(one.text)
+                       if pathlib.Path(words[0]).name == "skim"]
+            self.assertGreater(len(of_tool), 0)
+            for _, *words in of_tool:
+                with self.subTest(f"{page}: skim {' '.join(words)}"):
+                    if words[0] == "train":
+                        if "--steps" in words:
+                            at = words.index("--steps")
+                            words[at : at + 2] = []
+                        words += SHORT
+                    self.assert_ok(skim(*words, cwd=folder))
 
 
 if __name__ == "__main__":
