@@ -7,7 +7,10 @@ draws.
 import json
 import os
 import pathlib
+import random
+import re
 import signal
+import string
 import subprocess
 import sys
 import unittest
@@ -173,9 +176,9 @@ class Plots(Files):
 class Script(Case):
     SHORT = ["--model", "mlp-64", "--generated-train", "2000", "--generated-test", "100"]
 
-    def start(self, *arguments):
+    def start(self, *arguments, cluster="0"):
         """No cluster has a name of digits: links are simulated, also for root."""
-        environment = {**os.environ, "SKIM_DEMO": str(self.dir), "SKIM_CLUSTER": "0",
+        environment = {**os.environ, "SKIM_DEMO": str(self.dir), "SKIM_CLUSTER": cluster,
                        "TMPDIR": str(self.dir)}
         environment.pop("SKIM_DATA", None)
         return subprocess.Popen([ROOT / "scripts/demo", *self.SHORT, *map(str, arguments)],
@@ -194,6 +197,19 @@ class Script(Case):
         for link in ("memory speed", "1 Gbit/s", "100 Mbit/s"):
             self.assertIn(f"At {link} neither allgather at 2 % nor dense reached 93 % accuracy", out)
         self.assertRegex(out, r"\n(Picture: .*/demo\.svg, .*/demo\.png|No picture: .*)\n$")
+
+    def test_over_real_links(self):
+        """The ranks have terminals of mpirun's, but what the script prints is for a file."""
+        name = "demo" + "".join(random.choices(string.ascii_lowercase, k=4))
+        run = self.start("--steps", 4, "--eval-epochs", 0.1, cluster=name)
+        out, err = run.communicate(timeout=LIMIT)
+        self.assertEqual(run.returncode, 0, out + err)
+        if "No real links here" in out:
+            self.skipTest(re.search("No real links here.*", out)[0])
+        self.assertIn("== 4 ranks over real links of 100 Mbit/s\n", out)
+        self.assertRegex(out, r"\nMeasured: memory speed, 1 Gbit/s, 100 Mbit/s\.\n")
+        self.assertNotIn("\x1b", out)
+        self.assertEqual(out.count("  step 4/4  "), 6, out)
 
     def test_ctrl_c_ends_everything(self):
         metrics = self.dir / "memory-dense.jsonl"
