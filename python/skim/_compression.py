@@ -67,13 +67,15 @@ class Options:
     total_steps: int = 0
     selector: Any = None
     local: Any = None  # "device", "host", a function that makes a local half, or None
+    offload: bool = False  # residuals in the host's memory
     replay: dict[str, Any] | None = None  # Report.choices
     # If a gradient is NaN or infinite: "pass-on" or "raise".
     non_finite: str = "pass-on"
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keywords of skim.Reducer
 
     def __post_init__(self) -> None:
-        for name, value in {"total_steps": self.total_steps, "non_finite": self.non_finite, **self.others}.items():
+        given = {name: getattr(self, name) for name in ("total_steps", "non_finite", "offload")}
+        for name, value in {**given, **self.others}.items():
             what, kinds = KINDS.get(TYPES.get(name), ("", ()))
             if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
                 raise _core.InvalidArgument(f"skim: {name}: must be {what}, not {value!r}")
@@ -91,6 +93,10 @@ class Options:
             )
         if self.local == "device" and (missing := self._not_on_a_device()):
             raise _core.InvalidArgument(f"skim: local='device' has no {missing}; use local='host'")
+        if self.offload and callable(self.local):
+            raise _core.InvalidArgument("skim: offload and a local half of your own exclude each other")
+        if self.offload and self.others.get("residual_code", "f32") != "f32":
+            raise _core.InvalidArgument("skim: offload keeps residuals as floats: leave out residual_code")
         if self.optimizer is None:
             return
         object.__setattr__(self, "optimizer", inner_optimizer(self.optimizer))
@@ -136,7 +142,8 @@ class Options:
             return made
         if self.local == "host" or (self.local is None and (device.type == "cpu" or self._not_on_a_device())):
             return None
-        return TensorLocalHalf(**cast(FeedbackOptions, {k: v for k, v in self._keywords().items() if k in FEEDBACK}))
+        options = cast(FeedbackOptions, {k: v for k, v in self._keywords().items() if k in FEEDBACK})
+        return TensorLocalHalf(offload=self.offload, **options)
 
     def _keywords(self) -> dict[str, Any]:
         momentum = self.momentum()

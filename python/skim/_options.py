@@ -57,6 +57,7 @@ class CompressionOptions(ReducerOptions, total=False):
     non_finite: str
     selector: OwnSelector | None
     local: Callable[[], OwnLocalHalf] | Literal["device", "host"] | None
+    offload: bool
     replay: dict[str, Any] | None
     timeout: float
     writer: Any

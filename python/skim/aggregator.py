@@ -58,6 +58,7 @@ class Aggregator(Compression):
         non_finite: str = "pass-on",
         selector: OwnSelector | None = None,
         local: Callable[[], OwnLocalHalf] | Literal["device", "host"] | None = None,
+        offload: bool = False,
         replay: dict[str, Any] | None = None,
         fragments: int = 1,
         bucket_mb: float = 25.0,
@@ -71,7 +72,7 @@ class Aggregator(Compression):
         named = _named(tensors)
         compressed = Options(
             density=density, optimizer=optimizer, of_updates=of_updates, total_steps=total_steps, selector=selector,
-            local=local, replay=replay, non_finite=non_finite, others={"exchange": exchange, **options},
+            local=local, offload=offload, replay=replay, non_finite=non_finite, others={"exchange": exchange, **options},
         )  # fmt: skip
         super().__init__(named, compressed, process_group, timeout, writer)
         self.tensors = list(named.values())

@@ -69,6 +69,7 @@ def attach(
     non_finite: str = "pass-on",
     selector: OwnSelector | None = None,
     local: Callable[[], OwnLocalHalf] | Literal["device", "host"] | None = None,
+    offload: bool = False,
     replay: dict[str, Any] | None = None,
     process_group: ElasticGroup | None = None,
     between: Any = None,
@@ -108,6 +109,9 @@ def attach(
         Or a function without arguments that makes a local half of your own (skim.protocols). It is
         called once for this model. It gets the gradients as tensors on their device, and selects and
         keeps residuals itself, so leave out the options for that.
+    offload: True: with local="device", residuals and the velocities of momentum correction are in the host's memory.
+        Each step copies them to the device and back, beside its work. Two buckets of them are on the device at a time.
+        Not together with residual_code. Without local="device" they are in the host's memory anyway.
     replay: skim.report(model).choices of an earlier run, for exchange="auto". This run then takes the same exchange
         for every bucket of every step, and has the same bits on the same data. After the last recorded change it stays
         with what was chosen. Model, buckets and number of ranks must be the same.
@@ -153,7 +157,7 @@ def attach(
         return DryRun(inner, 20 if dry_run is True else dry_run, timeout, total_steps)
     compressed = Options(
         density=density, optimizer=optimizer, total_steps=total_steps, selector=selector, local=local,
-        replay=replay, non_finite=non_finite, others={"exchange": exchange, **options},
+        offload=offload, replay=replay, non_finite=non_finite, others={"exchange": exchange, **options},
     )  # fmt: skip
     local_clip = options.get("local_clip", 0.0)
     if updates_of is None and isinstance(compressed.optimizer, torch.optim.SGD) and not local_clip:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from skim import _core
+from skim._kept import Coded, InPlace, Kept, Offloaded
 from skim._passes import (
     HEAD, KERNELS, LARGEST, LAST_KEY, Collected, collect_k_largest, finite_part, kernels_for, magnitude_of,
 )  # fmt: skip
-from skim._residual_store import ResidualStore
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,17 +39,22 @@ class TensorLocalHalf:
     may what local_clip makes of them. A saved state can be loaded by the built-in local half, and the other way round.
 
     Takes 4 bytes of the device's memory per parameter (residual_code="bf16": 2, "q8": 1, and 4 for each entry of the
-    largest bucket), 4 more with momentum_correction, and O(k) beside.
+    largest bucket), 4 more with momentum_correction, and O(k) beside. With offload it takes 8 for each entry of the
+    largest bucket (16 with momentum_correction) instead, and the 4 or 8 bytes per parameter of the host's memory.
     All work is queued on the current stream of the gradient's device.
     """
 
-    def __init__(self, *, kernels: str | None = None, **options: Unpack[FeedbackOptions]) -> None:
+    def __init__(self, *, kernels: str | None = None, offload: bool = False, **options: Unpack[FeedbackOptions]) -> None:
         """
         kernels: "triton", "pytorch", or None for the faster one that runs there.
+        offload: keep residuals and velocities in the host's memory. Each step copies them to the device and back, beside
+            the device's work: the bucket that came next in the step before is copied ahead.
         options: those of skim.ErrorFeedback.
         Raises InvalidArgument if an option is out of its range.
         """
         _core.ErrorFeedback(**options)  # checks them
+        if offload and options.get("residual_code", "f32") != "f32":
+            raise _core.InvalidArgument("skim: offload keeps residuals as floats: leave out residual_code")
         if kernels not in KERNELS:
             raise _core.InvalidArgument(f"skim: kernels: must be 'triton', 'pytorch' or None, not {kernels!r}")
         self.options = options
@@ -60,16 +65,14 @@ class TensorLocalHalf:
         self._decay = float(np.float32(options.get("residual_decay", 1.0)))
         self._layout: list[tuple[int, list[tuple[str, int]]]] = []
         self._lengths: dict[int, int] = {}
-        self._code = options.get("residual_code", "f32")
-        self._residuals: dict[int, torch.Tensor] = {}  # [n] of each slot, if they are kept as floats
-        self._stores: dict[int, ResidualStore] = {}  # otherwise
-        self._working = torch.zeros(0)  # the residual of the slot `held`, which a store has without what is new
-        self._held: int | None = None
-        self._velocities: dict[int, torch.Tensor] = {}  # [n] of each slot; empty without momentum correction
+        code = options.get("residual_code", "f32")
+        floats = Offloaded if offload else InPlace
+        self._residuals: Kept = floats() if code == "f32" else Coded(code, kernels != "pytorch")
+        self._velocities: Kept | None = floats() if self._momentum > 0.0 else None
         self._carried: dict[int, Carried] = {}
         self._sent: dict[int, Selected] = {}  # the selection of each slot in this step
-        # Changes of residuals and velocities: the slot, which of both, indices, values before.
-        self._journal: list[tuple[int, Callable[[int], torch.Tensor], torch.Tensor, torch.Tensor]] = []
+        # Changes of residuals and velocities: which of both, the slot, indices, values before.
+        self._journal: list[tuple[Kept, int, torch.Tensor, torch.Tensor]] = []
         self._delivered: set[int] = set()  # slots whose whole residual was delivered in this step
         self._buffers: dict[torch.device, Buffers] = {}
         self._accumulated: torch.Tensor | None = None  # what accumulate() has added up, until whole()
@@ -77,30 +80,21 @@ class TensorLocalHalf:
     @property
     def moved_bytes(self) -> int:
         """Bytes that were copied between device and host so far. On a CPU: those that would have been."""
-        return sum(b.moved_bytes for b in self._buffers.values())
+        return sum(x.moved_bytes for x in (*self._buffers.values(), *self._kept()))
 
     # ---- the layout -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def set_layout(self, layout: list[tuple[int, list[tuple[str, int]]]]) -> None:
-        self._put_back()
-        residuals, stores, velocities, before = self._residuals, self._stores, self._velocities, places(self._layout)
-        self._layout = layout
+        before, self._layout = self._layout, layout
         self._lengths = {slot: sum(n for _, n in parameters) for slot, parameters in layout}
         self._carried = {slot: Carried() for slot in self._lengths}
         for buffers in self._buffers.values():
             buffers.forget_slots()
-        if self._momentum > 0.0:
-            self._velocities = {slot: joined(of_slot, before, velocities) for slot, of_slot in layout}
-        if self.keeps_residuals and self._code == "f32":
-            self._residuals = {slot: joined(of_slot, before, residuals) for slot, of_slot in layout}
-        elif self.keeps_residuals:  # one slot is floats at a time
-            self._stores = {slot: self._stored(joined(of_slot, before, stores)) for slot, of_slot in layout}
-
-    def _stored(self, x: torch.Tensor) -> ResidualStore:
-        store = ResidualStore(self._code, x.numel(), x.device)
-        store.store(x, self.kernels != "pytorch")
-        return store
+        if self.keeps_residuals:
+            self._residuals = self._residuals.moved_to(layout, before)
+        if self._velocities is not None:
+            self._velocities = self._velocities.moved_to(layout, before)
 
     def check(self, grad: Any, n: int) -> None:
         if not isinstance(grad, torch.Tensor) or grad.dtype not in FLOATS:
@@ -111,38 +105,12 @@ class TensorLocalHalf:
             raise _core.InvalidArgument(f"skim: at most 2^31 - 1 entries at once, not {n}; use smaller buckets")
         kernels_for(grad.device, self.kernels)
 
-    # ---- residuals ------------------------------------------------------------------------------
-
-    def _residual(self, slot: int) -> torch.Tensor:
-        """The slot's residual [n] as floats. With another code, valid until it is called for another slot."""
-        if self._code == "f32":
-            return self._residuals[slot]
-        store = self._stores[slot]
-        if self._held != slot or self._working.device != store.device:
-            self._put_back()
-            if self._working.device != store.device or self._working.numel() < store.n:
-                self._working = torch.empty(max(self._lengths.values()), device=store.device)
-            store.load(self._working[: store.n])
-            self._held = slot
-        return self._working[: store.n]
-
-    def _velocity(self, slot: int) -> torch.Tensor:
-        return self._velocities[slot]
+    def _kept(self) -> list[Kept]:
+        return [self._residuals] if self._velocities is None else [self._residuals, self._velocities]
 
     def _put_back(self) -> None:
-        """Keeps the residual of the slot that is held in its code."""
-        if self._held is not None:
-            store, self._held = self._stores[self._held], None
-            store.store(self._working[: store.n], self.kernels != "pytorch")
-
-    def _move(self, slot: int, device: torch.device) -> None:
-        """Moves what is kept of a slot to a device, unless it is there."""
-        for of_slots in (self._residuals, self._velocities):
-            if slot in of_slots and of_slots[slot].device != device:
-                of_slots[slot] = of_slots[slot].to(device)
-        if slot in self._stores and self._stores[slot].device != device:
-            self._put_back()
-            self._stores[slot].move_to(device)
+        for kept in self._kept():
+            kept.close()
 
     # ---- a bucket -------------------------------------------------------------------------------
 
@@ -168,7 +136,7 @@ class TensorLocalHalf:
 
     @torch.no_grad()
     def gather(self, slot: int, indices: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
-        residual = self._residual(slot)
+        residual = self._residuals.of(slot)
         buffers = self._buffers_of(residual.device)
         [on_device] = buffers.put([indices])
         there = residual[on_device.to(torch.int64)]
@@ -191,8 +159,10 @@ class TensorLocalHalf:
     ) -> torch.Tensor:
         """Adds the gradient to the residual, which it returns, and collects the entries larger than `above`."""
         slot, gradient = task.slot, grad.view(-1)
-        self._move(slot, grad.device)
-        residual = self._residual(slot) if self.keeps_residuals else torch.zeros(task.n, device=grad.device)
+        if self.keeps_residuals:
+            residual = self._residuals.open(slot, grad.device)
+        else:
+            residual = torch.zeros(task.n, device=grad.device)
         into = Collected(buffers.keys(words.k).zero_(), words.counts.zero_(), words.norms2)
         factor, measured = float(np.float32(1.0) / np.float32(task.scale)), None
         if self._clip > 0.0 or self._momentum > 0.0:
@@ -213,7 +183,7 @@ class TensorLocalHalf:
             scale = (excess * task.scale).clamp(max=LARGEST).to(torch.float32)
         part = np.float32(1.0) - np.float32(self.options.get("momentum_dampening", 0.0))
         x, _ = finite_part(gradient, torch.full_like(scale, float(part)) / scale)
-        return x if self._momentum == 0.0 else self._advanced(self._velocities[task.slot], x)
+        return x if self._velocities is None else self._advanced(self._velocities.open(task.slot, x.device), x)
 
     def _advanced(self, velocity: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds x to the velocity, and returns what the residual gets."""
@@ -233,7 +203,7 @@ class TensorLocalHalf:
     def commit(self, slot: int, sent: Entries, returned: Entries) -> float:
         if not self.keeps_residuals:
             return 0.0
-        residual, selected = self._residual(slot), self._sent.pop(slot, None)
+        residual, selected = self._residuals.of(slot), self._sent.pop(slot, None)
         change, after = 0.0, None  # after: of the sent entries; None: all are 0
         if sent[0].size:
             if selected is not None and np.array_equal(selected.indices, sent[0]):
@@ -245,7 +215,7 @@ class TensorLocalHalf:
                 before = there.cpu().numpy()
                 before_norm2 = norm2(before)
             if np.array_equal(before, sent[1]):  # nothing was rounded
-                self._journal.append((slot, self._residual, index, there))
+                self._journal.append((self._residuals, slot, index, there))
                 residual.index_fill_(0, index, 0.0)
             else:
                 [by] = self._to(residual.device, sent[1])
@@ -253,8 +223,8 @@ class TensorLocalHalf:
                 after = finite_sum(before, -sent[1])
                 change += norm2(after)
             change -= before_norm2
-            if slot in self._velocities and self.options.get("factor_masking", True):
-                self._mask(slot, index, sent, returned)
+            if self._velocities is not None and self.options.get("factor_masking", True):
+                self._mask(self._velocities, slot, index, sent, returned)
         if returned[0].size:
             index, by = self._entries_to(residual.device, returned)
             place = np.searchsorted(sent[0], returned[0])
@@ -268,20 +238,20 @@ class TensorLocalHalf:
 
     def _change(self, slot: int, index: torch.Tensor, before: torch.Tensor, by: torch.Tensor) -> None:
         """Adds to entries of the residual, which are `before`."""
-        residual = self._residual(slot)
-        self._journal.append((slot, self._residual, index, before))
+        residual = self._residuals.of(slot)
+        self._journal.append((self._residuals, slot, index, before))
         total = before + by
         # As in the library: a sum of NaN changes nothing.
         residual[index] = torch.where(total.isnan(), before, total.clamp(-LARGEST, LARGEST))
 
-    def _mask(self, slot: int, index: torch.Tensor, sent: Entries, returned: Entries) -> None:
+    def _mask(self, velocities: Kept, slot: int, index: torch.Tensor, sent: Entries, returned: Entries) -> None:
         """Clears the velocity of entries that were delivered: sent, and not given back whole."""
-        velocity, delivered = self._velocity(slot), sent[1] != 0.0
+        velocity, delivered = velocities.of(slot), sent[1] != 0.0
         _, here, there = np.intersect1d(sent[0], returned[0], assume_unique=True, return_indices=True)
         delivered[here] &= sent[1][here] != returned[1][there]
         [keeps] = self._to(velocity.device, np.where(delivered, np.float32(0.0), np.float32(1.0)))
         before = velocity[index]
-        self._journal.append((slot, self._velocity, index, before))
+        self._journal.append((velocities, slot, index, before))
         velocity[index] = torch.where(keeps > 0.0, before, 0.0)
 
     def commit_all(self, slot: int) -> None:
@@ -309,13 +279,13 @@ class TensorLocalHalf:
     @torch.no_grad()
     def end_step(self) -> None:
         for slot in self._delivered:
-            self._residual(slot).zero_()
+            self._residuals.of(slot).zero_()
         self._close()
 
     @torch.no_grad()
     def rollback_step(self) -> None:
-        for slot, tensor_of, index, before in reversed(self._journal):
-            tensor_of(slot)[index] = before
+        for kept, slot, index, before in reversed(self._journal):
+            kept.of(slot)[index] = before
         self._close()
 
     def _close(self) -> None:
@@ -327,23 +297,23 @@ class TensorLocalHalf:
     # ---- the state ------------------------------------------------------------------------------
 
     def as_feedback(self) -> _core.ErrorFeedback:
-        kept = _core.ErrorFeedback(**self.options)
-        kept.set_layout(self._layout)
+        feedback = _core.ErrorFeedback(**self.options)
+        feedback.set_layout(self._layout)
         for slot in self._lengths:
             if self.keeps_residuals:
-                np.copyto(kept.residual(slot), self._residual(slot).cpu().numpy())
-            if slot in self._velocities:
-                np.copyto(kept.velocity(slot), self._velocities[slot].cpu().numpy())
+                np.copyto(feedback.residual(slot), self._residuals.of(slot).cpu().numpy())
+            if self._velocities is not None:
+                np.copyto(feedback.velocity(slot), self._velocities.of(slot).cpu().numpy())
         self._put_back()
-        return kept
+        return feedback
 
     @torch.no_grad()
     def take_feedback(self, feedback: _core.ErrorFeedback) -> None:
         for slot in self._lengths:
             if self.keeps_residuals:
-                self._residual(slot).copy_(torch.from_numpy(feedback.residual(slot)))
-            if slot in self._velocities:
-                self._velocities[slot].copy_(torch.from_numpy(feedback.velocity(slot)))
+                self._residuals.of(slot).copy_(torch.from_numpy(feedback.residual(slot)))
+            if self._velocities is not None:
+                self._velocities.of(slot).copy_(torch.from_numpy(feedback.velocity(slot)))
         self._put_back()
 
     def residual(self, slot: int) -> npt.NDArray[np.float32]:
@@ -352,9 +322,9 @@ class TensorLocalHalf:
     def residual_tensor(self, slot: int) -> torch.Tensor:
         """The slot's residual [n] itself, on its device: the one of its last gradient. [0] if none is kept.
 
-        Valid until the layout changes; with another residual_code than f32, until any other call.
+        Valid until the layout changes; with another residual_code than f32, or with offload, until any other call.
         """
-        return self._residual(slot) if self.keeps_residuals else torch.zeros(0)
+        return self._residuals.of(slot) if self.keeps_residuals else torch.zeros(0)
 
     # ---- between device and host ----------------------------------------------------------------
 
@@ -531,39 +501,6 @@ class Carried:
         grown = threshold / self.threshold if follows else 1.0
         self.growth = 0.5 * (self.growth + grown) if 0.8 <= grown <= 1.25 else 1.0
         self.n, self.k, self.threshold = n, k, threshold
-
-
-def places(layout: list[tuple[int, list[tuple[str, int]]]]) -> dict[str, tuple[int, int]]:
-    """By parameter: its slot, and its first entry there."""
-    found = {}
-    for slot, parameters in layout:
-        first = 0
-        for name, n in parameters:
-            found[name] = slot, first
-            first += n
-    return found
-
-
-def joined(
-    parameters: list[tuple[str, int]], before: dict[str, tuple[int, int]], kept: Mapping[int, torch.Tensor | ResidualStore]
-) -> torch.Tensor:
-    """The floats of a slot of these parameters, on the device of the first of them that was there before, or on the CPU.
-
-    before: where the parameters were in `kept`. Those that were nowhere get zeros.
-    """
-    found = {name: (kept[slot], first) for name, (slot, first) in before.items() if slot in kept}
-    devices = [found[name][0].device for name, _ in parameters if name in found]
-    lengths = [n for _, n in parameters]
-    whole = torch.zeros(sum(lengths), device=devices[0] if devices else "cpu")
-    for (name, n), part in zip(parameters, whole.split(lengths)):
-        if name not in found:
-            continue
-        source, first = found[name]
-        if isinstance(source, ResidualStore):
-            source.load(part, first)
-        else:
-            part.copy_(source[first : first + n])
-    return whole
 
 
 def norm2(x: npt.NDArray[np.float32]) -> float:

@@ -245,6 +245,30 @@ def case_local():
     expect(skim.InvalidArgument, "local: must be 'device', 'host', None or a function", attached, attach={"local": "gpu"})
 
 
+def case_offload():
+    """The same bits, with residuals and velocities that are in the host's memory between the steps."""
+    for options in ({}, {"momentum_correction": 0.5}, {"residual_decay": 0.5, "exchange": "shared-indices"}):
+        seen = []
+        for offload in (False, True):
+            model = attached(attach={"local": "device", "offload": offload, **options})
+            seen.append([])
+            for step in range(6):
+                model(gradients(step)).backward()
+                seen[-1].append(means(model))
+            seen[-1].append(kept(model))
+            moved = skim.report(model).moved_bytes
+        for a, b in zip(*seen):
+            assert torch.equal(a, b), options
+        assert moved > 6 * 2 * 4 * sum(LENGTHS), moved
+    train(attached(attach={"local": "host", "offload": True}), range(4))  # they are there anyway
+    for options, why in (
+        ({"residual_code": "q8"}, "offload keeps residuals as floats"),
+        ({"local": skim.TensorLocalHalf}, "a local half of your own exclude each other"),
+        ({"offload": 1}, "offload: must be True or False, not 1"),
+    ):
+        expect(skim.InvalidArgument, why, attached, attach={"offload": True, **options})
+
+
 # ---- the law, however DDP is set up
 
 
@@ -804,7 +828,8 @@ def case_state_goes_on_bit_by_bit():
     has_trained = attached()
     for _ in run(has_trained, range(5)):
         pass
-    for again in (attached(), has_trained, attached(attach={"local": "device"})):
+    of_device = [attached(attach={"local": "device", "offload": offload}) for offload in (False, True)]
+    for again in (attached(), has_trained, *of_device):
         skim.load_state_dict(again, {key: value.clone() for key, value in state.items()})
         torch.testing.assert_close(kept(again), kept(first), rtol=0, atol=0)
         for step, got in zip(range(5, 10), run(again, range(5, 10))):

@@ -24,6 +24,7 @@ ONE_AT_A_TIME = threading.RLock()
 if HAS_TORCH:
     import torch
     import torch.distributed as dist
+    from skim import _kept
     from skim.tensor_half import Buffers
 
     try:
@@ -119,6 +120,8 @@ FEEDBACK = [
     {"residual_code": "q8", "momentum_correction": 0.5},
     {"residual_code": "q8", "residual_decay": 0.5},
     {"feedback": False},
+    {"offload": True, "residual_decay": 0.5},
+    {"offload": True, "momentum_correction": 0.5, "nesterov_correction": True},
 ]
 
 
@@ -149,7 +152,8 @@ class InPyTorch(test_local_half.AgainstTheBuiltIn):
             for size in (1, 2):
                 with self.subTest(ranks=size, **feedback, **{k: str(v) for k, v in options.items()}):
                     own = self.trained(lambda: self.make(**feedback), size, **options)
-                    built_in = self.trained(lambda: None, size, feedback, **options)
+                    of_both = {k: v for k, v in feedback.items() if k != "offload"}
+                    built_in = self.trained(lambda: None, size, of_both, **options)
                     for a, b in zip(own, built_in):
                         self.assert_same(a, b)
 
@@ -299,6 +303,7 @@ class InPyTorch(test_local_half.AgainstTheBuiltIn):
         for options, why in (
             ({"momentum_correction": 1.0}, r"momentum_correction: must be a number in \[0, 1\)"),
             ({"momentum": 0.9}, "no option 'momentum'"),
+            ({"offload": True, "residual_code": "q8"}, "offload keeps residuals as floats"),
             ({"kernels": "cuda"}, "kernels: must be 'triton', 'pytorch' or None, not 'cuda'"),
         ):
             with self.subTest(**options), self.assertRaisesRegex(skim.InvalidArgument, why):
@@ -337,6 +342,76 @@ class OnADevice(InPyTorch):
                 self.assertEqual(to_host, [32 + 8 * k])  # counts, norms, the last key, indices and values, in one copy
                 of_velocity = [4 * k] if "momentum_correction" in feedback else []  # which entries to mask
                 self.assertEqual(to_device, [4 * k, *of_velocity, 8 * k])  # the rounded values; the mean
+
+    def test_copies_with_offload(self):
+        """The residual crosses once each way, beside what crosses anyway, and so does the velocity."""
+        n, k = 40_000, 400
+        for kept, feedback in ((1, {}), (2, {"momentum_correction": 0.9, "factor_masking": False})):
+            half = self.make(offload=True, **feedback)
+            reducer = skim.Reducer(skim.in_process_group(1)[0], local=half, density=k / n, value_code="q4")
+            reducer.set_layout([(0, [("w", n)])])
+            for step in range(4):
+                to_host.clear()
+                to_device.clear()
+                before = half.moved_bytes
+                reducer.reduce(0, np.random.default_rng(step).standard_normal(n).astype(np.float32))
+                reducer.end_step()
+            with self.subTest(**feedback):
+                self.assertEqual(sorted(to_host), [32 + 8 * k, *[4 * n] * kept])
+                self.assertEqual(sorted(to_device), [4 * k, 8 * k, *[4 * n] * kept])
+                self.assertEqual(half.moved_bytes - before, sum(to_host) + sum(to_device))
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class OffloadedFloats(unittest.TestCase):
+    LENGTHS = {0: 50, 1: 70, 2: 1, 3: 30}
+
+    def setUp(self):
+        self.kept = _kept.Offloaded()
+        for slot, n in self.LENGTHS.items():
+            self.kept.put(slot, torch.zeros(n))
+
+    def test_they_are_what_was_written_last(self):
+        rng = np.random.default_rng(0)
+        expected = {slot: np.zeros(n, np.float32) for slot, n in self.LENGTHS.items()}
+        for _ in range(2000):
+            slot, what = int(rng.integers(len(self.LENGTHS))), rng.integers(4)
+            if what == 3:
+                self.kept.close()
+                out = torch.zeros(self.LENGTHS[slot] // 2)
+                self.kept.load(slot, 1, out)
+                np.testing.assert_array_equal(out, expected[slot][1 : 1 + out.numel()])
+                continue
+            floats = self.kept.of(slot) if what else self.kept.open(slot, torch.device("cpu"))
+            np.testing.assert_array_equal(floats, expected[slot])
+            floats[rng.integers(self.LENGTHS[slot])] = rng.standard_normal()
+            expected[slot] = floats.numpy().copy()
+
+    def test_the_next_slot_is_copied_while_one_is_open(self):
+        """Two slots are on the device at a time, and no copy is made twice."""
+        copies, copy = [], _kept.Copies.copy
+
+        def noted(self_, target, source):
+            to_device = next((s for s, x in self.kept._floats.items() if x is source), None)
+            copies.append(f"fetch {to_device}" if to_device is not None else "put back")
+            return copy(self_, target, source)
+
+        with unittest.mock.patch.object(_kept.Copies, "copy", noted):
+            for _ in range(3):
+                copies.clear()
+                for slot in (2, 0, 1):
+                    self.kept.open(slot, torch.device("cpu"))
+                    copies.append(f"open {slot}")
+                self.kept.close()
+        self.assertEqual(copies, ["fetch 0", "open 2", "put back", "fetch 1", "open 0", "put back", "fetch 2", "open 1", "put back"])
+
+    def test_one_slot_is_copied_ahead_of_its_next_step(self):
+        for _ in range(2):
+            self.kept.open(1, torch.device("cpu"))
+            self.kept.close()
+        moved = self.kept.moved_bytes
+        self.kept.open(1, torch.device("cpu"))
+        self.assertEqual(self.kept.moved_bytes, moved)
 
 
 @unittest.skipIf(CANNOT_EMULATE, CANNOT_EMULATE)
