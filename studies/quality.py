@@ -73,6 +73,8 @@ METHODS["step ahead, shared indices, decay 0.995, 0.1 %"] = [*METHODS["step ahea
                                                              "--residual-decay", "0.995"]
 METHODS["15 local steps, ahead, shared indices, 0.1 %"] = [
     "local", DENSITY_15_SHARED, "--every", "15", "--exchange", "shared-indices"]
+METHODS["15 local steps, ahead, shared indices, outer rate 1, 0.1 %"] = [
+    *METHODS["15 local steps, ahead, shared indices, 0.1 %"], "--outer-lr", "1"]
 # On twice as many ranks: two islands that shard the model inside. DENSITY is that of two ranks.
 METHODS["momentum correction, 1 %, a bucket per block"] = ["correction", {2: DENSITY["1 %"][2]}, "--bucket-mb", "0.75"]
 METHODS["momentum correction, 1 %, sharded"] = ["correction", {4: DENSITY["1 %"][2]}, "--islands", "2"]

@@ -267,6 +267,16 @@ def outer_rates(folder):
     return found
 
 
+def outer_rates_of_sgd(folder):
+    """A row for each method of LocalSteps: ResNet-8 on 4 ranks at rate 0.1 with seed 0."""
+    return [{"method": row["label"], "bytes": 100 * row["share"], "accuracy": row["test_accuracy"],
+             "sends": row["density"] * row["steps"] / row["every"],
+             # as skim.outer_lr_for, if it follows the density
+             "factor": row["outer_lr"] or math.sqrt(row["ranks"] / (1 + (row["ranks"] - 1) * row["density"]))}
+            for row in lines(folder, "quality.jsonl")
+            if (row["task"], row["method"], row["ranks"], row["lr"], row["seed"]) == ("resnet8", "local", 4, 0.1, 0)]
+
+
 def shared_indices(folder):
     """A row for each task, number of ranks, method and length that ran with seed 0 and one rate with both exchanges, at
     about equal bytes: the metric of both, and of dense and one rank alone at the same rate."""
@@ -277,7 +287,7 @@ def shared_indices(folder):
             continue
         at = {r["label"]: r for r in rows if all(r[key] == row[key] for key in ("task", "ranks", "steps", "lr"))}
         other, metric, digits = at.get(row["label"].replace(", shared indices", "")), "validation_loss", 3
-        if other is None:
+        if other is None or not {"dense", "one rank alone"} <= at.keys():
             continue
         if "test_accuracy" in row:
             metric, digits = "test_accuracy", 2
@@ -649,6 +659,9 @@ TABLES = [
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
         "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
         "momentum correction": "{correction:+.3f}", "one rank alone": "{alone:+.3f}"}),
+    Table("quality.md", "outer-rates-sgd", outer_rates_of_sgd, {
+        "method": "{method}", "bytes": "{bytes:.3g} %", "S": "{sends:.3g}", "factor": "{factor:.2f}",
+        "accuracy": "{accuracy:.2f}"}),
     Table("quality.md", "shared-indices", shared_indices, {
         "task": "{task}", "P": "{ranks}", "steps": "{steps}", "method": "{method}", "dense": "{dense}", "alone": "{alone}",
         "allgather: bytes": "{allgather_bytes:.3g} %", "S": "{allgather_sends:.3g}", "value": "{allgather}",
