@@ -59,10 +59,6 @@ if HAS_TORCH:
             with ONE_AT_A_TIME:
                 return super().accumulate(task, self.tensor(grad))
 
-        def _put_back(self):
-            with ONE_AT_A_TIME:
-                super()._put_back()
-
         def set_layout(self, layout):
             with ONE_AT_A_TIME:
                 super().set_layout(layout)
@@ -542,9 +538,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # Triton reads it when it is impo
             # The interpreter's time goes by operations, so by tiles. A bucket of 50,000 entries still has several programs.
             from skim import _triton_pass
 
-            patch = unittest.mock.patch.object(_triton_pass, "ROWS", 2048)
-            patch.start()
-            cls.addClassCleanup(patch.stop)
+            store = _kept.ResidualStore.store
+
+            def one_at_a_time(*arguments):
+                with ONE_AT_A_TIME:
+                    store(*arguments)
+
+            for patch in (
+                unittest.mock.patch.object(_triton_pass, "ROWS", 2048),
+                unittest.mock.patch.object(_kept.ResidualStore, "store", one_at_a_time),
+            ):
+                patch.start()
+                cls.addClassCleanup(patch.stop)
 
 
 class Interpreted(unittest.TestCase):
