@@ -30,7 +30,7 @@ from skim._report import Report
 from skim._elastic_steps import ElasticSteps
 from skim._transport import connect
 from skim.elastic import ElasticGroup
-from skim.tensor_half import FLOATS, TensorLocalHalf
+from skim.tensor_half import FLOATS, TensorLocalHalf, expect_floats
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -74,8 +74,8 @@ class Options:
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keywords of skim.Reducer
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("total_steps", "non_finite", "offload")}
-        for name, value in {**given, **self.others}.items():
+        own = {name: getattr(self, name) for name in ("total_steps", "non_finite", "offload")}
+        for name, value in {**own, **self.others}.items():
             what, kinds = KINDS.get(TYPES.get(name), ("", ()))
             if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
                 raise _core.InvalidArgument(f"skim: {name}: must be {what}, not {value!r}")
@@ -95,8 +95,7 @@ class Options:
             raise _core.InvalidArgument(f"skim: local='device' has no {missing}; use local='host'")
         if self.offload and callable(self.local):
             raise _core.InvalidArgument("skim: offload and a local half of your own exclude each other")
-        if self.offload and self.others.get("residual_code", "f32") != "f32":
-            raise _core.InvalidArgument("skim: offload keeps residuals as floats: leave out residual_code")
+        expect_floats(self.offload, self.others)  # also where the local half turns out to be the built-in one
         if self.optimizer is None:
             return
         object.__setattr__(self, "optimizer", inner_optimizer(self.optimizer))

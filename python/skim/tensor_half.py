@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,8 +53,7 @@ class TensorLocalHalf:
         Raises InvalidArgument if an option is out of its range.
         """
         _core.ErrorFeedback(**options)  # checks them
-        if offload and options.get("residual_code", "f32") != "f32":
-            raise _core.InvalidArgument("skim: offload keeps residuals as floats: leave out residual_code")
+        expect_floats(offload, options)
         if kernels not in KERNELS:
             raise _core.InvalidArgument(f"skim: kernels: must be 'triton', 'pytorch' or None, not {kernels!r}")
         self.options = options
@@ -501,6 +500,12 @@ class Carried:
         grown = threshold / self.threshold if follows else 1.0
         self.growth = 0.5 * (self.growth + grown) if 0.8 <= grown <= 1.25 else 1.0
         self.n, self.k, self.threshold = n, k, threshold
+
+
+def expect_floats(offload: bool, options: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument if offload and residual_code are both given."""
+    if offload and options.get("residual_code", "f32") != "f32":
+        raise _core.InvalidArgument("skim: offload keeps residuals as floats: leave out residual_code")
 
 
 def norm2(x: npt.NDArray[np.float32]) -> float:
