@@ -1,6 +1,6 @@
 """Where skim.TensorLocalHalf keeps the floats of its slots between steps: residuals, and velocities.
 
-A slot is open from its gradient on until another one is opened, or until the step ends.
+A slot is open from its gradient on until its mean has been applied.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Kept(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """At the end of a step, and before put() and load()."""
+        """When a slot's mean has been applied, at the end of a step, and before put() and load()."""
 
     @abstractmethod
     def put(self, slot: int, x: torch.Tensor) -> None:
@@ -149,32 +149,32 @@ class Coded(Kept):
 
 class Offloaded(Kept):
     """As floats in the host's memory, which is pinned. Two slots are on the device: the open one, and the one that was
-    opened after it in the step before, which is copied meanwhile. Copies run beside the work of the device."""
+    opened after it in the step before. When a slot is closed, it is copied back, and the next one to the device, in both
+    directions at once and beside the work of the device. No such copy goes while a slot is open, because small copies
+    of the slot would then wait for it: a device has one copy engine for each direction."""
 
     def __init__(self) -> None:
         self._floats: dict[int, torch.Tensor] = {}  # on the host
         self._devices: dict[int, torch.device] = {}
-        self._here, self._next = torch.zeros(0), torch.zeros(0)  # on the device: of the slots _open and _coming
+        self._written: dict[int, torch.cuda.Event | None] = {}  # the last copy of a slot to the host
+        self._here, self._next = Room(), Room()  # on the device: of the slots _open and _coming
         self._open: int | None = None
         self._coming: int | None = None
-        self._next_arrived: torch.cuda.Event | None = None
         self._last: int | None = None  # the slot that was opened last
         self._after: dict[int, int] = {}  # the slot that was opened after this one
         self._copies = Copies(torch.device("cpu"))
 
     def of(self, slot: int) -> torch.Tensor:
-        n = self._floats[slot].numel()
         if self._open != slot:
             self._put_back()
             if self._coming == slot:
                 self._here, self._next, self._coming = self._next, self._here, None
-                arrived = self._next_arrived
             else:
-                self._here, arrived = self._fetched(slot, self._here)
-            if arrived is not None:
-                torch.cuda.current_stream(self._copies.device).wait_event(arrived)
+                self._fetch(slot, self._here)
+            if self._here.copied is not None:
+                torch.cuda.current_stream(self._copies.device).wait_event(self._here.copied)
             self._open = slot
-        return self._here[:n]
+        return self._here.floats[: self._floats[slot].numel()]
 
     def open(self, slot: int, device: torch.device) -> torch.Tensor:
         if self._devices[slot] != device:
@@ -182,47 +182,41 @@ class Offloaded(Kept):
             self._coming = None
             self._copies.wait()
             self._devices[slot] = device
-            if device.type == "cuda":
-                self._floats[slot] = self._floats[slot].pin_memory()
-        floats = self.of(slot)
+            self._floats[slot] = _of_host(self._floats[slot], device)
         if self._last is not None:
             self._after[self._last] = slot
         self._last = slot
-        self._prefetch()
-        return floats
+        return self.of(slot)
 
     def close(self) -> None:
         self._put_back()
-        self._prefetch()
-
-    def _prefetch(self) -> None:
-        """Begins to copy the slot that is expected next."""
         slot = None if self._last is None else self._after.get(self._last)
-        if slot is not None and slot not in (self._open, self._coming):
-            self._next, self._next_arrived = self._fetched(slot, self._next)
+        if slot is not None and slot != self._coming:
+            self._fetch(slot, self._next)
             self._coming = slot
 
-    def _fetched(self, slot: int, room: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Begins to copy the slot to the device, into `room` if that is there and large enough. Returns where, and when
-        it has arrived."""
+    def _fetch(self, slot: int, room: Room) -> None:
+        """Begins to copy the slot to the device, into `room`, which grows if it is too small."""
         floats, device = self._floats[slot], self._devices[slot]
         if self._copies.device != device:
             self._copies.wait()
             self._copies = Copies(device)
-        if room.device != device or room.numel() < floats.numel():
-            room = torch.empty(max(x.numel() for x in self._floats.values()), device=device)
+        if room.floats.device != device or room.floats.numel() < floats.numel():
+            room.floats, room.copied = self._copies.room(max(x.numel() for x in self._floats.values()))
+        room.copied = self._copies.copy(room.floats[: floats.numel()], floats, room.copied, self._written[slot])
         self.moved_bytes += 4 * floats.numel()
-        return room, self._copies.copy(room[: floats.numel()], floats)
 
     def _put_back(self) -> None:
         if self._open is not None:
-            floats, self._open = self._floats[self._open], None
-            self._copies.copy(floats, self._here[: floats.numel()])
+            slot, self._open = self._open, None
+            floats = self._floats[slot]
+            changed = self._copies.work_so_far()
+            self._here.copied = self._copies.copy(floats, self._here.floats[: floats.numel()], changed)
+            self._written[slot] = self._here.copied
             self.moved_bytes += 4 * floats.numel()
 
     def put(self, slot: int, x: torch.Tensor) -> None:
-        pinned = torch.empty(x.numel(), pin_memory=x.device.type == "cuda")
-        self._floats[slot], self._devices[slot] = pinned.copy_(x), x.device
+        self._floats[slot], self._devices[slot], self._written[slot] = _of_host(x, x.device), x.device, None
 
     def load(self, slot: int, first: int, out: torch.Tensor) -> None:
         self._copies.wait()
@@ -235,27 +229,53 @@ class Offloaded(Kept):
         return Offloaded()
 
 
+def _of_host(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of x in the host's memory, from which the device can copy by itself."""
+    return torch.empty(x.numel(), pin_memory=device.type == "cuda").copy_(x)  # pin_memory() may pin for another device
+
+
+class Room:
+    """Memory of a device for one slot."""
+
+    def __init__(self) -> None:
+        self.floats = torch.zeros(0)
+        self.copied: torch.cuda.Event | None = None  # the end of the last copy to it or from it
+
+
 class Copies:
-    """Copies between the host and a device, one after another, on a stream of their own if the device has streams."""
+    """Copies between the host and a device. If it has streams, each direction has one of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
-        """Copies after what the device's current stream has been given so far. Returns the end of the copy."""
-        if self._stream is None:
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, *after: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        """Copies after the copies in this direction so far, and after these events. Returns the end of the copy."""
+        if not self._streams:
             target.copy_(source)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        stream = self._streams[target.is_cuda]
+        for event in after:
+            if event is not None:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        for tensor in (target, source):
-            if tensor.is_cuda:
-                tensor.record_stream(self._stream)
-        return self._stream.record_event()
+        return stream.record_event()
+
+    def room(self, n: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """n floats on the device for such copies, and from when on they may be overwritten."""
+        floats = torch.empty(n, device=self.device)
+        for stream in self._streams:
+            floats.record_stream(stream)
+        return floats, self.work_so_far()
+
+    def work_so_far(self) -> torch.cuda.Event | None:
+        """The end of what the device's current stream has been given so far."""
+        return torch.cuda.current_stream(self.device).record_event() if self._streams else None
 
     def wait(self) -> None:
         """The host waits for all copies."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        for stream in self._streams:
+            stream.synchronize()

@@ -48,7 +48,7 @@ class TensorLocalHalf:
         """
         kernels: "triton", "pytorch", or None for the faster one that runs there.
         offload: keep residuals and velocities in the host's memory. Each step copies them to the device and back, beside
-            the device's work: the bucket that came next in the step before is copied ahead.
+            the device's work. When a bucket is done, the one that came next in the step before is copied ahead.
         options: those of skim.ErrorFeedback.
         Raises InvalidArgument if an option is out of its range.
         """
@@ -263,12 +263,14 @@ class TensorLocalHalf:
         if sum[0].size:
             index, values = self._entries_to(grad.device, sum)
             flat[index] = rounded(values, factor, grad.dtype)
+        self._put_back()
         return bool(np.isfinite(sum[1]).all())
 
     @torch.no_grad()
     def apply_dense(self, slot: int, sum: npt.NDArray[np.float32], factor: float, grad: torch.Tensor) -> bool:
         [values] = self._to(grad.device, sum)
         grad.view(-1).copy_(rounded(values, factor, grad.dtype))
+        self._put_back()
         return bool(np.isfinite(sum).all())
 
     @torch.no_grad()

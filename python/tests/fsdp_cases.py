@@ -1,10 +1,12 @@
 """What test_fsdp.py runs under torchrun: every function case_*, on P islands of W ranks. The argument is P.
+With DEVICE=cuda the models are on a GPU, which all ranks share.
 
 Gradients are what the test says, as in ddp_cases.py. The law is one of each shard:
 
     sum over islands of gradients  ==  P * mean  +  sum over islands of residuals
 """
 
+import os
 import pathlib
 import sys
 import tempfile
@@ -24,6 +26,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
 import gpt_text  # noqa: E402
 
 EXACT = {"exchange": "allgather", "value_code": "f32", "density": 0.05, "dense_below": 0}
+DEVICE = torch.device(os.environ.get("DEVICE", "cpu"))
 MESH = None
 
 
@@ -33,7 +36,7 @@ class Part(nn.Module):
         self.w = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
 
     def forward(self, coefficients):
-        return sum((w * c).sum() for w, c in zip(self.w, coefficients) if c is not None)
+        return sum((w * c.to(DEVICE)).sum() for w, c in zip(self.w, coefficients) if c is not None)
 
 
 class Whole(nn.Module):
@@ -45,12 +48,12 @@ class Whole(nn.Module):
         self.last = nn.Parameter(torch.zeros(77))
 
     def forward(self, coefficients):
-        own = (self.last * coefficients[-1]).sum()
+        own = (self.last * coefficients[-1].to(DEVICE)).sum()
         return own + sum(part(c) for part, c in zip(self.parts, coefficients))
 
 
 def sharded(**options):
-    model = Whole()
+    model = Whole().to(DEVICE)
     for part in model.parts:
         fully_shard(part, mesh=MESH["inside"], **options)
     return fully_shard(model, mesh=MESH["inside"], **options)
@@ -76,7 +79,7 @@ def coefficients(step, rank=None):
 
 def gradients(model):
     """This rank's part of all gradients, without padding, by name."""
-    return {name: p.grad.to_local().flatten().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.to_local().flatten().cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def of_island(step, model):
@@ -223,7 +226,7 @@ def case_steps_that_are_taken_back():
 def case_grad_scaler():
     """Residuals are unscaled, so a scale that changes does not matter."""
     plain, scaled = attached(), sharded()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0, growth_interval=1)
     optimizer = torch.optim.SGD(scaled.parameters(), lr=0.0)
     skim.attach(scaled, between=MESH["between"].get_group(), scaler=scaler, **{**EXACT, "timeout": 60.0})
     for step in range(3):
@@ -246,7 +249,7 @@ def case_grad_scaler():
 
 def layers(seed):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)).to(DEVICE)
 
 
 def losses(model, optimizer, steps, place, places):
@@ -254,7 +257,7 @@ def losses(model, optimizer, steps, place, places):
     found = []
     for step in range(steps):
         g = torch.Generator().manual_seed(step)
-        x = torch.randn(48, 20, generator=g)
+        x = torch.randn(48, 20, generator=g).to(DEVICE)
         y = x[:, :3].argmax(1)
         part = slice(48 * place // places, 48 * (place + 1) // places)
         loss = nn.functional.cross_entropy(model(x[part]), y[part])
@@ -308,7 +311,7 @@ def case_a_gpt_has_the_losses_of_ddp():
     def of(wrap, group):
         torch.manual_seed(0)
         with sizes:
-            model = wrap(gpt_text.GPT(11))
+            model = wrap(gpt_text.GPT(11).to(DEVICE))
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             skim.attach(model, optimizer=optimizer, per_parameter=True, timeout=60.0, **{**EXACT, "density": 1 / 16, **group})
             island, found = MESH["between"].get_local_rank(), []
@@ -316,7 +319,7 @@ def case_a_gpt_has_the_losses_of_ddp():
                 # All ranks of an island have its batch, so its mean is the gradient of any of them.
                 g = torch.Generator().manual_seed(10 * step + island)
                 begin = torch.randint(len(text) - 17, (8,), generator=g)[:, None] + torch.arange(17)
-                loss = model(text[begin[:, :-1]], text[begin[:, 1:]])
+                loss = model(text[begin[:, :-1]].to(DEVICE), text[begin[:, 1:]].to(DEVICE))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -371,7 +374,7 @@ def local_steps(density=1.0, every=3, **options):
 
 def batch(step):
     g = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
-    x = torch.randn(8, 20, generator=g)
+    x = torch.randn(8, 20, generator=g).to(DEVICE)
     return x, x[:, :3].argmax(1)
 
 
@@ -412,7 +415,7 @@ def case_local_steps_are_those_of_whole_replicas():
     def run(model, local):
         for step in range(7):
             g = torch.Generator().manual_seed(1000 * MESH["between"].get_local_rank() + step)
-            x = torch.randn(8, 20, generator=g)
+            x = torch.randn(8, 20, generator=g).to(DEVICE)
             local.optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
             local.step()
@@ -510,6 +513,7 @@ def case_state_of_other_parameters():
     whole = {key: value for state in gathered(mine) for key, value in state.items()}
     inner = Whole()
     inner.head, inner.parts = nn.Parameter(torch.zeros(40)), inner.parts[:2]
+    inner.to(DEVICE)
     for part in inner.parts:
         fully_shard(part, mesh=MESH["inside"])
     model = fully_shard(inner, mesh=MESH["inside"])
@@ -545,14 +549,14 @@ def case_mistakes():
     refused = skim.InvalidArgument
     expect(refused, "needs between=, the process group", skim.attach, sharded(), **EXACT)
     group = MESH["between"].get_group()
-    expect(refused, "between is for models with fully_shard", skim.attach, nn.parallel.DistributedDataParallel(Whole()), between=group)
+    expect(refused, "between is for models with fully_shard", skim.attach, nn.parallel.DistributedDataParallel(Whole().to(DEVICE)), between=group)
     expect(refused, "dry_run needs DistributedDataParallel", skim.attach, sharded(), between=group, dry_run=True)
     expect(refused, "the parameters are shards: give process_group=", skim.LocalSteps, sharded(), None)
     expect(refused, "is a DTensor: use skim.LocalSteps", skim.Aggregator, sharded().parameters())
     model = attached()
     expect(refused, "has been attached already", skim.attach, model, between=group)
     if MESH["between"].size() > 1 and MESH["inside"].size() > 1:
-        both = Whole()
+        both = Whole().to(DEVICE)
         fully_shard(both, mesh=MESH)
         expect(refused, "give fully_shard the mesh of the island alone", skim.attach, both, between=group)
 
@@ -562,7 +566,8 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     islands = int(sys.argv[1])
-    MESH = init_device_mesh("cpu", (islands, dist.get_world_size() // islands), mesh_dim_names=("between", "inside"))
+    torch.zeros(1, device=DEVICE)  # otherwise the mesh chooses a GPU for each rank
+    MESH = init_device_mesh(DEVICE.type, (islands, dist.get_world_size() // islands), mesh_dim_names=("between", "inside"))
     run(globals(), sys.argv[2:])
 
 

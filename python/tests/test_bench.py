@@ -169,6 +169,12 @@ class LocalHalf(unittest.TestCase):
             self.assertEqual(row["select_ms"] is not None, row["what"] == "pytorch")
             self.assertEqual(row["ratio_to_pass"] == 1, row["what"] == "pass")
 
+    def test_buckets_and_codes(self):
+        done = bench("local-half", "--n", "5000", "--codes", "f32,q8,offload", "--buckets", "3", "--rounds", "2")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual([line.split("cpu")[0].strip() for line in done.stdout.splitlines()[1:]],
+                         ["pass", "topk", "pytorch", "pytorch q8", "pytorch offload"])  # fmt: skip
+
     def test_a_device_that_is_not_there(self):
         done = bench("local-half", "--device", "nothing")
         self.assertEqual((done.returncode, done.stdout), (1, ""))
@@ -187,6 +193,7 @@ class Refusals(unittest.TestCase):
             (["ddp", "--ranks", "0"], "'0'"),
             (["local-half", "--kernels", "cuda"], "'cuda'"),
             (["local-half", "--n", "0"], "'0'"),
+            (["local-half", "--codes", "q7"], "'q7'"),
             (["ddp", "--ranks", "4", "--islands", "3"], "--islands 3 must divide --ranks 4"),
             (["ddp", "--ranks", "4", "--islands", "2", "--hooks", "none,bf16"], "'bf16'"),
             (["ddp", "--density", "nan"], "'nan'"),

@@ -383,14 +383,14 @@ class OffloadedFloats(unittest.TestCase):
             floats[rng.integers(self.LENGTHS[slot])] = rng.standard_normal()
             expected[slot] = floats.numpy().copy()
 
-    def test_the_next_slot_is_copied_while_one_is_open(self):
+    def test_the_next_slot_is_copied_when_one_is_closed(self):
         """Two slots are on the device at a time, and no copy is made twice."""
         copies, copy = [], _kept.Copies.copy
 
-        def noted(self_, target, source):
+        def noted(self_, target, source, *after):
             to_device = next((s for s, x in self.kept._floats.items() if x is source), None)
             copies.append(f"fetch {to_device}" if to_device is not None else "put back")
-            return copy(self_, target, source)
+            return copy(self_, target, source, *after)
 
         with unittest.mock.patch.object(_kept.Copies, "copy", noted):
             for _ in range(3):
@@ -398,8 +398,8 @@ class OffloadedFloats(unittest.TestCase):
                 for slot in (2, 0, 1):
                     self.kept.open(slot, torch.device("cpu"))
                     copies.append(f"open {slot}")
-                self.kept.close()
-        self.assertEqual(copies, ["fetch 0", "open 2", "put back", "fetch 1", "open 0", "put back", "fetch 2", "open 1", "put back"])
+                    self.kept.close()
+        self.assertEqual(copies, ["open 2", "put back", "fetch 0", "open 0", "put back", "fetch 1", "open 1", "put back", "fetch 2"])
 
     def test_one_slot_is_copied_ahead_of_its_next_step(self):
         for _ in range(2):

@@ -33,8 +33,9 @@ Measures skim.TensorLocalHalf on one rank and one device: the gradient is added 
 go to the host, the mean comes back.
 
 Rows: pass is residual.add_(gradient), which reads two entries and writes one; topk is torch.topk of the magnitudes;
-pytorch and triton are whole steps, with the residual code behind, if it is not f32. ms is the median of the rounds until the device has finished, "select ms" that of
-the part until the entries are on the host, and "of the pass" the ratio of ms to that of the row pass.
+pytorch and triton are whole steps, with the residual code behind, if it is not f32. ms is the median of the rounds
+until the device has finished, "select ms" that of the part until a bucket's entries are on the host, and "of the pass"
+the ratio of ms to that of the row pass.
 """
 
 RATE = """\
@@ -166,8 +167,13 @@ def _declare_local_half(commands: Any) -> None:
     add("--device", default="cpu", metavar="NAME", help="device of PyTorch: cpu, cuda, cuda:1, .. (cpu)")
     add("--kernels", type=_kernels, default=["pytorch"], metavar="LIST",
         help="comma-separated: pytorch, triton (pytorch)")  # fmt: skip
-    add("--codes", type=_codes, default=["f32"], metavar="LIST", help="comma-separated residual codes: f32, bf16, q8 (f32)")
-    add("--n", type=_lengths, default=[25_000_000], metavar="LIST", help="comma-separated numbers of entries (25000000)")
+    add("--codes", type=_codes, default=["f32"], metavar="LIST",
+        help="comma-separated: the residual codes f32, bf16, q8, or offload (f32)")  # fmt: skip
+    add("--n", type=_lengths, default=[25_000_000], metavar="LIST",
+        help="comma-separated numbers of entries of a bucket (25000000)")  # fmt: skip
+    add("--buckets", type=_whole(1, 1000), default=1, metavar="N", help="buckets of a step (1)")
+    add("--matmuls", type=_whole(0, 1000), default=0, metavar="N",
+        help="products of two bfloat16 matrices of 8192 x 8192 before each bucket, in every row (0)")  # fmt: skip
     add("--density", type=_densities, default=[0.001], metavar="LIST", help="comma-separated densities (0.001)")
     add("--rounds", type=_whole(1, 10**6), default=20, metavar="N", help="timed rounds (20)")
     add("--warm-up", type=_whole(0, 10**6), default=5, metavar="N", help="rounds before them (5)")
@@ -211,8 +217,8 @@ def _kernels(text: str) -> list[str]:
 
 def _codes(text: str) -> list[str]:
     for name in text.split(","):
-        if name not in ("f32", "bf16", "q8"):
-            raise argparse.ArgumentTypeError(f"no residual code '{name}'; there are: f32, bf16, q8")
+        if name not in ("f32", "bf16", "q8", "offload"):
+            raise argparse.ArgumentTypeError(f"no residual code '{name}'; there are: f32, bf16, q8, offload")
     return text.split(",")
 
 

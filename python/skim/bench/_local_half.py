@@ -14,6 +14,9 @@ import torch
 import skim
 
 
+SIDE = 8192  # of the matrices of --matmuls
+
+
 class NoDevice(Exception):
     """The device is not there. The message says which one is asked for."""
 
@@ -30,38 +33,49 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _rows(device: torch.device, n: int, density: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     k = max(1, int(n * density))
-    residual, mean = torch.zeros(n, device=device), torch.empty(n, device=device)
-    # What is timed, given the mean's tensor with a new gradient in it. A step also tells its time until it has selected.
-    whats: dict[str, Callable[[], float | None]] = {
-        "pass": lambda: _nothing(residual.add_(mean)),
-        "topk": lambda: _nothing(residual.abs().topk(k, sorted=False)),
+    slots = range(arguments.buckets)
+    residual, means = torch.zeros(n, device=device), [torch.empty(n, device=device) for _ in slots]
+    factor = torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) if arguments.matmuls else None
+
+    def work() -> None:
+        for _ in range(arguments.matmuls):
+            torch.matmul(factor, factor)
+
+    # What is timed for each bucket, given its mean's tensor with a new gradient in it. A step also tells its time until
+    # it has selected.
+    whats: dict[str, Callable[[int], float | None]] = {
+        "pass": lambda slot: _nothing(residual.add_(means[slot])),
+        "topk": lambda slot: _nothing(residual.abs().topk(k, sorted=False)),
     }
+    ends: dict[str, Callable[[], Any]] = {}
     for kernels, code in itertools.product(arguments.kernels, arguments.codes):
         reducer = skim.Reducer(
             skim.in_process_group(1)[0], density=density, exchange="allgather", dense_below=0, value_code="f32",
-            local=skim.TensorLocalHalf(kernels=kernels, residual_code=code),
+            local=skim.TensorLocalHalf(kernels=kernels, **({"offload": True} if code == "offload" else {"residual_code": code})),
         )  # fmt: skip
-        reducer.set_layout([(0, [("x", n)])])
+        reducer.set_layout([(slot, [(f"x{slot}", n)]) for slot in slots])
 
-        def step(reducer: skim.Reducer = reducer) -> float:
-            report = reducer.reduce(0, mean)  # type: ignore[arg-type]
-            reducer.end_step()
-            return report.select_ns * 1e-9
+        def bucket(slot: int, reducer: skim.Reducer = reducer) -> float:
+            return reducer.reduce(slot, means[slot]).select_ns * 1e-9  # type: ignore[arg-type]
 
-        whats[kernels if code == "f32" else f"{kernels} {code}"] = step
+        what = kernels if code == "f32" else f"{kernels} {code}"
+        whats[what], ends[what] = bucket, reducer.end_step
     seconds: dict[str, list[float]] = {what: [] for what in whats}
     selecting: dict[str, list[float]] = {what: [] for what in whats}
     for i in range(arguments.rounds + arguments.warm_up):
         for what, run in whats.items():
-            mean.normal_()  # equal gradients would make the residual grow as none of a training does
+            for mean in means:
+                mean.normal_()  # equal gradients would make the residual grow as none of a training does
             _wait(device)
-            begin = time.perf_counter()
-            of_select = run()
+            begin, of_select = time.perf_counter(), []
+            for slot in slots:
+                work()
+                of_select.append(run(slot))
+            ends.get(what, lambda: None)()
             _wait(device)
             if i >= arguments.warm_up:
                 seconds[what].append(time.perf_counter() - begin)
-                if of_select is not None:
-                    selecting[what].append(of_select)
+                selecting[what] += [s for s in of_select if s is not None]
     medians = {what: statistics.median(s) for what, s in seconds.items()}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     rows = []
