@@ -3,7 +3,7 @@
 
   studies/quality.py TASK FILE [--ranks 2] [--steps N] [--device cpu] [--rates X,X,X] [--seeds 0,1,2] [--methods METHOD METHOD ...]
 
-TASK: gpt, lstm, fashion, resnet8 or resnet20. All methods take the same steps on the same examples, and are tuned by
+TASK: gpt, gpt10m, lstm, fashion, resnet8 or resnet20. All methods take the same steps on the same examples, and are tuned by
 the same rule. Seed 0 runs at every rate. While the lowest or highest rate is the best, half or twice that rate runs
 too. The other seeds run at the rate that is best on the validation data. Tables show the test data. FILE keeps a line
 of JSON for each run, and these runs are not repeated, so an interrupted study goes on. Needs SKIM_DATA, and Skim
@@ -21,6 +21,7 @@ SCRIPT = pathlib.Path(__file__).resolve().parent / "quality_run.py"
 #        steps, batch, rates
 TASKS = {
     "gpt": (1000, 8, (0.005, 0.01, 0.02)),
+    "gpt10m": (1000, 8, (0.001, 0.002, 0.004)),
     "lstm": (1000, 8, (0.005, 0.01, 0.02)),
     "fashion": (3000, 32, (0.02, 0.05, 0.1)),
     "resnet8": (1000, 32, (0.05, 0.1, 0.2)),
@@ -71,6 +72,9 @@ for _share in DENSITY:
         }
 METHODS["step ahead, shared indices, decay 0.995, 0.1 %"] = [*METHODS["step ahead, shared indices, 0.1 %"],
                                                              "--residual-decay", "0.995"]
+METHODS["15 local steps, ahead, outer rate 1.94, 0.1 %"] = ["local", {4: DENSITY_15["0.1 %"][4]}, "--every", "15",
+                                                            "--outer-lr", "1.94"]
+METHODS["step ahead, shared indices, outer rate 1, 0.1 %"] = [*METHODS["step ahead, shared indices, 0.1 %"], "--outer-lr", "1"]
 METHODS["15 local steps, ahead, shared indices, 0.1 %"] = [
     "local", DENSITY_15_SHARED, "--every", "15", "--exchange", "shared-indices"]
 METHODS["15 local steps, ahead, shared indices, outer rate 1, 0.1 %"] = [

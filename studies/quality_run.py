@@ -71,6 +71,14 @@ class Gpt(Text):
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1)
 
 
+class Gpt10M(Gpt):
+    """The same with 10.7 million parameters: 6 blocks of width 384."""
+
+    def model(self):
+        gpt_text.WIDTH, gpt_text.HEADS, gpt_text.LAYERS = 384, 6, 6
+        return super().model()
+
+
 class Lstm(Text):
     """One layer of 256, 0.36 million parameters, under Adam."""
 
@@ -216,7 +224,7 @@ class Resnet(Images):
         return functional.pad(x, (4, 4, 4, 4))[:, :, top : top + 32, left : left + 32]
 
 
-TASKS = {"gpt": Gpt, "lstm": Lstm, "fashion": Fashion, "resnet20": lambda: Resnet(20, bf16=True), "resnet8": lambda: Resnet(8)}
+TASKS = {"gpt": Gpt, "gpt10m": Gpt10M, "lstm": Lstm, "fashion": Fashion, "resnet20": lambda: Resnet(20, bf16=True), "resnet8": lambda: Resnet(8)}
 METHODS = (
     "dense",  # DDP
     "fp16",  # DDP, 16-bit gradients

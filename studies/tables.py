@@ -44,6 +44,16 @@ def lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def quality_rows(folder):
+    """Those of quality.py. Of two runs that differ only in their device, the one on the CPU."""
+    found = {}
+    for row in lines(folder, "quality.jsonl"):
+        run = tuple(row[key] for key in ("task", "label", "ranks", "steps", "lr", "seed"))
+        if run not in found or row.get("device", "cpu") == "cpu":
+            found[run] = row
+    return list(found.values())
+
+
 def kept(name, table, **where):
     """The rows of one table in a file, in its order."""
     def load(folder):
@@ -137,7 +147,7 @@ def quality_of(task, ranks):
     """A row for each method of quality.py, dense first: the metric at its best rate, over the seeds."""
     def load(folder):
         by_method = {}
-        for row in lines(folder, "quality.jsonl"):
+        for row in quality_rows(folder):
             if (row["task"], row["ranks"], row["steps"]) == (task, ranks, quality.TASKS[task][0]) and \
                     ", density" not in row["label"] and not row.get("islands"):
                 by_method.setdefault(row["label"], []).append(row)
@@ -193,7 +203,7 @@ def entry_sends(task, *groups, rate=None):
     A key is the method's name, followed by the number of ranks if there are several. rate: of all runs; None: the best.
     """
     def load(folder):
-        rows = [row for row in lines(folder, "quality.jsonl")
+        rows = [row for row in quality_rows(folder)
                 if (row["task"], row["steps"]) == (task, 1000) and row["lr"] == (rate or row["lr"])]
 
         def best(label, ranks):
@@ -224,7 +234,7 @@ def by_steps(task, ranks):
     A method keeps its best rate of the number of steps that quality.py takes by itself.
     """
     def load(folder):
-        rows = [row for row in lines(folder, "quality.jsonl") if (row["task"], row["ranks"], row["seed"]) == (task, ranks, 0)]
+        rows = [row for row in quality_rows(folder) if (row["task"], row["ranks"], row["seed"]) == (task, ranks, 0)]
         metric = slow_link.metric_of(rows)
         metric = "validation_loss" if metric == "loss" else "test_accuracy"
         found = []
@@ -245,7 +255,7 @@ def outer_rates(folder):
 
     All at rate 0.01 with seed 0; how far the validation loss is behind dense.
     """
-    loss = {(row["ranks"], row["label"]): row["validation_loss"] for row in lines(folder, "quality.jsonl")
+    loss = {(row["ranks"], row["label"]): row["validation_loss"] for row in quality_rows(folder)
             if (row["task"], row["steps"], row["lr"], row["seed"]) == ("lstm", 1000, 0.01, 0)}
     found = []
     for ranks in quality.RANKS:
@@ -268,22 +278,25 @@ def outer_rates(folder):
 
 
 def outer_rates_of_sgd(folder):
-    """A row for each method of LocalSteps: ResNet-8 on 4 ranks at rate 0.1 with seed 0."""
-    return [{"method": row["label"], "bytes": 100 * row["share"], "accuracy": row["test_accuracy"],
+    """A row for each network and method of LocalSteps: on 4 ranks, 1000 steps at rate 0.1 with seed 0."""
+    rows = [{"task": row["task"], "method": row["label"], "bytes": 100 * row["share"], "accuracy": row["test_accuracy"],
              "sends": row["density"] * row["steps"] / row["every"],
              # as skim.outer_lr_for, if it follows the density
              "factor": row["outer_lr"] or math.sqrt(row["ranks"] / (1 + (row["ranks"] - 1) * row["density"]))}
-            for row in lines(folder, "quality.jsonl")
-            if (row["task"], row["method"], row["ranks"], row["lr"], row["seed"]) == ("resnet8", "local", 4, 0.1, 0)]
+            for row in quality_rows(folder)
+            if (row["method"], row["ranks"], row["steps"], row["lr"], row["seed"]) == ("local", 4, 1000, 0.1, 0)
+            and row["task"].startswith("resnet")]
+    return sorted(rows, key=lambda row: (row["task"], row["method"]))
 
 
 def shared_indices(folder):
-    """A row for each task, number of ranks, method and length that ran with seed 0 and one rate with both exchanges, at
-    about equal bytes: the metric of both, and of dense and one rank alone at the same rate."""
-    rows = [row for row in lines(folder, "quality.jsonl") if row["seed"] == 0]
+    """A row for each task, number of ranks, method and length that ran with seed 0 with both exchanges, at about equal
+    bytes: the metric of both, and of dense and one rank alone, at the rate that is best for shared-indices."""
+    rows = [row for row in quality_rows(folder) if row["seed"] == 0]
     found = []
     for row in rows:
-        if ", shared indices, " not in row["label"]:
+        rates = [r for r in rows if all(r[key] == row[key] for key in ("task", "label", "ranks", "steps"))]
+        if ", shared indices, " not in row["label"] or row["lr"] != quality.best_rate(rates):
             continue
         at = {r["label"]: r for r in rows if all(r[key] == row[key] for key in ("task", "ranks", "steps", "lr"))}
         other, metric, digits = at.get(row["label"].replace(", shared indices", "")), "validation_loss", 3
@@ -308,7 +321,7 @@ def groups(folder):
     for ending, (how, count) in kinds.items():
         at = {"task": "gpt", "steps": 1000, "lr": 0.01, "ranks": 2 if how == "DDP" else 4,
               "label": "momentum correction, 1 %" + ending}
-        losses = [row["validation_loss"] for row in lines(folder, "quality.jsonl") if at.items() <= row.items()]
+        losses = [row["validation_loss"] for row in quality_rows(folder) if at.items() <= row.items()]
         found.append({"how": how, "groups": count, "seeds": len(losses)} | over(losses, "loss"))
     return found
 
@@ -468,7 +481,7 @@ RULES = {"rule": "{rule}", "error feedback": ("{feedback}", " "), "density": ("{
          "bytes sent per step and rank": "{sent_bytes_per_step:,}"}
 
 # Task, ranks, metric, digits.
-QUALITY_TABLES = (("gpt", 2, "loss", ".3f"), ("gpt", 4, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"),
+QUALITY_TABLES = (("gpt", 2, "loss", ".3f"), ("gpt", 4, "loss", ".3f"), ("gpt10m", 4, "loss", ".3f"), ("resnet8", 2, "accuracy", ".2f"),
                   ("resnet20", 4, "accuracy", ".2f"), ("lstm", 4, "loss", ".3f"), ("fashion", 4, "accuracy", ".2f"))
 
 
@@ -635,6 +648,10 @@ TABLES = [
             "hook": "{hook}"} | {f"{link}, P = {p}": "{step_over_none_%s %s:.2f}" % (link, p)
                                  for p in (2, 4) for link in ("loopback", "1 Gbit/s")})
       for name in ("ddp-0.001", "ddp-0.01")),
+    Table("pytorch.md", "ddp-default", wide(adding(
+        kept("pytorch.jsonl", "ddp-default"), at=lambda row: f"{100 * row['density']:g} %, {row['link']}"), ("hook",), "at"), {
+            "hook": "{hook}"} | {at: "{step_over_none_%s:.2f}" % at
+                                 for at in (f"{d} %, {link}" for d in ("0.1", "1") for link in ("loopback", "1 Gbit/s"))}),
     Table("pytorch.md", "islands", wide(kept("pytorch.jsonl", "islands"), ("hook",), "link"), {
         "hook": "{hook}"} | {f"{link}{what}": "{%s_%s:%s}" % (field, link, form)
                              for link in ("1 Gbit/s", "100 Mbit/s")
@@ -655,12 +672,15 @@ TABLES = [
         **{name: "{%s:+.3f}" % name for name in ("momentum correction, 1 %", "step ahead, 0.1 %",
                                                  "15 local steps, ahead, 0.1 %", "step ahead, shared indices, 0.1 %",
                                                  "one rank alone")}}),
+    Table("quality.md", "steps-resnet20", by_steps("resnet20", 4), {
+        "steps": "{steps}", "dense": "{dense:.2f}",
+        **{name: "{%s:+.2f}" % name for name in ("momentum correction, 1 %", "step ahead, shared indices, 0.1 %")}}),
     Table("quality.md", "outer-rates", outer_rates, {
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
         "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
         "momentum correction": "{correction:+.3f}", "one rank alone": "{alone:+.3f}"}),
     Table("quality.md", "outer-rates-sgd", outer_rates_of_sgd, {
-        "method": "{method}", "bytes": "{bytes:.3g} %", "S": "{sends:.3g}", "factor": "{factor:.2f}",
+        "task": "{task}", "method": "{method}", "bytes": "{bytes:.3g} %", "S": "{sends:.3g}", "factor": "{factor:.2f}",
         "accuracy": "{accuracy:.2f}"}),
     Table("quality.md", "shared-indices", shared_indices, {
         "task": "{task}", "P": "{ranks}", "steps": "{steps}", "method": "{method}", "dense": "{dense}", "alone": "{alone}",

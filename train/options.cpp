@@ -330,6 +330,14 @@ Memory memory_of(const TrainOptions& o) {
   return late && allowed ? Memory::updates : Memory::gradients;
 }
 
+LocalStepsOptions outer_step_of(const TrainOptions& o) {
+  LocalStepsOptions found = o.local;
+  if (o.optimizer == OptimizerKind::sgd && o.local_steps > 1 && found.outer_lr == 0.0) {
+    found.outer_lr = 1.0;
+  }
+  return found;
+}
+
 std::string to_text(const DensityRule& rule) {
   switch (rule.kind) {
     case DensityRule::Kind::constant:

@@ -204,6 +204,9 @@ AdaptiveForm form_of(const TrainOptions& options);
 // if the form of --density adaptive is feedback and --optimizer and --local-clip allow it (its
 // bound is for updates); otherwise gradients.
 Memory memory_of(const TrainOptions& options);
+// `local`; where outer_lr is 0 and the plain mean trains better (SGD in rounds of several steps,
+// docs/results/quality.md), it has become 1.
+LocalStepsOptions outer_step_of(const TrainOptions& options);
 // The largest density that the schedule may give.
 double largest_density(const TrainOptions& options);
 

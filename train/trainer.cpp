@@ -147,7 +147,7 @@ class Run {
     if (options.automatic) choices_ = Choices{.ranks = comm.size(), .of = {}};
     reducer_.set_total_steps(static_cast<std::uint64_t>(exchanges_of(options, length_.total)));
     if (options.local_steps > 0) {
-      replica_ = std::make_unique<Replica>(options.local, buckets_, reducer_);
+      replica_ = std::make_unique<Replica>(outer_step_of(options), buckets_, reducer_);
     }
   }
 

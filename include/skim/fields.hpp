@@ -185,8 +185,8 @@ void each_field(Options& o, F&& f) {
   f("ahead", o.ahead,
     FieldInfo{"fraction of its residual that a rank applies to its parameters at once", kFraction});
   f("outer_lr", o.outer_lr,
-    FieldInfo{"factor of the mean update; 0: sqrt(P / (1 + (P - 1) density)), or 1 with outer "
-              "momentum",
+    FieldInfo{"factor of the mean update; 0: sqrt(P / (1 + (P - 1) density)), but 1 with outer "
+              "momentum, and for SGD in rounds of several steps",
               kNotNegative});
   f("outer_momentum", o.outer_momentum,
     FieldInfo{"Nesterov momentum of the mean updates", kBelowOne});

@@ -69,7 +69,8 @@ class LocalSteps:
         x = x - outer_lr * (mean over the ranks of the entries sent)
 
     The default outer_lr is skim.outer_lr_for(P, density): an entry that few of the P ranks have sent counts little
-    in the mean, and this factor makes up for a part of it. With outer_momentum, x follows Nesterov momentum over
+    in the mean, and this factor makes up for a part of it. For SGD with every > 1 it is 1, which trains better
+    (docs/results/quality.md). With outer_momentum, x follows Nesterov momentum over
     these means, as torch.optim.SGD with nesterov=True.
 
         every=1, ahead=0, outer_lr=1
@@ -99,7 +100,8 @@ class LocalSteps:
     every: the number of steps of a round, at least 1.
     density: the fraction of entries that each rank sends in a round, or a schedule (skim.attach).
     ahead: in [0, 1]: the part of its residual that a rank applies to its own parameters at once [1].
-    outer_lr: >= 0; 0: skim.outer_lr_for() with the density of each bucket, but 1 with outer_momentum [0].
+    outer_lr: >= 0; 0: skim.outer_lr_for() with the density of each bucket, but 1 with outer_momentum, and for SGD
+        with every > 1 [0].
     outer_momentum: in [0, 1) [0].
     delay: in [0, every]: steps from the start of an exchange to the application of its mean.
     fragments: in [1, every]: the number of parts, which have nearly equal sizes and are cut between parameters.
@@ -152,7 +154,8 @@ class LocalSteps:
         self.model, self.optimizer = model, optimizer
         self.every, self.delay = every, delay
         self.ahead, self.outer_lr, self.outer_momentum = own["ahead"], own["outer_lr"], own["outer_momentum"]
-        self._follows_density = self.outer_lr == 0.0 and self.outer_momentum == 0.0
+        takes_mean = self.outer_momentum > 0.0 or (every > 1 and isinstance(inner_optimizer(optimizer), torch.optim.SGD))
+        self._follows_density = self.outer_lr == 0.0 and not takes_mean
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._of_model = list(named), list(named.values())
         self._shard = Shard.of(self._of_model)

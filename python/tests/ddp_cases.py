@@ -1394,7 +1394,11 @@ def case_the_outer_step_is_nesterov():
 
 
 def case_the_outer_rate_follows_the_density():
-    for every, options in ((1, {}), (2, {"delay": 1}), (2, {"fragments": 2})):
+    def by_adam(parameters):
+        return torch.optim.Adam(parameters, lr=1.0)
+
+    rounds = {"make_optimizer": by_adam}
+    for every, options in ((1, {}), (1, rounds), (2, rounds | {"delay": 1}), (2, rounds | {"fragments": 2})):
         moved = []
         for rate in (0.0, 1.0):
             model, local = local_steps(every=every, outer_lr=rate, dense_below=60, **options)
@@ -1407,6 +1411,12 @@ def case_the_outer_rate_follows_the_density():
         for density, by_default, mean in zip(densities, *moved):
             assert mean.any()
             torch.testing.assert_close(by_default, skim.outer_lr_for(SIZE, density) * mean, rtol=1e-5, atol=1e-3)
+    # Rounds of several steps of SGD apply the mean as it is.
+    of_both = [local_steps(every=2, outer_lr=rate) for rate in (0.0, 1.0)]
+    for model, local in of_both:
+        for step in range(4):
+            one_local_step(model, local, step)
+    assert torch.equal(*(shared(local) for _, local in of_both))
 
 
 def case_ranks_may_take_unequal_numbers_of_local_steps():

@@ -183,7 +183,7 @@ KINDS = [
     ("local", {"every": 3, "outer_lr": 1.0, "ahead": 0.0}),
     ("local", {"every": 2, "outer_lr": 1.0, "exchange": "param-server"}),  # rank 0 is the server
 ]
-FACTOR = ("local", {"every": 2})  # means are multiplied by outer_lr_for(number of ranks): the model gets more than was given
+FACTOR = ("local", {"every": 1})  # means are multiplied by outer_lr_for(number of ranks): the model gets more than was given
 
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")

@@ -202,6 +202,21 @@ TEST(local_steps, send_only_at_the_end_of_a_round_and_of_the_run) {
   }
 }
 
+TEST(local_steps, of_sgd_apply_the_plain_mean_after_several_steps) {
+  TrainOptions o = options("allgather");
+  const auto is_plain = [&](OptimizerKind optimizer, int every) {
+    o.optimizer = optimizer;
+    o.local_steps = every;
+    o.local.outer_lr = 0.0;
+    const Course by_default = by_group(o, 2);
+    o.local.outer_lr = 1.0;
+    return by_default.losses == by_group(o, 2).losses;
+  };
+  EXPECT_TRUE(is_plain(OptimizerKind::sgd, 2));
+  EXPECT_FALSE(is_plain(OptimizerKind::sgd, 1));
+  EXPECT_FALSE(is_plain(OptimizerKind::adam, 2));
+}
+
 TEST(simulation, skips_a_step_that_is_not_finite_as_a_group_does) {
   TrainOptions o = options("gtopk");
   o.learning_rate.base = 1e30;
