@@ -24,6 +24,10 @@ class Kept(ABC):
     def of(self, slot: int) -> torch.Tensor:
         """The slot's floats. They may be changed. Valid until it is called for another slot, or close()."""
 
+    def read(self, slot: int) -> torch.Tensor:
+        """As of(), for floats that will not be changed."""
+        return self.of(slot)
+
     @abstractmethod
     def open(self, slot: int, device: torch.device) -> torch.Tensor:
         """As of(), when the slot has a gradient on this device."""
@@ -159,12 +163,18 @@ class Offloaded(Kept):
         self._written: dict[int, torch.cuda.Event | None] = {}  # the last copy of a slot to the host
         self._here, self._next = Room(), Room()  # on the device: of the slots _open and _coming
         self._open: int | None = None
+        self._changed = False  # whether the open slot's floats may have been changed
         self._coming: int | None = None
         self._last: int | None = None  # the slot that was opened last
         self._after: dict[int, int] = {}  # the slot that was opened after this one
         self._copies = Copies(torch.device("cpu"))
 
     def of(self, slot: int) -> torch.Tensor:
+        floats = self.read(slot)
+        self._changed = True
+        return floats
+
+    def read(self, slot: int) -> torch.Tensor:
         if self._open != slot:
             self._put_back()
             if self._coming == slot:
@@ -207,13 +217,16 @@ class Offloaded(Kept):
         self.moved_bytes += 4 * floats.numel()
 
     def _put_back(self) -> None:
-        if self._open is not None:
-            slot, self._open = self._open, None
-            floats = self._floats[slot]
-            changed = self._copies.work_so_far()
-            self._here.copied = self._copies.copy(floats, self._here.floats[: floats.numel()], changed)
-            self._written[slot] = self._here.copied
-            self.moved_bytes += 4 * floats.numel()
+        if self._open is None:
+            return
+        slot, self._open = self._open, None
+        done = self._copies.work_so_far()
+        if not self._changed:
+            self._here.copied = done
+            return
+        self._changed, floats = False, self._floats[slot]
+        self._here.copied = self._written[slot] = self._copies.copy(floats, self._here.floats[: floats.numel()], done)
+        self.moved_bytes += 4 * floats.numel()
 
     def put(self, slot: int, x: torch.Tensor) -> None:
         self._floats[slot], self._devices[slot], self._written[slot] = _of_host(x, x.device), x.device, None
@@ -239,7 +252,7 @@ class Room:
 
     def __init__(self) -> None:
         self.floats = torch.zeros(0)
-        self.copied: torch.cuda.Event | None = None  # the end of the last copy to it or from it
+        self.copied: torch.cuda.Event | None = None  # the end of the last copy to it or from it, and of its last use
 
 
 class Copies:

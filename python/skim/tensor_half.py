@@ -135,7 +135,7 @@ class TensorLocalHalf:
 
     @torch.no_grad()
     def gather(self, slot: int, indices: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
-        residual = self._residuals.of(slot)
+        residual = self._residuals.read(slot)
         buffers = self._buffers_of(residual.device)
         [on_device] = buffers.put([indices])
         there = residual[on_device.to(torch.int64)]
@@ -302,9 +302,9 @@ class TensorLocalHalf:
         feedback.set_layout(self._layout)
         for slot in self._lengths:
             if self.keeps_residuals:
-                np.copyto(feedback.residual(slot), self._residuals.of(slot).cpu().numpy())
+                np.copyto(feedback.residual(slot), self._residuals.read(slot).cpu().numpy())
             if self._velocities is not None:
-                np.copyto(feedback.velocity(slot), self._velocities.of(slot).cpu().numpy())
+                np.copyto(feedback.velocity(slot), self._velocities.read(slot).cpu().numpy())
         self._put_back()
         return feedback
 
@@ -321,11 +321,11 @@ class TensorLocalHalf:
         return self.residual_tensor(slot).to("cpu", copy=True).numpy()
 
     def residual_tensor(self, slot: int) -> torch.Tensor:
-        """The slot's residual [n] itself, on its device: the one of its last gradient. [0] if none is kept.
+        """The slot's residual [n] itself, to read, on its device: the one of its last gradient. [0] if none is kept.
 
         Valid until the layout changes; with another residual_code than f32, or with offload, until any other call.
         """
-        return self._residuals.of(slot) if self.keeps_residuals else torch.zeros(0)
+        return self._residuals.read(slot) if self.keeps_residuals else torch.zeros(0)
 
     # ---- between device and host ----------------------------------------------------------------
 

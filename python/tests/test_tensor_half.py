@@ -371,7 +371,10 @@ class OffloadedFloats(unittest.TestCase):
         rng = np.random.default_rng(0)
         expected = {slot: np.zeros(n, np.float32) for slot, n in self.LENGTHS.items()}
         for _ in range(2000):
-            slot, what = int(rng.integers(len(self.LENGTHS))), rng.integers(4)
+            slot, what = int(rng.integers(len(self.LENGTHS))), rng.integers(5)
+            if what == 4:
+                np.testing.assert_array_equal(self.kept.read(slot), expected[slot])
+                continue
             if what == 3:
                 self.kept.close()
                 out = torch.zeros(self.LENGTHS[slot] // 2)
@@ -400,6 +403,16 @@ class OffloadedFloats(unittest.TestCase):
                     copies.append(f"open {slot}")
                     self.kept.close()
         self.assertEqual(copies, ["open 2", "put back", "fetch 0", "open 0", "put back", "fetch 1", "open 1", "put back", "fetch 2"])
+
+    def test_slots_that_were_read_are_not_copied_back(self):
+        for slot, n in self.LENGTHS.items():
+            self.kept.open(slot, torch.device("cpu")).fill_(slot)
+        self.kept.close()
+        moved = self.kept.moved_bytes
+        for slot in self.LENGTHS:
+            self.assertTrue((self.kept.read(slot) == slot).all())
+        self.kept.close()
+        self.assertLessEqual(self.kept.moved_bytes - moved, 4 * sum(self.LENGTHS.values()))
 
     def test_one_slot_is_copied_ahead_of_its_next_step(self):
         for _ in range(2):
