@@ -182,7 +182,7 @@ class Offloaded(Kept):
             else:
                 self._fetch(slot, self._here)
             if self._here.copied is not None:
-                torch.cuda.current_stream(self._copies.device).wait_event(self._here.copied)
+                torch.cuda.current_stream(self._devices[slot]).wait_event(self._here.copied)
             self._open = slot
         return self._here.floats[: self._floats[slot].numel()]
 
