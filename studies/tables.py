@@ -198,30 +198,32 @@ def in_short(folder):
 
 
 def entry_sends(task, *groups, rate=None):
-    """A row for each density of a sweep: how far each method's validation loss is behind dense, on each number of ranks.
+    """A row for each density of a sweep: how far each method is from dense in validation loss, or in accuracy on the test
+    data, on each number of ranks.
 
     A key is the method's name, followed by the number of ranks if there are several. rate: of all runs; None: the best.
     """
     def load(folder):
         rows = [row for row in quality_rows(folder)
                 if (row["task"], row["steps"]) == (task, 1000) and row["lr"] == (rate or row["lr"])]
+        metric = "validation_loss" if slow_link.metric_of(rows) == "loss" else "test_accuracy"
 
         def best(label, ranks):
             mine = [row for row in rows if (row["label"], row["ranks"]) == (label, ranks)]
             of_best = quality.best_rate([row for row in mine if row["seed"] == 0]) if mine else None
-            return [row["validation_loss"] for row in mine if row["lr"] == of_best]
+            return [row[metric] for row in mine if row["lr"] == of_best]
 
         found = []
         for density in quality.SWEEP:
             one = {"density": density, "sends": 1000 * density}
             for ranks in groups:
                 for name in quality.SWEPT:
-                    losses = best(f"{name}, density {density:g}", ranks)
-                    if not losses and density == quality.DENSITY["1 %"][ranks]:
-                        losses = best(f"{name}, 1 %", ranks)
-                    if losses:
+                    values = best(f"{name}, density {density:g}", ranks)
+                    if not values and density == quality.DENSITY["1 %"][ranks]:
+                        values = best(f"{name}, 1 %", ranks)
+                    if values:
                         key = f"{name} {ranks}" if len(groups) > 1 else name
-                        one[key] = statistics.mean(losses) - statistics.mean(best("dense", ranks))
+                        one[key] = statistics.mean(values) - statistics.mean(best("dense", ranks))
             if len(one) > 2:
                 found.append(one)
         return found
@@ -285,7 +287,7 @@ def outer_rates_of_sgd(folder):
              "factor": row["outer_lr"] or math.sqrt(row["ranks"] / (1 + (row["ranks"] - 1) * row["density"]))}
             for row in quality_rows(folder)
             if (row["method"], row["ranks"], row["steps"], row["lr"], row["seed"]) == ("local", 4, 1000, 0.1, 0)
-            and row["task"].startswith("resnet")]
+            and row["task"].startswith("resnet") and "per parameter" not in row["label"]]
     return sorted(rows, key=lambda row: (row["task"], row["method"]))
 
 
@@ -667,6 +669,9 @@ TABLES = [
         "density": "{density:g}", "S": "{sends:g}",
         **{f"{name}, P = {ranks}": "{%s %d:+.3f}" % (name, ranks)
            for name in ("momentum correction", "step ahead") for ranks in (2, 4)}}),
+    Table("quality.md", "entry-sends-resnet8", entry_sends("resnet8", 2, rate=0.1), {
+        "density": "{density:g}", "S": "{sends:g}",
+        **{name: "{%s:+.2f}" % name for name in ("momentum correction", "step ahead")}}),
     Table("quality.md", "steps-gpt", by_steps("gpt", 4), {
         "steps": "{steps}", "dense": "{dense:.3f}", "S of step ahead": "{sends:.2g}",
         **{name: "{%s:+.3f}" % name for name in ("momentum correction, 1 %", "step ahead, 0.1 %",
@@ -689,7 +694,7 @@ TABLES = [
     Table("quality.md", "groups", groups, {
         "ranks": "{how}", "groups": "{groups}", "seeds": "{seeds}", "validation loss": ("{loss:.3f} ± {loss_deviation:.3f}", "{loss:.3f}")}),
     *(Table("quality.md", f"screen-{task}", screens(task), {
-        "variant": "{variant}", "rate falls": "{rate_falls}", "entries sent": "{percent:.2f} %",
+        "variant": "{variant}", "rate": "{lr:g}", "rate falls": "{rate_falls}", "entries sent": "{percent:.2f} %",
         metric: "{value:%s}" % form, "minus base": "{gain:+%s}" % form})
       for task, metric, form in (("resnet8", "accuracy", ".2f"),)),
     *(Table("quality.md", name, slow_links("gpt", machine, file), {
