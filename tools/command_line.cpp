@@ -17,36 +17,50 @@
 namespace skim::tool {
 namespace {
 
-// Formats --help like a manual page of 79 columns: the option, its description with the valid
-// names, and its default.
+constexpr std::size_t kWidth = 79;  // of --help
+
+// Appends words to a text, whose last line has `column` letters. The words begin in column `indent`
+// of each line.
+void append_words(std::string& text, std::size_t column, std::size_t indent,
+                  const std::string& words) {
+  std::istringstream in(words);
+  for (std::string word; in >> word;) {
+    if (column > indent && column + 1 + word.size() > kWidth) {
+      text += '\n';
+      column = 0;
+    }
+    if (column < indent) {
+      text.append(indent - column, ' ');
+      column = indent;
+    } else if (column > indent) {
+      text += ' ';
+      ++column;
+    }
+    text += word;
+    column += word.size();
+  }
+}
+
+// Formats --help like a manual page of 79 columns: what the command does, and of each option its
+// name, its description with the valid names, and its default.
 class HelpFormatter final : public CLI::Formatter {
  public:
+  std::string make_description(const CLI::App* app) const override {
+    std::string text;
+    append_words(text, 0, 0, app->get_description());
+    return text.empty() ? text : text + "\n";
+  }
+
   std::string make_option(const CLI::Option* option, bool) const override {
-    constexpr std::size_t kColumn = 26, kWidth = 79;
+    constexpr std::size_t kColumn = 26;
     std::string text = "  " + option->get_name(false, true);
     if (const std::size_t brace = text.find('{'); brace != std::string::npos) text.resize(brace);
     const std::string type = option->get_option_text();
     if (!type.empty()) text += " " + type;
     text += text.size() + 2 > kColumn ? "\n" : "";
-    std::size_t column = text.back() == '\n' ? 0 : text.size();
     std::string words = option->get_description();
     if (!option->get_default_str().empty()) words += " [" + option->get_default_str() + "]";
-    std::istringstream in(words);
-    for (std::string word; in >> word;) {
-      if (column > kColumn && column + 1 + word.size() > kWidth) {
-        text += '\n';
-        column = 0;
-      }
-      if (column < kColumn) {
-        text.append(kColumn - column, ' ');
-        column = kColumn;
-      } else {
-        text += ' ';
-        ++column;
-      }
-      text += word;
-      column += word.size();
-    }
+    append_words(text, text.back() == '\n' ? 0 : text.size(), kColumn, words);
     return text + "\n";
   }
 };

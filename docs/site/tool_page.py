@@ -10,7 +10,8 @@ COMMANDS = ["train", "inspect", "bench select", "bench wire", "bench network", "
 INTRO = """# The tool: skim
 
 This page has the help texts of all commands, as `skim COMMAND --help` prints them. A config file
-(`--config`) takes the same long names. [JSON that Skim writes](metrics.md) has them with underscores.
+(`--config`) takes the same long names. [JSON that Skim writes](metrics.md) has them with
+underscores.
 """
 
 

@@ -1397,8 +1397,8 @@ def case_the_outer_rate_follows_the_density():
     def by_adam(parameters):
         return torch.optim.Adam(parameters, lr=1.0)
 
-    rounds = {"make_optimizer": by_adam}
-    for every, options in ((1, {}), (1, rounds), (2, rounds | {"delay": 1}), (2, rounds | {"fragments": 2})):
+    adam = {"make_optimizer": by_adam}
+    for every, options in ((1, {}), (1, adam), (2, adam | {"delay": 1}), (2, adam | {"fragments": 2})):
         moved = []
         for rate in (0.0, 1.0):
             model, local = local_steps(every=every, outer_lr=rate, dense_below=60, **options)

@@ -32,6 +32,7 @@ class Pages(Case):
         shown, printed = (ROOT / "docs/tool.md").read_text(), tool_page.page(TOOL)
         self.assertEqual(shown.split(), printed.split(),  # lines break by the length of a path that is left out
                          "run docs/site/tool_page.py build/release/skim > docs/tool.md")
+        self.assertEqual([line for line in printed.splitlines() if len(line) > 100], [])
 
     def test_the_page_has_every_command(self):
         listed = re.search(r"commands:\n(.*?)\n\n", skim("--help").stdout, re.DOTALL)[1]
