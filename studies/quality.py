@@ -72,6 +72,12 @@ for _share in DENSITY:
         }
 METHODS["step ahead, shared indices, decay 0.995, 0.1 %"] = [*METHODS["step ahead, shared indices, 0.1 %"],
                                                              "--residual-decay", "0.995"]
+# The same with 2-bit values and whole runs of neighbours, whose indices take fewer bits.
+for _run, _density in {4: 0.0063, 9: 0.0078}.items():
+    METHODS[f"step ahead, shared indices, runs of {_run}, 0.1 %"] = [
+        "local", {4: _density}, "--exchange", "shared-indices", "--value-code", "q2", "--runs-of", _run]
+METHODS["15 local steps, ahead, shared indices, runs of 4, 0.1 %"] = [
+    "local", {4: 0.14}, "--every", "15", "--exchange", "shared-indices", "--value-code", "q2", "--runs-of", "4"]
 METHODS["step ahead, per parameter, 0.1 %"] = [*METHODS["step ahead, 0.1 %"], "--per-parameter"]
 METHODS["15 local steps, ahead, outer rate 1.94, 0.1 %"] = ["local", {4: DENSITY_15["0.1 %"][4]}, "--every", "15",
                                                             "--outer-lr", "1.94"]

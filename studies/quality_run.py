@@ -279,6 +279,7 @@ def main():
     parser.add_argument("--residual-code", default="f32", help="f32, bf16 or q8")
     parser.add_argument("--residual-decay", type=float, default=1.0, help="a residual is multiplied by it before each exchange")
     parser.add_argument("--per-parameter", action="store_true", help="select in each parameter by itself")
+    parser.add_argument("--runs-of", type=int, default=0, metavar="N", help="select whole runs of N neighbours")
     parser.add_argument("--every", type=int, default=1, help="local: steps of a round")
     parser.add_argument("--ahead", type=float, default=1.0, help="local")
     parser.add_argument("--outer-lr", type=float, default=0.0, help="local: factor of the mean; 0: by the density")
@@ -322,7 +323,8 @@ def main():
     trained = model if is_whole else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
     compression = {"density": options.density, "exchange": options.exchange, "value_code": options.value_code,
                    "residual_code": options.residual_code, "residual_decay": options.residual_decay,
-                   **({"per_parameter": True} if options.per_parameter else {})}
+                   **({"per_parameter": True} if options.per_parameter else {}),
+                   **({"select": "topruns", "select_run": options.runs_of} if options.runs_of else {})}
     local = demo = None
     if is_local:
         local = skim.LocalSteps(

@@ -287,7 +287,7 @@ def outer_rates_of_sgd(folder):
              "factor": row["outer_lr"] or math.sqrt(row["ranks"] / (1 + (row["ranks"] - 1) * row["density"]))}
             for row in quality_rows(folder)
             if (row["method"], row["ranks"], row["steps"], row["lr"], row["seed"]) == ("local", 4, 1000, 0.1, 0)
-            and row["task"].startswith("resnet") and "per parameter" not in row["label"]]
+            and row["task"].startswith("resnet") and not re.search("per parameter|runs of", row["label"])]
     return sorted(rows, key=lambda row: (row["task"], row["method"]))
 
 
@@ -312,6 +312,24 @@ def shared_indices(folder):
                     f"{name}_sends": of["density"] * of["steps"] / of["every"]}
         found.append(one)
     return sorted(found, key=lambda one: (one["task"], one["ranks"], one["method"], one["steps"]))
+
+
+def runs_of_neighbours(folder):
+    """A row for each task and method that ran with seed 0 with whole runs of neighbours and without, at one rate and
+    about equal bytes: the metric of both."""
+    rows = {(row["task"], row["ranks"], row["steps"], row["lr"], row["label"]): row
+            for row in quality_rows(folder) if row["seed"] == 0}
+    found = []
+    for (*at, label), row in rows.items():
+        other = rows.get((*at, re.sub(r", runs of \d+", "", label)))
+        if not row.get("runs_of") or other is None:
+            continue
+        metric, digits = ("test_accuracy", 2) if "test_accuracy" in row else ("validation_loss", 3)
+        found.append({"task": row["task"], "ranks": row["ranks"], "method": other["label"], "of": row["runs_of"]})
+        for name, one in (("entries", other), ("runs", row)):
+            found[-1] |= {name: f"{one[metric]:.{digits}f}", f"{name}_bytes": 100 * one["share"],
+                          f"{name}_sends": one["density"] * one["steps"] / one["every"]}
+    return sorted(found, key=lambda one: (one["task"], one["method"]))
 
 
 def groups(folder):
@@ -691,6 +709,10 @@ TABLES = [
         "task": "{task}", "P": "{ranks}", "steps": "{steps}", "method": "{method}", "dense": "{dense}", "alone": "{alone}",
         "allgather: bytes": "{allgather_bytes:.3g} %", "S": "{allgather_sends:.3g}", "value": "{allgather}",
         "shared-indices: bytes": "{shared_bytes:.3g} %", "S ": "{shared_sends:.3g}", "value ": "{shared}"}),
+    Table("quality.md", "runs", runs_of_neighbours, {
+        "task": "{task}", "P": "{ranks}", "method": "{method}", "entries: bytes": "{entries_bytes:.3g} %",
+        "S": "{entries_sends:.3g}", "value": "{entries}", "runs of": "{of}", "runs: bytes": "{runs_bytes:.3g} %",
+        "S ": "{runs_sends:.3g}", "value ": "{runs}"}),
     Table("quality.md", "groups", groups, {
         "ranks": "{how}", "groups": "{groups}", "seeds": "{seeds}", "validation loss": ("{loss:.3f} ± {loss_deviation:.3f}", "{loss:.3f}")}),
     *(Table("quality.md", f"screen-{task}", screens(task), {

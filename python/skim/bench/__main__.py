@@ -124,6 +124,8 @@ def _declare_ddp(commands: Any) -> None:
     add("--density", type=_density, default=0.001, metavar="D", help="fraction of entries that skim sends (0.001)")
     add("--exchange", choices=EXCHANGES, default="allgather", metavar="NAME",
         help="exchange of the hook skim: one of " + ", ".join(EXCHANGES) + " (allgather)")  # fmt: skip
+    add("--value-code", choices=_core.value_codes, metavar="CODE",
+        help="value code of skim's hooks: one of " + ", ".join(_core.value_codes) + " (as skim.attach)")  # fmt: skip
     add("--bucket-mb", type=_size, default=25.0, metavar="MB", help="bucket_cap_mb of DDP (25, as DDP)")
     add("--width", type=_whole(1, 10**5), default=1024, metavar="N",
         help="width of the 6 layers of the model, which has about 6 N^2 parameters (1024)")  # fmt: skip

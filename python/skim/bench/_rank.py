@@ -21,6 +21,7 @@ import stat
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -53,6 +54,7 @@ class Task:
     local: Literal["host", "device"] = "host"  # of skim
     islands: int = 0  # of ranks that share the parameters by fully_shard, with the hook between islands; 0: DDP
     device: str = "cpu"  # or cuda
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more options of skim
     counts_far: bool = False  # count only what goes to another host
 
 
@@ -127,8 +129,8 @@ class _Trainer:
 
     def _skim(self, task: Task, **options: Any) -> None:
         self.compression = skim.attach(
-            self.model, density=task.density, exchange=task.exchange, value_code="f32", local=task.local,
-            timeout=task.timeout, **options,
+            self.model, density=task.density, exchange=task.exchange, local=task.local, timeout=task.timeout,
+            **task.options, **options,
         )  # fmt: skip
 
     def _shard(self, task: Task) -> None:
