@@ -672,6 +672,8 @@ TABLES = [
         kept("pytorch.jsonl", "ddp-default"), at=lambda row: f"{100 * row['density']:g} %, {row['link']}"), ("hook",), "at"), {
             "hook": "{hook}"} | {at: "{step_over_none_%s:.2f}" % at
                                  for at in (f"{d} %, {link}" for d in ("0.1", "1") for link in ("loopback", "1 Gbit/s"))}),
+    Table("pytorch.md", "ddp-4-bit", wide(kept("pytorch.jsonl", "ddp-4-bit"), ("hook",), "link"), {
+        "hook": "{hook}"} | {link: "{step_over_none_%s:.2f}" % link for link in ("loopback", "1 Gbit/s")}),
     Table("pytorch.md", "islands", wide(kept("pytorch.jsonl", "islands"), ("hook",), "link"), {
         "hook": "{hook}"} | {f"{link}{what}": "{%s_%s:%s}" % (field, link, form)
                              for link in ("1 Gbit/s", "100 Mbit/s")

@@ -64,9 +64,10 @@ class Measured(unittest.TestCase):
         # A ring of two: every rank sends each gradient once.
         dense = 4 * PARAMETERS
         self.assertAlmostEqual(self.rows["allreduce"]["sent_bytes"] / dense, 1, delta=0.01)
-        # Of an entry its 4-bit value, and an index of at least the entropy of the density: 8.08 bits.
+        # Of an entry its 4-bit value, with its part of a scale, and an index. Uniform indices have an entropy of 8.08
+        # bits, those of training less.
         kept = 0.01 * PARAMETERS
-        self.assertGreater(self.rows["skim"]["sent_bytes"], 1.5 * kept)
+        self.assertGreater(self.rows["skim"]["sent_bytes"], 0.5 * kept)
         self.assertLess(self.rows["skim"]["sent_bytes"], 1.8 * kept)
 
     @unittest.skipUnless(sys.platform == "linux", "only Linux tells what a socket has sent")
