@@ -72,7 +72,7 @@ for _share in DENSITY:
         }
 METHODS["step ahead, shared indices, decay 0.995, 0.1 %"] = [*METHODS["step ahead, shared indices, 0.1 %"],
                                                              "--residual-decay", "0.995"]
-# The same with 2-bit values and whole runs of neighbours, whose indices take fewer bits.
+# One list of indices with 2-bit values and whole runs of neighbours, whose indices take fewer bits.
 for _run, _density in {4: 0.0063, 9: 0.0078}.items():
     METHODS[f"step ahead, shared indices, runs of {_run}, 0.1 %"] = [
         "local", {4: _density}, "--exchange", "shared-indices", "--value-code", "q2", "--runs-of", _run]
@@ -113,6 +113,8 @@ def run(task, method, rate, seed, options):
     arguments = arguments_of(task, method, rate, seed, options)
     if options.device != "cpu":
         arguments += ["--device", options.device]
+    if options.float32:
+        arguments += ["--float32"]
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                            str(options.ranks), str(options.script), *arguments], stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
@@ -138,6 +140,7 @@ def main():
     parser.add_argument("--ranks", type=int, choices=RANKS, default=2)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the ranks share one GPU")
+    parser.add_argument("--float32", action="store_true", help="resnet20: compute in float32, not in bfloat16")
     parser.add_argument("--rates", type=numbers(float), default=None)
     parser.add_argument("--one-rate", action="store_true", help="do not look for a better rate than the best of --rates")
     parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
@@ -149,9 +152,9 @@ def main():
 
     def row_of(method, rate, seed):
         wanted = {"task": task, "label": method, "lr": rate, "seed": seed, "ranks": options.ranks, "steps": steps,
-                  "device": options.device}
+                  "device": options.device, "float32": options.float32}
         for row in rows:
-            if wanted.items() <= ({"device": "cpu"} | row).items():
+            if wanted.items() <= ({"device": "cpu", "float32": False} | row).items():
                 return row
         rows.append(run(task, method, rate, seed, options))
         with options.file.open("a") as out:

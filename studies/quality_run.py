@@ -175,7 +175,10 @@ class Fashion(Images):
 class Resnet(Images):
     """A residual network (He et al. 2016) on two train batches of CIFAR-10: 18,000 images to train, with flips and
     crops, and 2,000 to validate. depth 20: 3 blocks of each width, 270 thousand parameters; depth 8: one. bf16: passes
-    compute in bfloat16 where autocast does so. Parameters, gradients and the exchange stay float32."""
+    compute in bfloat16 where autocast does so (without effect: use_float32). Parameters, gradients and the exchange
+    stay float32."""
+
+    use_float32 = False
 
     class Block(nn.Module):
         def __init__(self, before, width):
@@ -194,7 +197,7 @@ class Resnet(Images):
 
     class Autocast(nn.Sequential):
         def forward(self, x):
-            with torch.autocast(x.device.type, torch.bfloat16):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=not Resnet.use_float32):
                 return super().forward(x.to(memory_format=torch.channels_last)).float()
 
     def __init__(self, depth, bf16=False):
@@ -287,6 +290,7 @@ def main():
     parser.add_argument("--delay", type=int, default=0, help="local: steps until a mean is applied")
     parser.add_argument("--demo-momentum", type=float, default=0.95, help="demo")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the ranks share one GPU")
+    parser.add_argument("--float32", action="store_true", help="resnet20: compute in float32, as processors without bfloat16 do sooner")
     parser.add_argument("--islands", type=int, default=0, metavar="I",
                         help="dense, correction: shard the GPT by fully_shard inside I islands, with the exchange between "
                         "them. --batch is an island's then (0: DDP)")
@@ -297,6 +301,7 @@ def main():
                         "seconds are of training alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    Resnet.use_float32 = options.float32
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     task = TASKS[options.task]()

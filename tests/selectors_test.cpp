@@ -714,6 +714,18 @@ TEST(oracles, top_runs_are_the_runs_with_the_largest_norms) {
   }
 }
 
+// A run of 1 is the rule `exact`.
+TEST(oracles, top_runs_of_one_entry_are_the_top_k) {
+  SparseBuffer runs, exact_ones;
+  for (const Shape& s : kShapes) {
+    SCOPED_TRACE(s.name);
+    Floats x = s.make(30011, 5);
+    make_selector({.rule = topruns, .run = 1})->select(task_of(x, {}, {300}), runs);
+    make_selector({})->select(task_of(x, {}, {300}), exact_ones);
+    EXPECT_TRUE(test::same(runs.view(), exact_ones.view()));
+  }
+}
+
 // What runs are for. The entropy of an index is 8.1 bits at a density of 1 %.
 TEST(topruns, indices_take_a_third_of_the_bits) {
   const Floats x = shape("normal").make(1'000'000, 3);
@@ -728,18 +740,6 @@ TEST(topruns, indices_take_a_third_of_the_bits) {
   EXPECT_GT(bits({}), 8.0);
   EXPECT_LT(bits({.rule = topruns, .run = 8}), 8.0 / 3.0);
   EXPECT_LT(bits({.rule = topruns, .run = 4}), 8.0 / 2.0);
-}
-
-// A run of 1 is the rule `exact`.
-TEST(oracles, top_runs_of_one_entry_are_the_top_k) {
-  SparseBuffer runs, exact_ones;
-  for (const Shape& s : kShapes) {
-    SCOPED_TRACE(s.name);
-    Floats x = s.make(30011, 5);
-    make_selector({.rule = topruns, .run = 1})->select(task_of(x, {}, {300}), runs);
-    make_selector({})->select(task_of(x, {}, {300}), exact_ones);
-    EXPECT_TRUE(test::same(runs.view(), exact_ones.view()));
-  }
 }
 
 // The slow version counts anew for each of 30 thresholds.

@@ -50,8 +50,9 @@ class TopRuns final : public Rule {
       if (floor_ == 0 || is_candidate(v)) sum += double{v} * double{v};
     }
     const double norm = std::sqrt(sum);
-    if (!std::isfinite(norm)) return static_cast<float>(norm);
-    return static_cast<float>(std::min(norm, double{std::numeric_limits<float>::max()}));
+    // Only a run with an entry that is infinite or NaN has such a norm.
+    constexpr double kMost = std::numeric_limits<float>::max();
+    return static_cast<float>(std::isfinite(norm) ? std::min(norm, kMost) : norm);
   }
 
   void pick(const SelectTask& task) override {

@@ -218,7 +218,7 @@ class Hook:
             local="device" if where or arguments.device == "cuda" else "host",
             islands=arguments.islands,
             device=arguments.device,
-            options={} if arguments.value_code is None else {"value_code": arguments.value_code},
+            value_code=arguments.value_code,
             counts_far=bool(arguments.islands and arguments.rate),
         )
         self.steps_s: dict[tuple[int, int], list[float]] = {}  # (run, round): seconds of each step, on the slowest rank

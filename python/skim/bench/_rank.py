@@ -21,7 +21,6 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -54,7 +53,7 @@ class Task:
     local: Literal["host", "device"] = "host"  # of skim
     islands: int = 0  # of ranks that share the parameters by fully_shard, with the hook between islands; 0: DDP
     device: str = "cpu"  # or cuda
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more options of skim
+    value_code: str | None = None  # of skim; None: the default of skim.attach
     counts_far: bool = False  # count only what goes to another host
 
 
@@ -128,9 +127,11 @@ class _Trainer:
         self.steps = 0
 
     def _skim(self, task: Task, **options: Any) -> None:
+        if task.value_code is not None:
+            options["value_code"] = task.value_code
         self.compression = skim.attach(
             self.model, density=task.density, exchange=task.exchange, local=task.local, timeout=task.timeout,
-            **task.options, **options,
+            **options,
         )  # fmt: skip
 
     def _shard(self, task: Task) -> None:
