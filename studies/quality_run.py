@@ -240,6 +240,40 @@ METHODS = (
 )
 
 
+class Runs:
+    """Selects whole runs of neighbours, which are counted from the start of a bucket, by their norms.
+
+    Of the last run only its largest entries are selected, so that there are k.
+    """
+
+    def __init__(self, length):
+        self.length = length
+
+    def select(self, accumulated, k, step, slot):
+        padded = np.pad(accumulated, (0, -len(accumulated) % self.length)).reshape(-1, self.length)
+        chosen = (np.square(padded, dtype=np.float64).sum(1)).argsort()[::-1][: -(-k // self.length)]
+        indices = (self.length * chosen[:, None] + np.arange(self.length)).ravel()
+        whole, last = indices[: -self.length], indices[-self.length :]
+        last = last[last < len(accumulated)]
+        return np.concatenate([whole, last[np.abs(accumulated[last]).argsort()[::-1]]])[:k]
+
+
+class Spent:
+    """A schedule that spends the entries of a run as quality_run.py --spend says."""
+
+    def __init__(self, how, density, steps):
+        if how == "by-rate":
+            weights = [rate_at(step, steps) for step in range(steps)]
+        else:
+            weights = [1.0 if how == "flush" or step < steps / 2 else 0.0 for step in range(steps)]
+        self.densities = [min(1.0, max(2e-5, density * w * steps / sum(weights))) for w in weights]
+        if how == "flush":
+            self.densities[4 * steps // 5 - 1] = self.densities[-1] = 1.0
+
+    def density(self, progress):
+        return self.densities[min(progress.step, len(self.densities) - 1)]
+
+
 class DeMo:
     """The optimizer of arXiv 2411.19870 on skim.Aggregator, which keeps the momentum as its residual.
 
@@ -283,6 +317,9 @@ def main():
     parser.add_argument("--residual-decay", type=float, default=1.0, help="a residual is multiplied by it before each exchange")
     parser.add_argument("--per-parameter", action="store_true", help="select in each parameter by itself")
     parser.add_argument("--runs-of", type=int, default=0, metavar="N", help="select whole runs of N neighbours")
+    parser.add_argument("--spend", choices=["even", "by-rate", "first-half", "flush"], default="even",
+                        help="when entries are sent: in proportion to the learning rate, in the first half of the steps, or "
+                        "evenly. flush: and all that is left after 80 %% of the steps and at the end")
     parser.add_argument("--every", type=int, default=1, help="local: steps of a round")
     parser.add_argument("--ahead", type=float, default=1.0, help="local")
     parser.add_argument("--outer-lr", type=float, default=0.0, help="local: factor of the mean; 0: by the density")
@@ -326,10 +363,11 @@ def main():
         dist._DEFAULT_FIRST_BUCKET_BYTES = 2**30
     is_whole = is_local or options.method == "demo" or mesh is not None
     trained = model if is_whole else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=options.bucket_mb)
-    compression = {"density": options.density, "exchange": options.exchange, "value_code": options.value_code,
+    density = options.density if options.spend == "even" else Spent(options.spend, options.density, options.steps)
+    compression = {"density": density, "exchange": options.exchange, "value_code": options.value_code,
                    "residual_code": options.residual_code, "residual_decay": options.residual_decay,
                    **({"per_parameter": True} if options.per_parameter else {}),
-                   **({"select": "topruns", "select_run": options.runs_of} if options.runs_of else {})}
+                   **({"selector": Runs(options.runs_of)} if options.runs_of else {})}
     local = demo = None
     if is_local:
         local = skim.LocalSteps(

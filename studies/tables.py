@@ -44,13 +44,17 @@ def lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def variant_of(label):
+    return next((v for v in quality.VARIANTS if f", shared indices, {v}, 0.1 %" in label), None)
+
+
 def quality_rows(folder):
-    """Those of quality.py. Of two runs that differ only in their device, the one on the CPU."""
+    """Those of quality.py, but for variants. Of runs that differ only in how they compute: that on the CPU, in bfloat16."""
     found = {}
-    for row in lines(folder, "quality.jsonl"):
+    for row in sorted(lines(folder, "quality.jsonl"), key=lambda row: (row.get("float32", False), row.get("device", "cpu"))):
         run = tuple(row[key] for key in ("task", "label", "ranks", "steps", "lr", "seed"))
-        if run not in found or row.get("device", "cpu") == "cpu":
-            found[run] = row
+        if variant_of(row["label"]) is None:
+            found.setdefault(run, row)
     return list(found.values())
 
 
@@ -246,6 +250,8 @@ def by_steps(task, ranks):
                 tuned = [r for r in rows if (r["label"], r["steps"]) == (row["label"], quality.TASKS[task][0])]
                 if row["steps"] == steps and tuned and row["lr"] == quality.best_rate(tuned):
                     at[row["label"]] = row[metric]
+            if "dense" not in at:
+                continue
             found.append({"steps": steps, "dense": at["dense"], "sends": steps * quality.DENSITY["0.1 %"][ranks],
                           **{name: value - at["dense"] for name, value in at.items() if name != "dense"}})
         return found
@@ -287,7 +293,7 @@ def outer_rates_of_sgd(folder):
              "factor": row["outer_lr"] or math.sqrt(row["ranks"] / (1 + (row["ranks"] - 1) * row["density"]))}
             for row in quality_rows(folder)
             if (row["method"], row["ranks"], row["steps"], row["lr"], row["seed"]) == ("local", 4, 1000, 0.1, 0)
-            and row["task"].startswith("resnet") and not re.search("per parameter|runs of", row["label"])]
+            and row["task"].startswith("resnet") and "per parameter" not in row["label"]]
     return sorted(rows, key=lambda row: (row["task"], row["method"]))
 
 
@@ -314,22 +320,24 @@ def shared_indices(folder):
     return sorted(found, key=lambda one: (one["task"], one["ranks"], one["method"], one["steps"]))
 
 
-def runs_of_neighbours(folder):
-    """A row for each task and method that ran with seed 0 with whole runs of neighbours and without, at one rate and
-    about equal bytes: the metric of both."""
-    rows = {(row["task"], row["ranks"], row["steps"], row["lr"], row["label"]): row
-            for row in quality_rows(folder) if row["seed"] == 0}
-    found = []
+def variants(folder):
+    """The runs of seed 0 on 4 ranks with one list of indices and a variant of quality.VARIANTS, each after the run
+    without it that is equal otherwise: the metric of both."""
+    rows = {(row["task"], row["lr"], row.get("float32", False), row["label"]): row
+            for row in lines(folder, "quality.jsonl") if (row["ranks"], row["steps"], row["seed"]) == (4, 1000, 0)}
+    found = {}
     for (*at, label), row in rows.items():
-        other = rows.get((*at, re.sub(r", runs of \d+", "", label)))
-        if not row.get("runs_of") or other is None:
+        variant = variant_of(label)
+        base = rows.get((*at, label.replace(f", {variant}", "")))
+        if variant is None or base is None:
             continue
         metric, digits = ("test_accuracy", 2) if "test_accuracy" in row else ("validation_loss", 3)
-        found.append({"task": row["task"], "ranks": row["ranks"], "method": other["label"], "of": row["runs_of"]})
-        for name, one in (("entries", other), ("runs", row)):
-            found[-1] |= {name: f"{one[metric]:.{digits}f}", f"{name}_bytes": 100 * one["share"],
-                          f"{name}_sends": one["density"] * one["steps"] / one["every"]}
-    return sorted(found, key=lambda one: (one["task"], one["method"]))
+        for name, one in (("none", base), (variant, row)):
+            found[(row["task"], base["label"], list(quality.VARIANTS).index(variant) if one is row else -1)] = {
+                "task": row["task"], "method": base["label"].removesuffix(", shared indices, 0.1 %"), "variant": name,
+                "value": f"{one[metric]:.{digits}f}", "bytes": 100 * one["share"],
+                "sends": one["density"] * one["steps"] / one["every"]}
+    return [found[key] for key in sorted(found)]
 
 
 def groups(folder):
@@ -711,10 +719,9 @@ TABLES = [
         "task": "{task}", "P": "{ranks}", "steps": "{steps}", "method": "{method}", "dense": "{dense}", "alone": "{alone}",
         "allgather: bytes": "{allgather_bytes:.3g} %", "S": "{allgather_sends:.3g}", "value": "{allgather}",
         "shared-indices: bytes": "{shared_bytes:.3g} %", "S ": "{shared_sends:.3g}", "value ": "{shared}"}),
-    Table("quality.md", "runs", runs_of_neighbours, {
-        "task": "{task}", "P": "{ranks}", "method": "{method}", "entries: bytes": "{entries_bytes:.3g} %",
-        "S": "{entries_sends:.3g}", "value": "{entries}", "runs of": "{of}", "runs: bytes": "{runs_bytes:.3g} %",
-        "S ": "{runs_sends:.3g}", "value ": "{runs}"}),
+    Table("quality.md", "variants", variants, {
+        "task": "{task}", "method": "{method}", "variant": "{variant}", "bytes": "{bytes:.3g} %", "S": "{sends:.3g}",
+        "value": "{value}"}),
     Table("quality.md", "groups", groups, {
         "ranks": "{how}", "groups": "{groups}", "seeds": "{seeds}", "validation loss": ("{loss:.3f} ± {loss_deviation:.3f}", "{loss:.3f}")}),
     *(Table("quality.md", f"screen-{task}", screens(task), {

@@ -679,7 +679,7 @@ TEST(select, refuses_bad_arguments_before_anything_changes) {
 TEST(select, algorithms_have_names) {
   EXPECT_EQ(name_of(SelectRule::exact), "exact");
   EXPECT_EQ(make_selector({})->name(), "exact");
-  const std::size_t last = static_cast<std::size_t>(SelectRule::topruns);
+  const std::size_t last = static_cast<std::size_t>(SelectRule::blocktopk);
   ASSERT_EQ(names_of<SelectRule>().size(), last + 1);
   for (std::size_t a = 0; a <= last; ++a) {
     EXPECT_EQ(make_selector({.rule = static_cast<SelectRule>(a)})->name(),

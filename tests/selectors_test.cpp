@@ -17,7 +17,6 @@
 #include "select/kernels.hpp"
 #include "select/statistics.hpp"
 #include "selection.hpp"
-#include "skim/codec.hpp"
 #include "skim/error.hpp"
 #include "skim/select.hpp"
 
@@ -69,7 +68,6 @@ const std::array kRules = {
     Rule{threshold, Order::strict, 1, kNone, kAll},
     Rule{randomk, Order::none, 1, kNone, kExactly},
     Rule{blocktopk, Order::none, 2, kNone, kExactly},
-    Rule{topruns, Order::none, 2, kExactly, kExactly},
 };
 
 SelectOptions options_of(SelectRule rule) {
@@ -671,75 +669,6 @@ TEST(oracles, block_top_k_is_the_top_of_every_chunk) {
       }
     }
   }
-}
-
-TEST(oracles, top_runs_are_the_runs_with_the_largest_norms) {
-  SparseBuffer out;
-  for (const Shape& s : kShapes) {
-    const std::size_t n = 20011;
-    for (const std::size_t run : {std::size_t{1}, std::size_t{4}, std::size_t{9}, n,
-                                  std::numeric_limits<std::size_t>::max()}) {
-      const auto selector = make_selector({.rule = topruns, .run = run});
-      Floats x = s.make(n, run);
-      std::vector<std::size_t> begins;
-      for (std::size_t at = 0; at < n; at += run) begins.push_back(at);
-      const auto end_of = [&](std::size_t at) { return std::min(at + run, n); };
-      const auto norm = [&](std::size_t at) {
-        double sum = 0.0;
-        for (std::size_t i = at; i < end_of(at); ++i) sum += double{x[i]} * double{x[i]};
-        return kernels::order(static_cast<float>(
-            std::isfinite(sum) ? std::min(std::sqrt(sum), double{kMax}) : sum));
-      };
-      std::ranges::stable_sort(begins, std::ranges::greater{}, norm);
-      for (const std::size_t k : {std::size_t{1}, std::size_t{312}, n / 2, n}) {
-        SCOPED_TRACE(std::string(s.name) + ", run=" + std::to_string(run) +
-                     ", k=" + std::to_string(k));
-        std::map<Index, float> want;
-        for (const std::size_t at : begins) {
-          if (want.size() == k) break;
-          const auto begin = x.begin() + static_cast<std::ptrdiff_t>(at);
-          const Floats entries(begin, begin + static_cast<std::ptrdiff_t>(end_of(at) - at));
-          const SparseBuffer top = test::top_k(entries, k - want.size());
-          for (std::size_t e = 0; e < top.nnz(); ++e) {
-            want[top.view().index[e] + static_cast<Index>(at)] = top.view().value[e];
-          }
-        }
-        SparseBuffer wanted;
-        wanted.reset(n);
-        for (const auto& [i, v] : want) wanted.append(i, v);
-        selector->select(task_of(x, {}, {k}), out);
-        EXPECT_TRUE(test::same(out.view(), wanted.view()));
-      }
-    }
-  }
-}
-
-// A run of 1 is the rule `exact`.
-TEST(oracles, top_runs_of_one_entry_are_the_top_k) {
-  SparseBuffer runs, exact_ones;
-  for (const Shape& s : kShapes) {
-    SCOPED_TRACE(s.name);
-    Floats x = s.make(30011, 5);
-    make_selector({.rule = topruns, .run = 1})->select(task_of(x, {}, {300}), runs);
-    make_selector({})->select(task_of(x, {}, {300}), exact_ones);
-    EXPECT_TRUE(test::same(runs.view(), exact_ones.view()));
-  }
-}
-
-// What runs are for. The entropy of an index is 8.1 bits at a density of 1 %.
-TEST(topruns, indices_take_a_third_of_the_bits) {
-  const Floats x = shape("normal").make(1'000'000, 3);
-  const auto bits = [&](const SelectOptions& options) {
-    Floats grad = x;
-    SparseBuffer out;
-    make_selector(options)->select(task_of(grad, {}, {10'000}), out);
-    std::vector<std::byte> list;
-    Codec(CodecOptions{}).encode_indices(out.view().index, x.size(), list);
-    return 8.0 * static_cast<double>(list.size()) / static_cast<double>(out.nnz());
-  };
-  EXPECT_GT(bits({}), 8.0);
-  EXPECT_LT(bits({.rule = topruns, .run = 8}), 8.0 / 3.0);
-  EXPECT_LT(bits({.rule = topruns, .run = 4}), 8.0 / 2.0);
 }
 
 // The slow version counts anew for each of 30 thresholds.

@@ -88,7 +88,6 @@ void each_field(Options& o, F&& f) {
   f("select_threshold", o.threshold,
     FieldInfo{"threshold: choose all entries at least this large, at any density", kPositive});
   f("select_block", o.block, FieldInfo{"blocktopk: entries of a block", kPositive});
-  f("select_run", o.run, FieldInfo{"topruns: entries of a run", kPositive});
   f("select_stages", o.stages, FieldInfo{"sidco: stages of its fit [adapted]", kPositive});
   f("select_seed", o.seed, FieldInfo{"dgc, mstopk, randomk: seed of random draws"});
   f("per_parameter", o.per_parameter,

@@ -31,7 +31,6 @@ namespace skim {
 //   threshold           all that reach it, for any k > 0         yes
 //   randomk             k minus the zeros that were drawn        no
 //   blocktopk           k; less if a chunk has few non-zeros     in each chunk; ties: lower index
-//   topruns             min(k, z)                                runs by norms; ties: lower index
 enum class SelectRule : std::uint8_t {
   exact,
   gaussian,            // Gaussian_k in a robust form
@@ -45,7 +44,6 @@ enum class SelectRule : std::uint8_t {
   threshold,  // has a fixed threshold
   randomk,
   blocktopk,  // exact in each chunk
-  topruns,    // whole runs of neighbours
 };
 // The names that make_selector's options and the command line know, in enumerator order.
 template <>
@@ -58,7 +56,6 @@ struct SelectOptions {
   std::uint64_t seed = 0;
   float threshold = 0.0F;    // threshold: >= 0; the larger of this and keep.threshold counts
   std::size_t block = 4096;  // blocktopk: entries of a chunk, > 0; the last one may be shorter
-  std::size_t run = 8;       // topruns: entries of a run, > 0; the last one may be shorter
   int stages = 0;            // sidco: >= 1; 0: starts at 1 and adapts to the counts achieved
   // Applies the rule to each parameter of the bucket (SelectTask::layout) instead of to the whole
   // bucket. Each parameter gets a part of k in proportion to its length, by largest remainder, ties
@@ -93,8 +90,8 @@ struct SelectReport {
 };
 
 // Not thread-safe, because it owns scratch memory and the last threshold of each slot. Use one per
-// thread. Scratch memory is O(k), and for topruns 12 bytes more for each run. Rules that may select
-// every entry reserve O(n) address space, but touch only as much of it as they select.
+// thread. Scratch memory is O(k). Rules that may select every entry reserve O(n) address space, but
+// touch only as much of it as they select.
 class Selector {
  public:
   virtual ~Selector() = default;

@@ -30,7 +30,6 @@ class ReducerOptions(FeedbackOptions, total=False):
     select: str
     select_threshold: float
     select_block: int
-    select_run: int
     select_stages: int
     select_seed: int
     per_parameter: bool

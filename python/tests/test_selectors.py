@@ -83,15 +83,6 @@ class Rules(unittest.TestCase):
                 if rule == "threshold":
                     np.testing.assert_array_equal(got.indices, np.flatnonzero(np.abs(g) >= 4.0))
 
-    def test_whole_runs_of_neighbours(self):
-        g = np.array([0, 3, 3, 3, 0, 4, 0, 0, 1, 2, 1, 2], np.float32)
-        selector = skim.Selector("topruns", select_run=4)
-        np.testing.assert_array_equal(selector.select(g, 4).indices, [1, 2, 3, 5])
-        np.testing.assert_array_equal(selector.select(g, 3).indices, [1, 2, 3])
-        np.testing.assert_array_equal(selector.select(g, 6).indices, [1, 2, 3, 5, 9, 11])
-        with self.assertRaisesRegex(skim.InvalidArgument, "select_run: must be a whole number > 0, not 0"):
-            skim.Selector("topruns", select_run=0)
-
     def test_per_parameter(self):
         g = np.array([10, 9, 8, 1, 2, 3], np.float32)
         selector = skim.Selector(per_parameter=True)

@@ -106,7 +106,7 @@ float magnitude_of(std::uint32_t order) {
 
 template <>
 std::span<const std::string_view> names_of<SelectRule>() noexcept {
-  static constexpr std::array<std::string_view, 13> kNames = {"exact",
+  static constexpr std::array<std::string_view, 12> kNames = {"exact",
                                                               "gaussian",
                                                               "gaussian-two-sided",
                                                               "gaussian-one-sided",
@@ -117,8 +117,7 @@ std::span<const std::string_view> names_of<SelectRule>() noexcept {
                                                               "mstopk",
                                                               "threshold",
                                                               "randomk",
-                                                              "blocktopk",
-                                                              "topruns"};
+                                                              "blocktopk"};
   return kNames;
 }
 
@@ -150,8 +149,6 @@ std::unique_ptr<Selector> make_rule(const SelectOptions& options) {
       return selectors::make_randomk(options.seed);
     case SelectRule::blocktopk:
       return selectors::make_blocktopk(options.block);
-    case SelectRule::topruns:
-      return selectors::make_topruns(options.run);
   }
   throw_invalid("select: unknown rule (" + std::to_string(static_cast<unsigned>(options.rule)) +
                 ")");
@@ -181,7 +178,6 @@ std::unique_ptr<Selector> make_selector(const SelectOptions& options) {
   SKIM_EXPECTS(options.threshold >= 0.0F, "select: threshold must be >= 0 (threshold=" +
                                               std::to_string(options.threshold) + ")");
   SKIM_EXPECTS(options.block > 0, "select: block must be > 0");
-  SKIM_EXPECTS(options.run > 0, "select: run must be > 0");
   SKIM_EXPECTS(options.stages >= 0,
                "select: stages must be >= 0 (stages=" + std::to_string(options.stages) + ")");
   std::unique_ptr<Selector> rule = make_rule(options);

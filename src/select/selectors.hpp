@@ -23,7 +23,6 @@ std::unique_ptr<Selector> make_mstopk(std::uint64_t seed);
 std::unique_ptr<Selector> make_threshold(float threshold);
 std::unique_ptr<Selector> make_randomk(std::uint64_t seed);
 std::unique_ptr<Selector> make_blocktopk(std::size_t block);
-std::unique_ptr<Selector> make_topruns(std::size_t run);
 // Applies `rule` to each parameter of a bucket on its own.
 std::unique_ptr<Selector> make_per_parameter(std::unique_ptr<Selector> rule);
 
