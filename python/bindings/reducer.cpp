@@ -385,6 +385,15 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
           "Returns a copy of this rank's residual of the slot, plus the mass that this rank holds "
           "as a server: float32 [n].")
       .def(
+          "_residual_view",
+          [](AnnotatedReducer& self, Slot slot) {
+            const DenseView residual = self.local().residual(slot);
+            return Array<float>(residual.data, {residual.n}, nb::find(self));
+          },
+          "slot"_a,
+          "The residual itself, to read, with the library's local half: float32 [n]. Valid until "
+          "the layout changes; with another residual_code than f32, until any other call.")
+      .def(
           "save",
           [](const AnnotatedReducer& self) {
             return saved([&](std::ostream& out) { self.save(out); });

@@ -399,7 +399,7 @@ class Compression:
             self.begin_bucket(index, members, opens_step=index == indices[0])
             self.ranks_of_mean = self.comm.size
             tensors = [tensor_of[i] for i in members]
-            whole = tensors[0].view(-1) if len(tensors) == 1 and tensors[0].is_contiguous() else None
+            whole = in_one(tensors)
             flat = torch.cat([t.reshape(-1) for t in tensors]) if whole is None else whole
             try:
                 for slot, offset, length in self.slots_of(members, index):
@@ -472,9 +472,16 @@ class Compression:
         found = {name: residual.cpu() for name, residual in self.residuals_of_buckets().items()}
         return {name: found[name] for name in self.names}
 
-    def residuals_of_buckets(self, indices: Iterable[int] | None = None) -> dict[str, torch.Tensor]:
-        """As residuals(), in the order of the buckets, and on the device where the residuals are. indices: of buckets."""
+    def residuals_of_buckets(
+        self, indices: Iterable[int] | None = None, *, copied: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """As residuals(), in the order of the buckets, and on the device where the residuals are. indices: of buckets.
+
+        copied=False: to read, and until the layout changes; then these are the residuals themselves, where possible.
+        """
         self.finish_step()
+        is_stored_as_floats = self.options.others.get("residual_code", "f32") == "f32" and not self.options.offload
+        as_it_is = not copied and is_stored_as_floats and not self._holds_mass
         with self.lock:
             found = {}
             groups = self.buckets if self.buckets is not None else [(i,) for i in range(len(self.names))]
@@ -482,7 +489,10 @@ class Compression:
                 members = groups[index]
                 slot = self.slots_of(members, index)[0][0] if self.buckets is not None else members[0]
                 if isinstance(self.local, TensorLocalHalf) and not self._holds_mass:
-                    kept = self.local.residual_tensor(slot).clone()
+                    kept = self.local.residual_tensor(slot)
+                    kept = kept if as_it_is else kept.clone()
+                elif as_it_is and self.local is None:
+                    kept = torch.from_numpy(self.reducer._residual_view(slot))
                 else:
                     kept = torch.from_numpy(self.reducer.residual(slot))
                 for i, part in zip(members, torch.split(kept, [self.lengths[i] for i in members])):
@@ -640,6 +650,17 @@ def buckets_of(tensors: Sequence[torch.Tensor], members: Sequence[int], most_byt
         buckets[-1].append(i)
         size += bytes_of
     return [tuple(b) for b in buckets]
+
+
+def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A flat tensor in the memory of all these tensors, if they lie there without gaps, in their order."""
+    first = tensors[0]
+    end, memory = first.data_ptr(), first.untyped_storage().data_ptr()
+    for t in tensors:
+        if not t.is_contiguous() or (t.data_ptr(), t.untyped_storage().data_ptr(), t.dtype) != (end, memory, first.dtype):
+            return None
+        end += t.numel() * t.element_size()
+    return first.as_strided((sum(t.numel() for t in tensors),), (1,))
 
 
 def packed(value: Any) -> torch.Tensor:

@@ -126,8 +126,8 @@ class Aggregator(Compression):
             return self.was_finite
 
     def residuals_of(self, fragment: int) -> list[torch.Tensor]:
-        """As residuals(), for the tensors of a fragment, in their order, on the device where the residuals are."""
-        return list(self.residuals_of_buckets(self._buckets_of[fragment]).values())
+        """As residuals_of_buckets(copied=False), for the tensors of a fragment, in their order."""
+        return list(self.residuals_of_buckets(self._buckets_of[fragment], copied=False).values())
 
     def densities(self, fragment: int = 0) -> list[float]:
         """k / n of the bucket of each tensor of a fragment, in its last reduce(); 1: it went dense. Equal on all ranks."""

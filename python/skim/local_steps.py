@@ -47,7 +47,7 @@ class _Flight:
     """An exchange of a fragment that has begun."""
 
     steps_left: int  # until its mean is applied
-    sent_from: Sequence[torch.Tensor]  # this rank's parameters when it began
+    sent_from: Sequence[torch.Tensor] | None  # this rank's parameters when it began; None: they do not move until it ends
     arrived: Future[_Arrived]
 
 
@@ -108,8 +108,8 @@ class LocalSteps:
         Each part is exchanged once a round.
     exchange, value_code, residual_decay, and the other options: as in skim.Aggregator.
 
-    Memory for each parameter: one float for x and one for the residual. outer_momentum takes one more. A
-    parameter that is being exchanged takes up to three more. Not thread-safe. Collective: the constructor,
+    Memory for each parameter: one float for x and one for the residual. outer_momentum takes one more. With
+    every=1 the update takes one more; else a parameter that is being exchanged takes up to three more. Not thread-safe. Collective: the constructor,
     finish(), exchange(), load_state_dict(), the last step of each round, and with delay the step in which the
     mean is applied.
     Raises InvalidArgument if the model or an option cannot work.
@@ -188,6 +188,7 @@ class LocalSteps:
                 self._elastic.last_exchange = self._last_exchange
                 self._elastic.before_change = self._moved
         self._fragments = self._aggregator.fragments
+        self._kept_updates: list[torch.Tensor] = []  # with every=1: room for them
         self._flights: dict[int, _Flight] = {}  # by fragment
         self._steps = 0  # of the open round
         self._is_shared = False  # inside shared()
@@ -276,7 +277,7 @@ class LocalSteps:
     def _depart(self, f: int, delay: int) -> bool:
         """Begins the exchange of a fragment. Without delay it also ends the exchange. Returns as exchange()."""
         here = [local(self._of_model[i]).detach().to(torch.float32, copy=delay > 0) for i in self._fragments[f]]
-        flight = self._flights[f] = _Flight(delay, here, Future())
+        flight = self._flights[f] = _Flight(delay, here if delay > 0 else None, Future())
 
         def job() -> None:
             try:
@@ -294,7 +295,10 @@ class LocalSteps:
 
     @torch.no_grad()
     def _reduce(self, f: int, here: Sequence[torch.Tensor]) -> _Arrived:
-        updates = [self._start(i, e) - p for i, e, p in zip(self._fragments[f], self._residuals(f), here)]
+        updates = self._room_for_updates(f)
+        for i, e, p, update in zip(self._fragments[f], self._residuals(f), here, updates):
+            self._put_start(i, e, update)
+            update.sub_(p)
         try:
             applied, error = self._aggregator.reduce(updates, fragment=f), None
         except _core.NonFiniteError as e:
@@ -303,6 +307,20 @@ class LocalSteps:
             for update, density in zip(updates, self._aggregator.densities(f)):
                 update.mul_(_core.outer_lr_for(self._aggregator.ranks_of_mean, density))
         return _Arrived(applied, updates, self._residuals(f), error)
+
+    def _room_for_updates(self, f: int) -> list[torch.Tensor]:
+        """A tensor for each parameter of a fragment. They lie in one, so that no bucket has to be put together."""
+        if self._kept_updates:
+            return self._kept_updates
+        shapes = [self._shared[i] for i in self._fragments[f]]
+        if len({x.device for x in shapes}) > 1:
+            return [torch.empty_like(x) for x in shapes]
+        lengths = [x.numel() for x in shapes]
+        parts = torch.split(torch.empty(sum(lengths), device=shapes[0].device), lengths)
+        room = [part.view(x.shape) for part, x in zip(parts, shapes)]
+        if self.every == 1:
+            self._kept_updates = room
+        return room
 
     @torch.no_grad()
     def _land(self, fragments: Iterable[int]) -> bool:
@@ -313,13 +331,17 @@ class LocalSteps:
             began = time.perf_counter()
             arrived = flight.arrived.result()
             self._aggregator.statistics.exposed_s += time.perf_counter() - began
-            for i, here, mean, e in zip(self._fragments[f], flight.sent_from, arrived.means, arrived.residuals):
-                since = local(self._of_model[i]).to(torch.float32) - here
+            for place, (i, mean, e) in enumerate(zip(self._fragments[f], arrived.means, arrived.residuals)):
+                p = local(self._of_model[i])
                 if arrived.applied:
                     self._outer_step(i, mean)
-                else:
+                if flight.sent_from is None:
+                    self._put_start(i, e, p)
+                    continue
+                since = p.to(torch.float32) - flight.sent_from[place]
+                if not arrived.applied:
                     since.nan_to_num_(0.0, 0.0, 0.0)  # a replica with NaN goes on without it
-                local(self._of_model[i]).copy_(since.add_(self._start(i, e)))
+                p.copy_(since.add_(self._start(i, e)))
             applied, error = applied and arrived.applied, error or arrived.error
         self._reshard()
         if error is not None:
@@ -342,10 +364,19 @@ class LocalSteps:
             return x
         return torch.sub(x, residual.view(x.shape).to(x.device), alpha=self.ahead)
 
+    def _put_start(self, i: int, residual: torch.Tensor | None, into: torch.Tensor) -> None:
+        """into = _start(), without a copy where that is possible."""
+        x = self._shared[i]
+        if residual is None or residual.numel() == 0 or into.dtype != x.dtype or residual.device != x.device:
+            into.copy_(self._start(i, residual))
+        else:
+            torch.sub(x, residual.view(x.shape), alpha=self.ahead, out=into)
+
+    @torch.no_grad()
     def _restart(self) -> None:
         for f, members in enumerate(self._fragments):
             for i, e in zip(members, self._residuals(f)):
-                local(self._of_model[i]).copy_(self._start(i, e))
+                self._put_start(i, e, local(self._of_model[i]))
         self._reshard()
 
     def _expect_training(self, what: str) -> None:
@@ -453,7 +484,7 @@ class LocalSteps:
         if self._flights:
             found["applied"] = torch.tensor([arrived[f].applied for f in sorted(arrived)])
             found["means"] = _flat([mean for f in sorted(arrived) for mean in arrived[f].means])
-            sent_from = [here for f in sorted(self._flights) for here in self._flights[f].sent_from]
+            sent_from = [here for f in sorted(self._flights) for here in self._flights[f].sent_from or ()]
             found[f"sent_from_{rank}_{size}"] = _flat(sent_from)
         return found if self._shard is None else self._shard.marked(found)
 

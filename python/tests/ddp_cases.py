@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from cases import expect, expect_equal_everywhere, gathered, run
 from numpy_local_half import NumpyLocalHalf
-from skim._compression import Options
+from skim._compression import Options, in_one
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -1295,6 +1295,28 @@ def case_local_steps_conserve_what_ranks_moved():
                 assert all(torch.equal(x, of_rank) for of_rank in everywhere(x)), "ranks have different x"
                 same(total(moved), total(e) - SIZE * x)
                 assert torch.equal(flat(model.parameters()), (x.float() - local.ahead * e.float()).double())
+
+
+def case_a_warm_local_step_allocates_no_copy_of_the_parameters():
+    for options in ({}, {"outer_lr": 0.0}, {"ahead": 0.0}):
+        model, local = local_steps(every=1, local="host", **options)
+        for step in range(2):
+            one_local_step(model, local, step)
+        one_local_step(model, local, 2, idle=True)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            local.step()
+        allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+        assert allocated < 4 * min(n for n in LENGTHS if n > 1000), f"{allocated} bytes"
+
+
+def case_tensors_that_lie_in_one_are_found():
+    whole = torch.arange(12.0)
+    a, b, c = whole[:4].view(2, 2), whole[4:9], whole[9:]
+    found = in_one([a, b, c])
+    assert found is not None and torch.equal(found, whole) and found.data_ptr() == whole.data_ptr()
+    assert torch.equal(in_one([b, c]), whole[4:])
+    for others in ([a, c], [b, a], [a.T, b], [a, b.double()], [a, b.clone()], [whole[::2], b]):
+        assert in_one(others) is None
 
 
 LATE = ({"every": 1, "delay": 1}, {"every": 3, "delay": 3}, {"every": 4, "fragments": 2, "delay": 1},

@@ -32,15 +32,15 @@ class Measured(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder) / "out.json"
             cls.done = bench(
-                "ddp", "--json", str(out), "--hooks", "none,barrier,allreduce,bf16,skim", "--bucket-mb", "8", "--density",
-                "0.01", "--steps", "3", "--rounds", "2", "--warm-up", "4",
+                "ddp", "--json", str(out), "--hooks", "none,barrier,allreduce,bf16,skim,localsteps", "--bucket-mb", "8",
+                "--density", "0.01", "--steps", "3", "--rounds", "2", "--warm-up", "4",
             )  # fmt: skip
             if cls.done.returncode:
                 raise AssertionError(cls.done.stderr)
             cls.rows = {row["hook"]: row for row in json.loads(out.read_text())}
 
     def test_every_hook_has_its_row(self):
-        self.assertEqual(list(self.rows), ["none", "barrier", "allreduce", "bf16", "skim"])
+        self.assertEqual(list(self.rows), ["none", "barrier", "allreduce", "bf16", "skim", "localsteps"])
         table = self.done.stdout.splitlines()
         self.assertEqual([line.split()[0] for line in table], ["hook", *self.rows])
 
@@ -54,7 +54,8 @@ class Measured(unittest.TestCase):
 
     def test_ranks_end_with_equal_weights_if_gradients_were_exchanged(self):
         equal = {hook: row["weights_equal"] for hook, row in self.rows.items()}
-        self.assertEqual(equal, {"none": None, "barrier": None, "allreduce": True, "bf16": None, "skim": True})
+        exchanged = {"allreduce": True, "skim": True, "localsteps": True}
+        self.assertEqual(equal, {"none": None, "barrier": None, "bf16": None} | exchanged)
 
     @unittest.skipUnless(sys.platform == "linux", "only Linux tells what a socket has sent")
     def test_bytes_are_those_that_the_sockets_sent(self):
@@ -67,8 +68,9 @@ class Measured(unittest.TestCase):
         # Of an entry its 4-bit value, with its part of a scale, and an index. Uniform indices have an entropy of 8.08
         # bits, those of training less.
         kept = 0.01 * PARAMETERS
-        self.assertGreater(self.rows["skim"]["sent_bytes"], 0.5 * kept)
-        self.assertLess(self.rows["skim"]["sent_bytes"], 1.8 * kept)
+        for hook in ("skim", "localsteps"):
+            self.assertGreater(self.rows[hook]["sent_bytes"], 0.5 * kept)
+            self.assertLess(self.rows[hook]["sent_bytes"], 1.8 * kept)
 
     @unittest.skipUnless(sys.platform == "linux", "only Linux tells what a socket has sent")
     def test_looking_at_sockets_leaves_nothing_open(self):
@@ -79,7 +81,8 @@ class Measured(unittest.TestCase):
             self.assertEqual(os.listdir("/proc/self/fd"), before)
 
     def test_skim_says_where_its_time_goes(self):
-        self.assertEqual(set(self.rows["skim"]["parts_ms"]), {"select", "exchange", "apply", "exposed"})
+        for hook in ("skim", "localsteps"):
+            self.assertEqual(set(self.rows[hook]["parts_ms"]), {"select", "exchange", "apply", "exposed"})
         self.assertIsNone(self.rows["allreduce"]["parts_ms"])
 
     def test_a_hook_that_refuses_is_one_failure_and_the_others_go_on(self):

@@ -12,9 +12,9 @@ from typing import Any
 
 from skim import _core
 
-HOOKS = ("none", "barrier", "allreduce", "fp16", "bf16", "powersgd", "skim")
+HOOKS = ("none", "barrier", "allreduce", "fp16", "bf16", "powersgd", "skim", "localsteps")
 EXCHANGES = ("auto", *_core.exchanges)
-DEFAULT = [*(hook for hook in HOOKS if hook != "barrier"), "skim-auto"]
+DEFAULT = [*(hook for hook in HOOKS if hook not in ("barrier", "localsteps")), "skim-auto"]
 
 DDP = """\
 Measures the time of a training step under PyTorch's DistributedDataParallel for several communication hooks.
@@ -113,6 +113,7 @@ def _declare_ddp(commands: Any) -> None:
         help="comma-separated: none (no communication), barrier (ranks wait for one another but exchange nothing), "
         "allreduce, fp16, bf16, powersgd, skim (with --exchange), skim-EXCHANGE; "
         "skim@device: with local='device', as if the tensors of this CPU were on a device; "
+        "localsteps: skim.LocalSteps(every=1), with --exchange, in place of DDP; "
         f"default: {','.join(DEFAULT)}")  # fmt: skip
     add("--ranks", type=_whole(1, 250), default=2, metavar="P", help="number of ranks (2)")
     add("--islands", type=_whole(2, 250), default=0, metavar="I",

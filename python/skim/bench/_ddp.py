@@ -202,7 +202,7 @@ class Hook:
         self.name = name
         base, _, where = name.partition("@")
         kind, _, exchange = base.partition("-")
-        self.is_skim = kind == "skim"
+        self.is_skim = kind in ("skim", "localsteps")
         self.task = Task(
             hook=kind,
             exchange=exchange or arguments.exchange,

@@ -39,7 +39,7 @@ SETTLE = 2  # untimed steps at the start of a turn, because other processes had 
 
 @dataclasses.dataclass
 class Task:
-    hook: str  # none, barrier, allreduce, fp16, bf16, powersgd, skim
+    hook: str  # none, barrier, allreduce, fp16, bf16, powersgd, skim, localsteps
     exchange: str
     density: float
     rank: int
@@ -110,12 +110,18 @@ class _Trainer:
             torch.cuda.set_device(self.device)
         self.model = torch.nn.Sequential(*layers).to(self.device)
         self.compression: Any = None
+        self.local_steps: skim.LocalSteps | None = None
         self.buckets = 0
         if task.islands:
             self._shard(task)
-        else:
+        elif task.hook != "localsteps":
             self._hook(task)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        if task.hook == "localsteps":
+            self.local_steps = skim.LocalSteps(
+                self.model, self.optimizer, every=1, density=task.density, exchange=task.exchange,
+                timeout=task.timeout, **self._code(task),
+            )  # fmt: skip
         torch.manual_seed(1 + task.rank)
         self.batches = [
             (
@@ -126,12 +132,14 @@ class _Trainer:
         ]
         self.steps = 0
 
+    @staticmethod
+    def _code(task: Task) -> dict[str, Any]:
+        return {} if task.value_code is None else {"value_code": task.value_code}
+
     def _skim(self, task: Task, **options: Any) -> None:
-        if task.value_code is not None:
-            options["value_code"] = task.value_code
         self.compression = skim.attach(
             self.model, density=task.density, exchange=task.exchange, local=task.local, timeout=task.timeout,
-            **options,
+            **self._code(task), **options,
         )  # fmt: skip
 
     def _shard(self, task: Task) -> None:
@@ -174,7 +182,7 @@ class _Trainer:
             x, y = self.batches[self.steps % BATCHES]
             self.optimizer.zero_grad()
             torch.nn.functional.cross_entropy(self.model(x), y).backward()
-            self.optimizer.step()
+            (self.local_steps or self.optimizer).step()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             seconds.append(time.perf_counter() - start)
@@ -182,17 +190,22 @@ class _Trainer:
         return seconds
 
     def outcome(self) -> Outcome:
+        if self.local_steps is not None:
+            self.local_steps.finish()  # leaves the shared parameters in the model
         digest = hashlib.sha256()
         for p in self.model.parameters():
             whole = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
             digest.update(whole.cpu().numpy().tobytes())
+        measured = self.compression or self.local_steps
+        if self.local_steps is not None:
+            self.buckets = len(self.local_steps.report().buckets)
         if not self.buckets:
             formed = self.ddp._get_ddp_logging_data()
             self.buckets = len((formed.get("rebuilt_bucket_sizes") or formed["bucket_sizes"]).split(","))
         parts: dict[str, float] = {}
         decisions: list[str] = []
-        if self.compression is not None:
-            report = self.compression.report()
+        if measured is not None:
+            report = measured.report()
             steps = max(1, report.steps)
             for part in ("select", "exchange", "apply"):
                 parts[part] = sum(getattr(b, f"{part}_s") for b in report.buckets.values()) / steps
