@@ -676,10 +676,11 @@ TABLES = [
             "hook": "{hook}"} | {f"{link}, P = {p}": "{step_over_none_%s %s:.2f}" % (link, p)
                                  for p in (2, 4) for link in ("loopback", "1 Gbit/s")})
       for name in ("ddp-0.001", "ddp-0.01")),
-    Table("pytorch.md", "ddp-default", wide(adding(
-        kept("pytorch.jsonl", "ddp-default"), at=lambda row: f"{100 * row['density']:g} %, {row['link']}"), ("hook",), "at"), {
+    *(Table("pytorch.md", name, wide(adding(
+        kept("pytorch.jsonl", name), at=lambda row: f"{100 * row['density']:g} %, {row['link']}"), ("hook",), "at"), {
             "hook": "{hook}"} | {at: "{step_over_none_%s:.2f}" % at
-                                 for at in (f"{d} %, {link}" for d in ("0.1", "1") for link in ("loopback", "1 Gbit/s"))}),
+                                 for at in (f"{d} %, {link}" for d in ("0.1", "1") for link in ("loopback", "1 Gbit/s"))})
+      for name in ("ddp-default", "ddp-local-steps")),
     Table("pytorch.md", "ddp-4-bit", wide(kept("pytorch.jsonl", "ddp-4-bit"), ("hook",), "link"), {
         "hook": "{hook}"} | {link: "{step_over_none_%s:.2f}" % link for link in ("loopback", "1 Gbit/s")}),
     Table("pytorch.md", "islands", wide(kept("pytorch.jsonl", "islands"), ("hook",), "link"), {

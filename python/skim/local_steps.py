@@ -109,9 +109,9 @@ class LocalSteps:
     exchange, value_code, residual_decay, and the other options: as in skim.Aggregator.
 
     Memory for each parameter: one float for x and one for the residual. outer_momentum takes one more. With
-    every=1 the update takes one more; else a parameter that is being exchanged takes up to three more. Not thread-safe. Collective: the constructor,
-    finish(), exchange(), load_state_dict(), the last step of each round, and with delay the step in which the
-    mean is applied.
+    every=1 the update takes one more. With a larger every, or with delay, a parameter that is being exchanged
+    takes up to three more. Not thread-safe. Collective: the constructor, finish(), exchange(), load_state_dict(),
+    the last step of each round, and with delay the step in which the mean is applied.
     Raises InvalidArgument if the model or an option cannot work.
     """
 
