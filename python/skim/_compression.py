@@ -655,6 +655,10 @@ def buckets_of(tensors: Sequence[torch.Tensor], members: Sequence[int], most_byt
 def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """A flat tensor in the memory of all these tensors, if they lie there without gaps, in their order."""
     first = tensors[0]
+    if len(tensors) == 1:
+        return first.view(-1) if first.is_contiguous() else None
+    if any(type(t) is not torch.Tensor for t in tensors):
+        return None  # a subclass may have no memory of its own
     end, memory = first.data_ptr(), first.untyped_storage().data_ptr()
     for t in tensors:
         if not t.is_contiguous() or (t.data_ptr(), t.untyped_storage().data_ptr(), t.dtype) != (end, memory, first.dtype):

@@ -316,7 +316,7 @@ class LocalSteps:
         if len({x.device for x in shapes}) > 1:
             return [torch.empty_like(x) for x in shapes]
         lengths = [x.numel() for x in shapes]
-        parts = torch.split(torch.empty(sum(lengths), device=shapes[0].device), lengths)
+        parts = torch.split(shapes[0].new_empty(sum(lengths)), lengths)
         room = [part.view(x.shape) for part, x in zip(parts, shapes)]
         if self.every == 1:
             self._kept_updates = room

@@ -1315,7 +1315,8 @@ def case_tensors_that_lie_in_one_are_found():
     found = in_one([a, b, c])
     assert found is not None and torch.equal(found, whole) and found.data_ptr() == whole.data_ptr()
     assert torch.equal(in_one([b, c]), whole[4:])
-    for others in ([a, c], [b, a], [a.T, b], [a, b.double()], [a, b.clone()], [whole[::2], b]):
+    assert torch.equal(in_one([c]), c)
+    for others in ([a, c], [b, a], [a.T, b], [a.T], [nn.Parameter(whole[:4]), b], [a, b.double()], [a, b.clone()], [whole[::2], b]):
         assert in_one(others) is None
 
 
