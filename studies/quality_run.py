@@ -271,7 +271,7 @@ class Spent:
             self.densities[4 * steps // 5 - 1] = self.densities[-1] = 1.0
 
     def density(self, progress):
-        return self.densities[min(progress.step, len(self.densities) - 1)]
+        return self.densities[min(progress.step, len(self.densities) - 1)]  # it is asked once more after the last step
 
 
 class DeMo:

@@ -250,8 +250,6 @@ def by_steps(task, ranks):
                 tuned = [r for r in rows if (r["label"], r["steps"]) == (row["label"], quality.TASKS[task][0])]
                 if row["steps"] == steps and tuned and row["lr"] == quality.best_rate(tuned):
                     at[row["label"]] = row[metric]
-            if "dense" not in at:
-                continue
             found.append({"steps": steps, "dense": at["dense"], "sends": steps * quality.DENSITY["0.1 %"][ranks],
                           **{name: value - at["dense"] for name, value in at.items() if name != "dense"}})
         return found

@@ -297,8 +297,7 @@ class LocalSteps:
     def _reduce(self, f: int, here: Sequence[torch.Tensor]) -> _Arrived:
         updates = self._room_for_updates(f)
         for i, e, p, update in zip(self._fragments[f], self._residuals(f), here, updates):
-            self._put_start(i, e, update)
-            update.sub_(p)
+            torch.sub(self._start(i, e, update), p, out=update)
         try:
             applied, error = self._aggregator.reduce(updates, fragment=f), None
         except _core.NonFiniteError as e:
@@ -336,7 +335,7 @@ class LocalSteps:
                 if arrived.applied:
                     self._outer_step(i, mean)
                 if flight.sent_from is None:
-                    self._put_start(i, e, p)
+                    p.copy_(self._start(i, e, p))
                     continue
                 since = p.to(torch.float32) - flight.sent_from[place]
                 if not arrived.applied:
@@ -357,26 +356,20 @@ class LocalSteps:
     def _residuals(self, f: int) -> Sequence[torch.Tensor | None]:
         return self._aggregator.residuals_of(f) if self.ahead > 0.0 else [None] * len(self._fragments[f])
 
-    def _start(self, i: int, residual: torch.Tensor | None) -> torch.Tensor:
-        """Where this rank starts, or started, its round: x - ahead * e."""
+    def _start(self, i: int, residual: torch.Tensor | None, room: torch.Tensor | None = None) -> torch.Tensor:
+        """Where this rank starts, or started, its round: x - ahead * e. room: for the result, if it is a new tensor."""
         x = self._shared[i]
         if residual is None or residual.numel() == 0:
             return x
-        return torch.sub(x, residual.view(x.shape).to(x.device), alpha=self.ahead)
-
-    def _put_start(self, i: int, residual: torch.Tensor | None, into: torch.Tensor) -> None:
-        """into = _start(), without a copy where that is possible."""
-        x = self._shared[i]
-        if residual is None or residual.numel() == 0 or into.dtype != x.dtype or residual.device != x.device:
-            into.copy_(self._start(i, residual))
-        else:
-            torch.sub(x, residual.view(x.shape), alpha=self.ahead, out=into)
+        out = room if room is not None and room.dtype == x.dtype else None
+        return torch.sub(x, residual.view(x.shape).to(x.device), alpha=self.ahead, out=out)
 
     @torch.no_grad()
     def _restart(self) -> None:
         for f, members in enumerate(self._fragments):
             for i, e in zip(members, self._residuals(f)):
-                self._put_start(i, e, local(self._of_model[i]))
+                p = local(self._of_model[i])
+                p.copy_(self._start(i, e, p))
         self._reshard()
 
     def _expect_training(self, what: str) -> None:

@@ -127,7 +127,7 @@ def _declare_ddp(commands: Any) -> None:
         help="exchange of the hook skim: one of " + ", ".join(EXCHANGES) + " (allgather)")  # fmt: skip
     add("--value-code", choices=_core.value_codes, metavar="CODE",
         help="value code of skim's hooks: one of " + ", ".join(_core.value_codes) + " (as skim.attach)")  # fmt: skip
-    add("--bucket-mb", type=_size, default=25.0, metavar="MB", help="bucket_cap_mb of DDP (25, as DDP)")
+    add("--bucket-mb", type=_size, default=25.0, metavar="MB", help="bucket_cap_mb of DDP, bucket_mb of LocalSteps (25, as both)")
     add("--width", type=_whole(1, 10**5), default=1024, metavar="N",
         help="width of the 6 layers of the model, which has about 6 N^2 parameters (1024)")  # fmt: skip
     add("--batch", type=_whole(1, 10**6), default=32, metavar="N", help="examples per rank and step (32)")

@@ -120,7 +120,7 @@ class _Trainer:
         if task.hook == "localsteps":
             self.local_steps = skim.LocalSteps(
                 self.model, self.optimizer, every=1, density=task.density, exchange=task.exchange,
-                timeout=task.timeout, **self._code(task),
+                bucket_mb=task.bucket_mb, timeout=task.timeout, **self._code(task),
             )  # fmt: skip
         torch.manual_seed(1 + task.rank)
         self.batches = [
