@@ -6,6 +6,8 @@ import datetime
 import itertools
 import re
 import socket
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -17,6 +19,67 @@ from skim import _core
 # Counts the groups that this process has made for each list of ranks. All ranks make them in the same
 # order, so the names of their stores agree.
 _made: dict[str, itertools.count[int]] = {}
+
+
+class _Waits:
+    """Whom each rank waits for, in the store: what a rank reads to name the one at the end of a chain of waits.
+
+    gloo cannot be polled, so a thread publishes a wait that has lasted for one to two periods, and withdraws it
+    within a period of its end. A period is an eighth of the timeout, at most 1 s.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._period = min(max(timeout / 8, 1e-3), 1.0)  # the store knows no shorter wait than 1 ms
+        self._number = 0  # of the newest wait
+        self._current: tuple[int, int] | None = None  # that wait's number and peer, until it ends well
+        self._ended = threading.Event()
+        threading.Thread(target=self._publish, name="skim waits", daemon=True).start()
+
+    def begin(self, peer: int) -> None:
+        self._number += 1
+        self._current = self._number, peer
+
+    def end(self) -> None:
+        """A wait that failed does not end: this rank has no other, and the others may still ask for it."""
+        self._current = None
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def chain(self, peer: int) -> list[int]:
+        """peer, the rank that it waits for, and so on, at most `size` ranks further.
+
+        Takes three periods if the last one waits for nobody, because its wait might be about to be published.
+        """
+        chain = [peer]
+        try:
+            while len(chain) <= self._size:
+                key = self._key(chain[-1])
+                self._store.wait([key], datetime.timedelta(seconds=3 * self._period))
+                chain.append(int(self._store.get(key)))
+        except RuntimeError:  # the last one waits for nobody, or the store has ended
+            pass
+        return chain
+
+    def _publish(self) -> None:
+        seen = published = None
+        try:
+            while not self._ended.wait(self._period):
+                now = self._current
+                lasting = now if now == seen else None
+                if lasting != published:
+                    if lasting is None:
+                        self._store.delete_key(self._key(self._rank))
+                    else:
+                        self._store.set(self._key(self._rank), str(lasting[1]))
+                    published = lasting
+                seen = now
+        except RuntimeError:  # the store ended with the process that kept it
+            pass
+
+    def _key(self, rank: int) -> str:
+        return f"waits{rank}"
 
 
 class GlooTransport:
@@ -34,19 +97,23 @@ class GlooTransport:
         if self.size == 1:
             return
         self._gloo = dist.ProcessGroupGloo(store, rank, self.size, datetime.timedelta(seconds=timeout))
+        self._waits = _Waits(store, rank, size, timeout)
+        weakref.finalize(self, self._waits.close)
         store.set(f"host{rank}", socket.gethostname())
         hosts = [store.get(f"host{r}") for r in range(self.size)]
         self.host = hosts.index(hosts[rank])
 
     def send(self, memory: memoryview, to: int, tag: int) -> Any:
-        return self._open().send([torch.frombuffer(memory, dtype=torch.uint8)], to, tag)
+        return self._open().send([torch.frombuffer(memory, dtype=torch.uint8)], to, tag), to
 
     def receive(self, memory: memoryview, source: int, tag: int) -> Any:
-        return self._open().recv([torch.frombuffer(memory, dtype=torch.uint8)], source, tag)
+        return self._open().recv([torch.frombuffer(memory, dtype=torch.uint8)], source, tag), source
 
     def wait(self, work: Any) -> None:
+        transfer, peer = work
+        self._waits.begin(peer)
         try:
-            work.wait()
+            transfer.wait()
         except RuntimeError as e:
             text = str(e)
             if "imed out" in text:
@@ -54,6 +121,7 @@ class GlooTransport:
             if re.search("onnection (closed|reset)|Broken pipe|not connected", text):
                 raise ConnectionError("its connection is closed: it has ended or failed") from None
             raise
+        self._waits.end()
 
     def abort(self, culprit: int, phase: str, known: bool) -> None:
         try:
@@ -61,19 +129,11 @@ class GlooTransport:
                 self._store.set("abort", f"{culprit} {phase}")
         finally:
             self._gloo = None
+            if self.size > 1:
+                self._waits.close()
 
     def waits(self, peer: int) -> list[int]:
-        chain = [peer]
-        try:
-            self._store.set(f"waits{self.rank}", str(peer))
-            while len(chain) <= self.size:
-                key = f"waits{chain[-1]}"
-                # Ranks that wait for one another run out of time within moments.
-                self._store.wait([key], datetime.timedelta(seconds=1))
-                chain.append(int(self._store.get(key)))
-        except RuntimeError:  # the last one waits for nobody, or the store has ended
-            pass
-        return chain
+        return self._waits.chain(peer)
 
     def told(self) -> tuple[int, str] | None:
         try:

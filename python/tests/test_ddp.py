@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
@@ -143,6 +144,41 @@ class Failures(unittest.TestCase):
                         self.assertRegex(err, f"CommError: rank {rank}: .*({named})")
                         self.assertRegex(err, f"timed out after 3 s|was aborted because of rank {stalled}")
                     ranks[stalled].kill()
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Blame(unittest.TestCase):
+    def test_a_rank_that_begins_to_wait_late_is_not_blamed_for_the_one_that_it_waits_for(self):
+        """In a broadcast from rank 3, which stalls, rank 2 waits for rank 0, which comes late and waits for rank 3."""
+        import torch.distributed as dist
+
+        from skim import _core
+        from skim._transport import GlooTransport
+
+        store, timeout, errors, ends = dist.HashStore(), 6.0, {}, threading.Event()
+
+        def rank(r):
+            comm = _core.communicator_over(GlooTransport(store, r, 4, timeout))
+            comm.barrier()
+            if r in (1, 3):
+                ends.wait()
+                return
+            if r == 0:
+                ends.wait(timeout / 2)  # stands for a long computation
+            try:
+                comm.broadcast(b"", 3)
+            except _core.CommError as e:
+                errors[r] = e
+                comm.abort(e.peer)
+
+        threads = [threading.Thread(target=rank, args=[r]) for r in range(4)]
+        for t in threads:
+            t.start()
+        threads[2].join()
+        threads[0].join()
+        ends.set()
+        self.assertEqual({r: e.peer for r, e in errors.items()}, {0: 3, 2: 3}, errors)
+        self.assertRegex(str(errors[2]), "no message from rank 0 .*: timed out after 6 s; rank 0 waits for rank 3")
 
 
 class Waits(unittest.TestCase):
