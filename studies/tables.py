@@ -675,10 +675,11 @@ TABLES = [
                                  for p in (2, 4) for link in ("loopback", "1 Gbit/s")})
       for name in ("ddp-0.001", "ddp-0.01")),
     *(Table("pytorch.md", name, wide(adding(
-        kept("pytorch.jsonl", name), at=lambda row: f"{100 * row['density']:g} %, {row['link']}"), ("hook",), "at"), {
-            "hook": "{hook}"} | {at: "{step_over_none_%s:.2f}" % at
-                                 for at in (f"{d} %, {link}" for d in ("0.1", "1") for link in ("loopback", "1 Gbit/s"))})
-      for name in ("ddp-default", "ddp-local-steps")),
+        kept("pytorch.jsonl", name), at=lambda row: f"{100 * row['density']:g} %, {row['link']}"), by, "at"), {
+            field: "{%s}" % field for field in by} | {
+                at: "{step_over_none_%s:.2f}" % at
+                for at in (f"{d} %, {link}" for d in ("0.1", "1") for link in ("loopback", "1 Gbit/s"))})
+      for name, by in (("ddp-default", ("hook",)), ("ddp-local-steps", ("machine", "hook")))),
     Table("pytorch.md", "ddp-4-bit", wide(kept("pytorch.jsonl", "ddp-4-bit"), ("hook",), "link"), {
         "hook": "{hook}"} | {link: "{step_over_none_%s:.2f}" % link for link in ("loopback", "1 Gbit/s")}),
     Table("pytorch.md", "islands", wide(kept("pytorch.jsonl", "islands"), ("hook",), "link"), {
