@@ -72,6 +72,7 @@ for _share in DENSITY:
         }
 METHODS["step ahead, shared indices, decay 0.995, 0.1 %"] = [*METHODS["step ahead, shared indices, 0.1 %"],
                                                              "--residual-decay", "0.995"]
+METHODS["momentum correction, shared indices of 3.9 %, 1 %"] = ["correction", {4: 0.039}, "--exchange", "shared-indices"]
 METHODS["step ahead, per parameter, 0.1 %"] = [*METHODS["step ahead, 0.1 %"], "--per-parameter"]
 METHODS["15 local steps, ahead, outer rate 1.94, 0.1 %"] = ["local", {4: DENSITY_15["0.1 %"][4]}, "--every", "15",
                                                             "--outer-lr", "1.94"]
