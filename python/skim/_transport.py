@@ -21,27 +21,32 @@ from skim import _core
 _made: dict[str, itertools.count[int]] = {}
 
 
-class _Waits:
-    """Whom each rank waits for, in the store: what a rank reads to name the one at the end of a chain of waits.
+_NOBODY = -1
 
-    gloo cannot be polled, so a thread publishes a wait that has lasted for one to two periods, and withdraws it
-    within a period of its end. A period is an eighth of the timeout, at most 1 s.
+
+class _Waits:
+    """Tells the other ranks, through the store, whom this rank waits for.
+
+    A rank that times out follows these names to the one that all wait for. gloo cannot be polled, so a thread
+    publishes a wait that has lasted for one to two periods, and withdraws it within a period of its end. A period is
+    an eighth of the timeout, at most 1 s.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._period = min(max(timeout / 8, 1e-3), 1.0)  # the store knows no shorter wait than 1 ms
+        self._period = min(timeout / 8, 1.0)
         self._number = 0  # of the newest wait
         self._current: tuple[int, int] | None = None  # that wait's number and peer, until it ends well
         self._ended = threading.Event()
-        threading.Thread(target=self._publish, name="skim waits", daemon=True).start()
+        self._tell(_NOBODY)
+        threading.Thread(target=self._publish, name="skim-waits", daemon=True).start()
 
     def begin(self, peer: int) -> None:
         self._number += 1
         self._current = self._number, peer
 
     def end(self) -> None:
-        """A wait that failed does not end: this rank has no other, and the others may still ask for it."""
+        """Not after a wait that failed: it is this rank's last one, and the others may still ask for it."""
         self._current = None
 
     def close(self) -> None:
@@ -54,13 +59,23 @@ class _Waits:
         """
         chain = [peer]
         try:
-            while len(chain) <= self._size:
-                key = self._key(chain[-1])
-                self._store.wait([key], datetime.timedelta(seconds=3 * self._period))
-                chain.append(int(self._store.get(key)))
-        except RuntimeError:  # the last one waits for nobody, or the store has ended
+            while len(chain) <= self._size and (following := self._told_by(chain[-1])) != _NOBODY:
+                chain.append(following)
+        except RuntimeError:  # the store ended with the process that kept it
             pass
         return chain
+
+    def _told_by(self, rank: int) -> int:
+        for _ in range(3):
+            peer = int(self._store.get(f"waits{rank}"))
+            if peer != _NOBODY:
+                return peer
+            self._ended.wait(self._period)
+        return int(self._store.get(f"waits{rank}"))
+
+    def _tell(self, peer: int) -> None:
+        # Never deletes the key. A rank that reads a key which has just gone would wait for the store's timeout.
+        self._store.set(f"waits{self._rank}", str(peer))
 
     def _publish(self) -> None:
         seen = published = None
@@ -69,17 +84,11 @@ class _Waits:
                 now = self._current
                 lasting = now if now == seen else None
                 if lasting != published:
-                    if lasting is None:
-                        self._store.delete_key(self._key(self._rank))
-                    else:
-                        self._store.set(self._key(self._rank), str(lasting[1]))
+                    self._tell(_NOBODY if lasting is None else lasting[1])
                     published = lasting
                 seen = now
         except RuntimeError:  # the store ended with the process that kept it
             pass
-
-    def _key(self, rank: int) -> str:
-        return f"waits{rank}"
 
 
 class GlooTransport:
@@ -99,7 +108,7 @@ class GlooTransport:
         self._gloo = dist.ProcessGroupGloo(store, rank, self.size, datetime.timedelta(seconds=timeout))
         self._waits = _Waits(store, rank, size, timeout)
         weakref.finalize(self, self._waits.close)
-        store.set(f"host{rank}", socket.gethostname())
+        store.set(f"host{rank}", socket.gethostname())  # after what _Waits has set
         hosts = [store.get(f"host{r}") for r in range(self.size)]
         self.host = hosts.index(hosts[rank])
 

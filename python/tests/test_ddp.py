@@ -180,6 +180,28 @@ class Blame(unittest.TestCase):
         self.assertEqual({r: e.peer for r, e in errors.items()}, {0: 3, 2: 3}, errors)
         self.assertRegex(str(errors[2]), "no message from rank 0 .*: timed out after 6 s; rank 0 waits for rank 3")
 
+    def test_a_wait_is_told_while_it_lasts(self):
+        import torch.distributed as dist
+
+        from skim._transport import _Waits
+
+        store = dist.HashStore()
+        mine, other = (_Waits(store, r, 2, 0.8) for r in range(2))
+        self.addCleanup(mine.close)
+        self.addCleanup(other.close)
+
+        def comes_to_be(chain):  # a busy machine may publish late
+            return any(other.chain(0) == chain for _ in range(100))
+
+        self.assertEqual(other.chain(0), [0])
+        mine.begin(1)
+        self.assertTrue(comes_to_be([0, 1]))
+        mine.end()
+        self.assertTrue(comes_to_be([0]))
+        mine.begin(1)
+        other.begin(0)
+        self.assertTrue(comes_to_be([0, 1, 0]), "a ring")
+
 
 class Waits(unittest.TestCase):
     @unittest.skipUnless(HAS_TORCH, "torch is not installed")
