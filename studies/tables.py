@@ -686,6 +686,10 @@ TABLES = [
         "hook": "{hook}"} | {f"{link}{what}": "{%s_%s:%s}" % (field, link, form)
                              for link in ("1 Gbit/s", "100 Mbit/s")
                              for what, field, form in ((": of none", "step_over_none", ".2f"), (", kB sent", "sent_kb", ".0f"))}),
+    Table("pytorch.md", "islands-overlap", wide(adding(
+        kept("pytorch.jsonl", "islands-overlap"), at=lambda row: f"{row['exchange']}, run {row['run']}"), ("link",), "at"), {
+            "link": "{link}"} | {at: "{step_over_none_%s:.2f}" % at
+                                 for at in (f"{where}, run {run}" for where in ("backward waits", "backward goes on") for run in (1, 2))}),
     Table("quality.md", "quality-in-short", in_short, {
         "task": "{task}", "P": "{ranks}", "1 % of the bytes: method": "{one}", "minus dense": "{one_behind}",
         "0.1 %: method": "{tenth}", "minus dense ": "{tenth_behind}", "one rank alone": "{alone_behind}"}),

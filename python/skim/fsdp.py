@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,14 +36,17 @@ class FsdpCompression(Compression):
         shards: dict[str, torch.Tensor] = {}
         buckets: list[tuple[int, ...]] = []
         hooked: list[tuple[str, FSDPModule, int]] = []
+        self._groups: list[Any] = []  # by bucket: what FSDP keeps of the module's parameters
         for of_module, module in modules.items():
-            trainable = [p for p in _fsdp_parameters(of_module, module) if p.sharded_param.requires_grad]
+            group = _group_of(of_module, module)
+            trainable = _trainable(group)
             if not trainable:
                 continue
             first = len(shards)
             for p in trainable:
                 shards[names[p.sharded_param]] = _stand_in(p)
             buckets.append(tuple(range(first, len(shards))))
+            self._groups.append(group)
             hooked.append((of_module, module, len(buckets) - 1))
         shard = Shard.of(names)
         assert shard is not None
@@ -53,6 +56,7 @@ class FsdpCompression(Compression):
         self._unit = unit
         self._scale_now = 1.0  # of this step
         self._reduced: set[int] = set()  # buckets of this step
+        self._begun: set[int] = set()  # buckets of this backward
         self._set_layout(buckets)
         _make_equal(model, between)
         me = weakref.ref(self)
@@ -94,9 +98,58 @@ class FsdpCompression(Compression):
             self._reduced.clear()
 
     def reduce_bucket(self, name: str, index: int, flat: torch.Tensor) -> None:
-        """Replaces the gradient of a module's shards by its mean over the islands. Collective over the islands."""
+        """Replaces the gradient of a module's shards by its mean over the islands. Collective over the islands.
+
+        FSDP calls it in backward. It returns at once if the mean may come until the end of backward.
+        """
+        device = flat.device
+        of_device = None if device.type == "cpu" else getattr(torch, device.type)
+        ready = None if of_device is None else of_device.current_stream(device).record_event()
+
+        def job() -> None:
+            with self.after(ready, device):
+                try:
+                    self._reduce(name, index, flat)
+                except BaseException as e:  # noqa: BLE001 - backward raises it
+                    self.fail(e)
+
+        # After every module, because a backward that fails leaves out what was queued.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._wait(device))
+        self._begun.add(index)
+        # Backward has nothing left to overlap with the last bucket, so a change of threads would only cost time.
+        if len(self._begun) < len(self._groups) and self._may_come_late(index, flat):
+            self.submit(job)
+        else:
+            self._wait(device, job)
+
+    def _may_come_late(self, index: int, flat: torch.Tensor) -> bool:
+        """Whether the gradient stays in flat until backward ends. Not if FSDP divides or converts it after the hook, adds it
+        to another one, copies it to the host, or calls hooks of the user."""
+        group = self._groups[index]
+        is_divided = (
+            flat.dtype not in (torch.float32, torch.bfloat16)  # a sum might overflow
+            or getattr(group, "gradient_divide_factor", None) is not None
+            or getattr(group, "force_sum_reduction_for_comms", False)
+        )
+        return not is_divided and all(
+            p.orig_dtype == flat.dtype
+            and p.sharded_param.grad is None
+            and not p.offload_to_cpu
+            and not getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)
+            for p in _trainable(group)
+        )
+
+    def _wait(self, device: torch.device, job: Callable[[], None] | None = None) -> None:
+        """Waits for all exchanges that have begun. Then runs the job, if there is one. Raises what failed."""
+        start = time.perf_counter()
+        self.run_after_others(job or self._begun.clear)
+        if self._stream is not None:
+            getattr(torch, device.type).current_stream(device).wait_stream(self._stream)
+        self.statistics.exposed_s += time.perf_counter() - start
+        self.raise_failure()
+
+    def _reduce(self, name: str, index: int, flat: torch.Tensor) -> None:
         assert self.buckets is not None
-        start = time.perf_counter_ns()
         members = self.buckets[index]
         expected = sum(self.lengths[i] for i in members)
         if flat.numel() != expected:
@@ -114,7 +167,6 @@ class FsdpCompression(Compression):
             self._reduced.add(index)
             for slot, offset, length in self.slots_of(members, index):
                 self.reduce_part(slot, flat[offset : offset + length], self._scale_now)
-            self.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
             if len(self._reduced) == len(self.buckets):
                 self.end_of_step()
                 self.raise_if_not_finite()
@@ -138,8 +190,8 @@ def _hook_of(of: weakref.ref[FsdpCompression], name: str, index: int) -> Any:
     return hook
 
 
-def _fsdp_parameters(name: str, module: FSDPModule) -> list[Any]:
-    """What FSDP keeps of each parameter of a module itself. Raises InvalidArgument for what Skim cannot serve."""
+def _group_of(name: str, module: FSDPModule) -> Any:
+    """What FSDP keeps of a module's own parameters; None: it has none. Raises InvalidArgument for what Skim cannot serve."""
     if not hasattr(module, "set_all_reduce_hook"):
         raise _core.InvalidArgument(f"skim.attach: fully_shard of PyTorch {torch.__version__} has no hook; use 2.7 or later")
     state: Any = module._get_fsdp_state()
@@ -155,7 +207,12 @@ def _fsdp_parameters(name: str, module: FSDPModule) -> list[Any]:
             f"skim.attach: module '{name}' is also replicated by fully_shard, which sends whole gradients between islands; "
             "give fully_shard the mesh of the island alone: mesh=mesh['inside'] of a mesh ('between', 'inside')"
         )
-    return [p for g in groups for p in g.fsdp_params]
+    return groups[0] if groups else None
+
+
+def _trainable(group: Any) -> list[Any]:
+    """What FSDP keeps of each parameter that is trained."""
+    return [] if group is None else [p for p in group.fsdp_params if p.sharded_param.requires_grad]
 
 
 def _stand_in(p: Any) -> torch.Tensor:

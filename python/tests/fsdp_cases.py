@@ -10,6 +10,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import threading
 import unittest.mock
 
 import numpy as np
@@ -145,6 +146,52 @@ def case_mass_is_conserved():
         assert report.steps == 5 and len(report.buckets) == 4, report
         if MESH["between"].size() > 1 and not options:
             assert report.compression > 4.0, report
+
+
+def case_backward_goes_on_while_a_module_is_exchanged():
+    """But not where FSDP goes on with the gradient itself, or a hook of the user's sees it."""
+
+    def watched(model, *, holds):
+        """A list that gets how many exchanges had ended when FSDP's hook returned. holds: the first exchange ends only after
+        FSDP has come to the second module."""
+        compression = skim.compression_of(model)
+        reduce_bucket, reduce_part = compression.reduce_bucket, compression.reduce_part
+        second, ended, returned = threading.Event(), [], []
+
+        def begin(*arguments):
+            if returned:
+                second.set()
+            reduce_bucket(*arguments)
+            returned.append(len(ended))
+
+        def exchange(*arguments):
+            assert not holds or second.wait(30.0), "backward waits for the exchange"
+            reduce_part(*arguments)
+            ended.append(True)
+
+        compression.reduce_bucket, compression.reduce_part = begin, exchange
+        return returned
+
+    model = attached()
+    returned = watched(model, holds=True)
+    check_law(model, *train(model, range(3)))
+    assert returned[0] == 0 and returned[3] == 4, returned
+
+    model = attached()
+    returned, given = watched(model, holds=False), {}
+    for step in range(2):  # the means of the second are added to those of the first
+        model(coefficients(step)).backward()
+        given = {name: given.get(name, 0.0) + g.double() for name, g in of_island(step, model).items()}
+    check_law(model, given, {name: g.double() for name, g in gradients(model).items()})
+    assert returned[4:] == [5, 6, 7, 8], returned
+
+    hooked = attached()
+    for p in hooked.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: None)
+    for model in (hooked, attached(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))):
+        returned = watched(model, holds=False)
+        train(model, range(1))
+        assert returned == [1, 2, 3, 4], returned
 
 
 def case_on_a_device():
