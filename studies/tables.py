@@ -147,12 +147,13 @@ def sweep(folder):
     return [found[down] for down in sorted(found)]
 
 
-def quality_of(task, ranks):
-    """A row for each method of quality.py, dense first: the metric at its best rate, over the seeds."""
+def quality_of(task, ranks, steps=None):
+    """A row for each method of quality.py, dense first: the metric at its best rate, over the seeds. steps: of all runs;
+    None: as many as quality.py takes by itself."""
     def load(folder):
         by_method = {}
         for row in quality_rows(folder):
-            if (row["task"], row["ranks"], row["steps"]) == (task, ranks, quality.TASKS[task][0]) and \
+            if (row["task"], row["ranks"], row["steps"]) == (task, ranks, steps or quality.TASKS[task][0]) and \
                     ", density" not in row["label"] and not row.get("islands"):
                 by_method.setdefault(row["label"], []).append(row)
         metric = slow_link.metric_of(next(iter(by_method.values())))
@@ -709,6 +710,7 @@ TABLES = [
         **{name: "{%s:+.3f}" % name for name in ("momentum correction, 1 %", "step ahead, 0.1 %",
                                                  "15 local steps, ahead, 0.1 %", "step ahead, shared indices, 0.1 %",
                                                  "one rank alone")}}),
+    Table("quality.md", "quality-gpt-4-5000", quality_of("gpt", 4, 5000), quality_columns("loss", ".3f")),
     Table("quality.md", "steps-resnet20", by_steps("resnet20", 4), {
         "steps": "{steps}", "dense": "{dense:.2f}",
         **{name: "{%s:+.2f}" % name for name in ("momentum correction, 1 %", "step ahead, shared indices, 0.1 %")}}),
