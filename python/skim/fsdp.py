@@ -113,7 +113,7 @@ class FsdpCompression(Compression):
                 except BaseException as e:  # noqa: BLE001 - backward raises it
                     self.fail(e)
 
-        # After every module, because a backward that fails leaves out what was queued.
+        # Every module queues it, because what a failed backward had queued never runs.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._wait(device))
         self._begun.add(index)
         # Backward has nothing left to overlap with the last bucket, so a change of threads would only cost time.

@@ -123,7 +123,7 @@ class Islands(unittest.TestCase):
             between = {hook: row["sent_bytes"] - rows["none"]["sent_bytes"] for hook, row in rows.items()}
             # Two islands send each entry of a shard once; Skim 1 % of them, of 4 bytes (--value-code) and an index.
             self.assertAlmostEqual(between["allreduce"] / (2 * PARAMETERS), 1, delta=0.001)
-            self.assertGreater(between["skim"], 0.01 * between["allreduce"])
+            self.assertGreater(between["skim"], 0.012 * between["allreduce"])
             self.assertLess(between["skim"], 0.015 * between["allreduce"])
             self.assertEqual(between["skim@device"], between["skim"])
 
