@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from cases import expect, expect_equal_everywhere, gathered, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
 import gpt_text  # noqa: E402
@@ -188,7 +188,14 @@ def case_backward_goes_on_while_a_module_is_exchanged():
     hooked = attached()
     for p in hooked.parameters():
         p.register_post_accumulate_grad_hook(lambda p: None)
-    for model in (hooked, attached(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))):
+    divided = attached()
+    for module in divided.modules():
+        if hasattr(module, "set_gradient_divide_factor"):  # PyTorch 2.8 or later
+            module.set_gradient_divide_factor(float(MESH["inside"].size()))
+    others = [attached(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))]
+    if DEVICE.type == "cpu":
+        others.append(attached(offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    for model in (hooked, divided, *others):
         returned = watched(model, holds=False)
         train(model, range(1))
         assert returned == [1, 2, 3, 4], returned
