@@ -53,8 +53,8 @@ class Whole(nn.Module):
         return own + sum(part(c) for part, c in zip(self.parts, coefficients))
 
 
-def sharded(**options):
-    model = Whole().to(DEVICE)
+def sharded(dtype=torch.float32, **options):
+    model = Whole().to(DEVICE, dtype)
     for part in model.parts:
         fully_shard(part, mesh=MESH["inside"], **options)
     return fully_shard(model, mesh=MESH["inside"], **options)
@@ -192,7 +192,7 @@ def case_backward_goes_on_while_a_module_is_exchanged():
     for module in divided.modules():
         if hasattr(module, "set_gradient_divide_factor"):  # PyTorch 2.8 or later
             module.set_gradient_divide_factor(float(MESH["inside"].size()))
-    others = [attached(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))]
+    others = [attached(dtype=torch.float16), attached(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))]
     if DEVICE.type == "cpu":
         others.append(attached(offload_policy=CPUOffloadPolicy(pin_memory=False)))
     for model in (hooked, divided, *others):
