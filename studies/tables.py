@@ -245,7 +245,7 @@ def by_steps(task, ranks):
         metric = slow_link.metric_of(rows)
         metric = "validation_loss" if metric == "loss" else "test_accuracy"
         found = []
-        for steps in sorted({row["steps"] for row in rows}):
+        for steps in sorted({row["steps"] for row in rows if row["label"] == "dense"}):
             at = {}
             for row in rows:
                 tuned = [r for r in rows if (r["label"], r["steps"]) == (row["label"], quality.TASKS[task][0])]
@@ -253,6 +253,25 @@ def by_steps(task, ranks):
                     at[row["label"]] = row[metric]
             found.append({"steps": steps, "dense": at["dense"], "sends": steps * quality.DENSITY["0.1 %"][ranks],
                           **{name: value - at["dense"] for name, value in at.items() if name != "dense"}})
+        return found
+    return load
+
+
+def steps_to_dense(*methods):
+    """A row for each task, method and rate, on 4 ranks with seed 0: the metric of dense at its best rate after as many steps as
+    quality.py takes by itself, and that of the method after more. Each run has a schedule of its own length."""
+    def load(folder):
+        found = []
+        for task, label, rate in methods:
+            rows = [row for row in quality_rows(folder) if (row["task"], row["ranks"], row["seed"]) == (task, 4, 0)]
+            is_text = slow_link.metric_of(rows) == "loss"
+            metric, digits = ("validation_loss", 3) if is_text else ("test_accuracy", 2)
+            dense = [row for row in rows if (row["label"], row["steps"]) == ("dense", quality.TASKS[task][0])]
+            [goal] = (row[metric] for row in dense if row["lr"] == quality.best_rate(dense))
+            at = {row["steps"]: row[metric] for row in rows if (row["label"], row["lr"]) == (label, rate)}
+            reached = [steps for steps, value in at.items() if (value <= goal if is_text else value >= goal)]
+            found.append({"task": task, "method": label, "dense": f"{goal:.{digits}f}", "needs": min(reached, default=None),
+                          **{f"after {steps}": f"{value:.{digits}f}" for steps, value in at.items()}})
         return found
     return load
 
@@ -714,6 +733,12 @@ TABLES = [
     Table("quality.md", "steps-resnet20", by_steps("resnet20", 4), {
         "steps": "{steps}", "dense": "{dense:.2f}",
         **{name: "{%s:+.2f}" % name for name in ("momentum correction, 1 %", "step ahead, shared indices, 0.1 %")}}),
+    Table("quality.md", "steps-to-dense", steps_to_dense(
+        ("gpt", "step ahead, shared indices, 0.1 %", 0.01),
+        ("lstm", "15 local steps, ahead, shared indices, 0.1 %", 0.01),
+        ("resnet20", "step ahead, shared indices, 0.1 %", 0.1)), {
+        "task": "{task}", "method": "{method}", "dense, 1000 steps": "{dense}",
+        **{f"{steps} steps": "{after %d}" % steps for steps in (1000, 1500, 2000, 3000)}, "reached": "{needs} steps"}),
     Table("quality.md", "outer-rates", outer_rates, {
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
         "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
