@@ -93,6 +93,9 @@ class LocalSteps:
     evaluates or saves one rank's replica by mistake; model.load_state_dict() loads x. Buffers, such as those of
     batch norm, stay each rank's own.
 
+    x and e are float32. A rank with parameters in 16 bits starts at x - ahead * e, rounded. What rounding takes off is
+    not exchanged, except that of moves which a rank has made beside an exchange (delay).
+
     model: any module that is whole on every rank, but not a DistributedDataParallel. All ranks take rank 0's
         parameters at the start.
     optimizer: any optimizer. Its state is never exchanged. With every=1, momentum correction replaces the
@@ -156,8 +159,11 @@ class LocalSteps:
         self.ahead, self.outer_lr, self.outer_momentum = own["ahead"], own["outer_lr"], own["outer_momentum"]
         takes_mean = self.outer_momentum > 0.0 or (every > 1 and isinstance(inner_optimizer(optimizer), torch.optim.SGD))
         self._follows_density = self.outer_lr == 0.0 and not takes_mean
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = _trainable(model)
         self._names, self._of_model = list(named), list(named.values())
+        place_of = {p: i for i, p in enumerate(self._of_model)}
+        all_names = model.named_parameters(remove_duplicate=False)  # a tied parameter has several
+        self._places = [(name, place_of[p]) for name, p in all_names if p in place_of]
         self._shard = Shard.of(self._of_model)
         if self._shard is not None and not isinstance(process_group, dist.ProcessGroup):
             raise _core.InvalidArgument(
@@ -239,7 +245,7 @@ class LocalSteps:
         if self._finished:
             return lambda: None
         parameters = list(enumerate(self._parameters))
-        moves = [p.to(torch.float32) - self._start(i, e) for (i, p), e in zip(parameters, self._residuals(0))]
+        moves = [p.to(torch.float32) - self._start(i, e).to(p.dtype) for (i, p), e in zip(parameters, self._residuals(0))]
 
         @torch.no_grad()
         def move() -> None:
@@ -297,7 +303,8 @@ class LocalSteps:
     def _reduce(self, f: int, here: Sequence[torch.Tensor]) -> _Arrived:
         updates = self._room_for_updates(f)
         for i, e, p, update in zip(self._fragments[f], self._residuals(f), here, updates):
-            torch.sub(self._start(i, e, update), p, out=update)
+            # The start as the replica had it: what is lost when it is rounded to 16 bits is no update.
+            torch.sub(self._start(i, e, update).to(self._of_model[i].dtype), p, out=update)
         try:
             applied, error = self._aggregator.reduce(updates, fragment=f), None
         except _core.NonFiniteError as e:
@@ -408,6 +415,12 @@ class LocalSteps:
 
     @torch.no_grad()
     def _take_loaded(self, _module: Any, _keys: Any) -> None:
+        self._expect_training("load_state_dict")
+        if any(p is not now for p, now in zip(self._of_model, _trainable(self.model).values())):
+            raise _core.InvalidArgument(
+                "skim.LocalSteps: load_state_dict has put new parameters into the model, which the optimizer does not "
+                "train; load without assign=True"
+            )
         self._discard_flights()
         for p, x in zip(self._parameters, self._shared):
             x.copy_(p)
@@ -421,10 +434,10 @@ class LocalSteps:
         self._flights.clear()
 
     def _replace_in_state(self, _module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for name, x in zip(self._names, self._shared):
+        for name, i in self._places:
             if prefix + name in state:
                 replaced = state[prefix + name] = state[prefix + name].detach().clone()
-                local(replaced).copy_(x)
+                local(replaced).copy_(self._shared[i])
 
     def finish(self) -> None:
         """Ends an open round, and leaves x in the model. Collective. Training is over after it.
@@ -584,6 +597,10 @@ class LocalSteps:
         if not found or (comm.rank, comm.size) in found:
             return found.get((comm.rank, comm.size))
         return torch.stack(list(found.values())).mean(0)
+
+
+def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _is_sgd_with_momentum(optimizer: Any) -> bool:

@@ -8,6 +8,7 @@ numbers that are multiples of the number of ranks all sums are exact, so the law
 
 import contextlib
 import copy
+import inspect
 import json
 import math
 import os
@@ -1297,6 +1298,29 @@ def case_local_steps_conserve_what_ranks_moved():
                 assert torch.equal(flat(model.parameters()), (x.float() - local.ahead * e.float()).double())
 
 
+def case_local_steps_conserve_what_16_bit_parameters_moved():
+    """x and residuals are float32. What a replica loses when it is rounded to 16 bits is no move."""
+    for options in ({"every": 1, "ahead": 0.0}, {"every": 1}, {"every": 3, "ahead": 0.5}):
+        model = Linear(dtype=torch.bfloat16)
+        torch.manual_seed(0)
+        for p in model.w:
+            nn.init.normal_(p)
+        local = local_steps(model, lambda p: torch.optim.SGD(p, lr=2.0**-14), outer_lr=0.5, **options)[1]
+        first, moved = shared(local), torch.zeros(sum(LENGTHS)).double()
+        for step in range(24):
+            local.optimizer.zero_grad()
+            model(gradients(step)).backward()
+            before = flat(model.parameters())
+            if step < 6:
+                local.optimizer.step()
+            moved += before - flat(model.parameters())
+            local.after_step()
+        x = flat(local.state_dict()["shared"].split(LENGTHS))
+        change = total(flat(local.residuals().values())) - SIZE * (x - first) / local.outer_lr
+        torch.testing.assert_close(total(moved), change, rtol=1e-6, atol=1e-5)
+        assert total(moved).abs().max() > 0.05
+
+
 def case_a_warm_local_step_allocates_no_copy_of_the_parameters():
     for options in ({}, {"outer_lr": 0.0}, {"ahead": 0.0}):
         model, local = local_steps(every=1, local="host", **options)
@@ -1457,20 +1481,33 @@ def case_ranks_may_take_unequal_numbers_of_local_steps():
     expect(skim.InvalidArgument, "after finish()", local.step)
 
 
+def ones(model):
+    return {name: torch.ones_like(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
 def case_a_replica_is_never_saved_by_mistake():
-    model, local = local_steps(every=2)
+    tied = Linear()
+    tied.also = nn.ParameterList([tied.w[1]])  # a parameter with two names
+    model, local = local_steps(tied, every=2)
     for step in range(3):
         one_local_step(model, local, step)
     own, x = flat(model.parameters()), shared(local)
     assert not torch.equal(own, x)
-    assert torch.equal(flat(model.state_dict().values()), x)
-    assert torch.equal(flat(nn.Sequential(model).state_dict().values()), x)
+    for saved, name in ((model.state_dict(), "also.0"), (nn.Sequential(model).state_dict(), "0.also.0")):
+        assert torch.equal(saved.pop(name).flatten().double(), x.split(LENGTHS)[1])
+        assert torch.equal(flat(saved.values()), x)
     assert torch.equal(flat(model.parameters()), own), "saving changes nothing"
     with local.shared():
         expect(skim.InvalidArgument, "inside shared()", local.step)
-    assert torch.equal(flat(copy.deepcopy(model).state_dict().values()), own), "a copy is a model like any other"
-    model.load_state_dict({name: torch.ones_like(p) for name, p in model.named_parameters()})
+        expect(skim.InvalidArgument, "load_state_dict inside shared()", model.load_state_dict, ones(model))
+    assert torch.equal(flat(model.parameters()), own) and torch.equal(shared(local), x)
+    of_copy = copy.deepcopy(model).state_dict()
+    del of_copy["also.0"]
+    assert torch.equal(flat(of_copy.values()), own), "a copy is a model like any other"
+    model.load_state_dict(ones(model))
     assert torch.equal(shared(local), torch.ones_like(x))
+    if "assign" in inspect.signature(model.load_state_dict).parameters:  # PyTorch 2.1 or later
+        expect(skim.InvalidArgument, "without assign=True", model.load_state_dict, ones(model), assign=True)
 
 
 def adamw(p):
