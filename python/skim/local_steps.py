@@ -188,9 +188,13 @@ class LocalSteps:
             self._shared = [p.detach().clone().to(torch.float32) for p in self._parameters]
             self._momentum = [torch.zeros_like(x) for x in self._shared] if self.outer_momentum > 0.0 else []
             if self._elastic is not None:
-                if "outer_momentum" in self._elastic.received:
-                    _into(self._momentum, self._elastic.received["outer_momentum"])
-                self._elastic.more = lambda: {"outer_momentum": _flat(self._momentum)} if self._momentum else {}
+                # The model's state has x, but rounded if the parameters have 16 bits.
+                is_rounded = any(p.dtype != torch.float32 for p in self._parameters)
+                kept = {"outer_momentum": self._momentum, "shared": self._shared if is_rounded else []}
+                for name, tensors in kept.items():
+                    if name in self._elastic.received:
+                        _into(tensors, self._elastic.received[name])
+                self._elastic.more = lambda: {name: _flat(tensors) for name, tensors in kept.items() if tensors}
                 self._elastic.last_exchange = self._last_exchange
                 self._elastic.before_change = self._moved
         self._fragments = self._aggregator.fragments

@@ -52,7 +52,7 @@ if HAS_TORCH:
 class Rank(threading.Thread):
     """A rank in a thread. It trains with gradients of its own until the run ends, or until it leaves or is lost."""
 
-    def __init__(self, run, *, kind="aggregator", joins=False, min_ranks=1, sends_left=None, **options):
+    def __init__(self, run, *, kind="aggregator", joins=False, min_ranks=1, sends_left=None, bits=32, **options):
         super().__init__(daemon=True)
         self.in_run, self.kind, self.joins, self.options = run, kind, joins, options
         self.number = len(run.ranks)
@@ -62,7 +62,7 @@ class Rank(threading.Thread):
         self.error, self.owed_before = None, []  # what the mean owes this rank, before each step
         self.steps_taken = []  # (number of the step, number of ranks)
         self.progress = {"step": 0}
-        self.model = nn.Linear(N, 1, bias=False)
+        self.model = nn.Linear(N, 1, bias=False, dtype=torch.float32 if bits == 32 else torch.bfloat16)
         run.ranks.append(self)
         self.start()
 
@@ -109,7 +109,7 @@ class Rank(threading.Thread):
         self.owed_before.append(self.residual() / self.group.size)
         if self.is_to_be_lost is not None and self.sends_left is None:
             self.sends_left = self.is_to_be_lost
-        self.model.weight.grad = self.gradient(step)
+        self.model.weight.grad = self.gradient(step).to(self.model.weight.dtype)
         if self.kind == "aggregator":
             assert self.compression.step()
             self.optimizer.step()
@@ -225,6 +225,17 @@ class Elastic(unittest.TestCase):
                         f"skim: {fourth.group.name} joined; 3 ranks now",
                     ],
                 )
+
+    def test_whoever_joins_gets_x_in_float32_though_the_model_has_16_bits(self):
+        run = Run()
+        first = Rank(run, kind="local", every=1, outer_lr=0.3, bits=16)
+        run.wait_until(first.trains)
+        second = Rank(run, kind="local", every=1, outer_lr=0.3, bits=16, joins=True)
+        run.wait_until(second.trains)
+        run.end()
+        of_both = [r.compression.state_dict()["shared"] for r in (first, second)]
+        self.assertFalse(torch.equal(of_both[0], of_both[0].bfloat16().float()))
+        self.assertTrue(torch.equal(*of_both))
 
     def test_a_rank_that_is_lost_takes_only_what_it_kept(self):
         for kind, options in KINDS[:3] + KINDS[5:6]:
