@@ -516,6 +516,15 @@ def case_local_steps_resume():
         other.load_state_dict(state["skim"])
         assert run(again, other, range(4, 9)) == losses
         dist.barrier()
+    with torch.no_grad():
+        model(batch(9)[0])  # leaves parameters gathered, of which state_dict() has shards
+    saved = {name: p.to_local().clone() for name, p in model.state_dict().items()}
+    assert any(not torch.equal(saved[name], p.to_local()) for name, p in model.named_parameters()), "x is no replica"
+    with torch.no_grad():
+        model(batch(9)[0])
+    model.load_state_dict({name: p.detach().clone() for name, p in model.state_dict().items()})
+    with local.shared():
+        assert all(torch.equal(p.to_local(), saved[name]) for name, p in model.named_parameters())
     foreign = {key.replace("shard_", "shard_9"): t for key, t in state["skim"].items()}
     expect(skim.StateError, "no state of shard_", other.load_state_dict, foreign)
 
