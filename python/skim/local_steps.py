@@ -159,7 +159,8 @@ class LocalSteps:
         self.ahead, self.outer_lr, self.outer_momentum = own["ahead"], own["outer_lr"], own["outer_momentum"]
         takes_mean = self.outer_momentum > 0.0 or (every > 1 and isinstance(inner_optimizer(optimizer), torch.optim.SGD))
         self._follows_density = self.outer_lr == 0.0 and not takes_mean
-        named = _trainable(model)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._names, self._of_model = list(named), list(named.values())
         place_of = {p: i for i, p in enumerate(self._of_model)}
         all_names = model.named_parameters(remove_duplicate=False)  # a tied parameter has several
@@ -388,6 +389,11 @@ class LocalSteps:
             raise _core.InvalidArgument(f"skim.LocalSteps: {what} inside shared(): the model holds x, not this rank's replica")
         if self._finished:
             raise _core.InvalidArgument(f"skim.LocalSteps: {what} after finish()")
+        if trained := next((name for name, p in self._frozen if p.requires_grad), None):
+            raise _core.InvalidArgument(
+                f"skim.LocalSteps: '{trained}' has requires_grad=True since LocalSteps was made, and would not be exchanged; "
+                "call finish() before that, and make LocalSteps anew"
+            )
 
     # ---- the shared parameters ------------------------------------------------------------------
 
@@ -420,7 +426,8 @@ class LocalSteps:
     @torch.no_grad()
     def _take_loaded(self, _module: Any, _keys: Any) -> None:
         self._expect_training("load_state_dict")
-        if any(p is not now for p, now in zip(self._of_model, _trainable(self.model).values())):
+        now = dict(self.model.named_parameters())
+        if any(now.get(name) is not p for name, p in zip(self._names, self._of_model)):
             raise _core.InvalidArgument(
                 "skim.LocalSteps: load_state_dict has put new parameters into the model, which the optimizer does not "
                 "train; load without assign=True"
@@ -601,10 +608,6 @@ class LocalSteps:
         if not found or (comm.rank, comm.size) in found:
             return found.get((comm.rank, comm.size))
         return torch.stack(list(found.values())).mean(0)
-
-
-def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _is_sgd_with_momentum(optimizer: Any) -> bool:

@@ -1658,6 +1658,17 @@ def case_local_steps_refuse():
         expect(wrong, f"{name}: must be", skim.LocalSteps, inner, optimizer, **{name: value})
     expect(wrong, "no momentum_correction here", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)
 
+    inner.w[0].requires_grad_(False)
+    model, local = local_steps(inner, every=2)
+    inner.w[1].requires_grad_(False)  # after that it stays as it is
+    model.load_state_dict(ones(model))
+    local.step()
+    inner.w[0].requires_grad_(True)
+    for f in (local.step, local.exchange, local.finish):
+        expect(wrong, "'w.0' has requires_grad=True since", f)
+    inner.w[0].requires_grad_(False)
+    local.finish()
+
 
 def main():
     global RANK, SIZE
