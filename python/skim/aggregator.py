@@ -11,6 +11,7 @@ import torch.distributed as dist
 from skim import _core
 from skim._compression import Compression, Options, buckets_of
 from skim.elastic import ElasticGroup
+from skim.tensor_half import FLOATS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,7 +90,8 @@ class Aggregator(Compression):
     def step(self, *, scale: float = 1.0) -> bool:
         """Replaces every tensor's grad by the mean over the ranks of the entries sent. Collective.
 
-        A grad that is None counts as zeros, and becomes a tensor. scale: the loss scale in the gradients.
+        A grad that is None counts as zeros, and becomes a tensor if the parameter requires a gradient.
+        scale: the loss scale in the gradients.
         Returns whether to apply the gradients. False: a gradient of the group held NaN or infinity. Then
         nothing was delivered, and the residuals keep the finite entries. With non_finite="raise", raises
         NonFiniteError on all ranks instead.
@@ -100,9 +102,10 @@ class Aggregator(Compression):
             )
         grads = []
         for t in self.tensors:
-            if t.grad is None:
-                t.grad = torch.zeros_like(t)
-            grads.append(t.grad)
+            grad = torch.zeros_like(t) if t.grad is None else t.grad
+            if t.requires_grad:  # an optimizer would change a frozen parameter that has a gradient, by its weight decay
+                t.grad = grad
+            grads.append(grad)
         return self.reduce(grads, scale=scale)
 
     @torch.no_grad()
@@ -112,6 +115,11 @@ class Aggregator(Compression):
         if [t.numel() for t in tensors] != lengths:
             raise _core.InvalidArgument(
                 f"skim.Aggregator: reduce needs {len(lengths)} tensors with the lengths that it was made for"
+            )
+        kinds = [t.dtype if t.layout is torch.strided else t.layout for t in tensors]
+        if wrong := [kind for kind in kinds if kind not in FLOATS]:
+            raise _core.InvalidArgument(
+                f"skim.Aggregator: the tensors that reduce takes are dense and float32, float16 or bfloat16, not {wrong[0]}"
             )
         tensor_of = dict(zip(self.fragments[fragment], tensors))
         with self.lock:

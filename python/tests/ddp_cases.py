@@ -1250,11 +1250,30 @@ def case_aggregator():
     assert all(torch.equal(d, torch.full_like(d, (SIZE - 1) / 2)) for d in differences)
     expect(skim.InvalidArgument, "needs 6 tensors", again.reduce, differences[:2])
 
+    wrong = [d.double() for d in differences], [d.to_sparse() for d in differences]
+    for tensors, what in zip(wrong, ("torch.float64", "torch.sparse_coo")):
+        expect(skim.InvalidArgument, f"are dense and float32, float16 or bfloat16, not {what}", again.reduce, tensors)
+    assert again.reduce(differences), "the group goes on"
+
     raising = skim.Aggregator(differences, density=1.0, exchange="dense", non_finite="raise")
     differences[0][3] = torch.inf if RANK == SIZE - 1 else 0.0
     expect(skim.NonFiniteError, "NaN or infinite", raising.reduce, differences)
     assert raising.reduce([torch.ones(n) for n in LENGTHS]), "the group goes on after such a step"
     expect(skim.InvalidArgument, "no 'skip'", skim.Aggregator, differences, non_finite="skip")
+
+
+def case_an_aggregator_leaves_frozen_parameters_as_they_are():
+    model = Linear()
+    for place, p in enumerate(model.w):
+        nn.init.ones_(p)
+        p.requires_grad_(place != 1)
+    aggregator = skim.Aggregator(model.parameters(), density=1.0, exchange="dense", value_code="f32")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    model(gradients(0), used={0, 1, 2}).backward()
+    aggregator.step()
+    optimizer.step()
+    assert model.w[1].grad is None and (model.w[1] == 1.0).all(), "weight decay would change it"
+    assert model.w[3].grad is not None, "another rank might have had a gradient"
 
 
 # ---- local steps
