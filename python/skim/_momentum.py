@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,6 +49,27 @@ def correction_for(optimizer: Any) -> Correction:
             "correction for the whole model; make them equal"
         )
     return found.pop()
+
+
+def expect_trains(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Call it before take_out(). Raises InvalidArgument if the optimizer does not train one of the parameters, to which
+    momentum correction will be applied. Warns if it trains others, which will have no momentum. optimizer: None: passes."""
+    if optimizer is None:
+        return
+    correction_for(inner := inner_optimizer(optimizer))
+    trains = {p for group in inner.param_groups for p in group["params"]}
+    others = [name for name, p in parameters.items() if p not in trains]
+    if others:
+        raise _core.InvalidArgument(
+            f"skim: the optimizer does not train {len(others)} of the model's parameters, '{others[0]}' among them, so momentum "
+            "correction would add to the momentum of the optimizer that does; give one that trains all, or leave out optimizer"
+        )
+    if more := sum(p.requires_grad for p in trains - set(parameters.values())):
+        warnings.warn(
+            f"skim: the optimizer also trains parameters of another model ({more} in all). They have no momentum any more, "
+            "unless Skim gets this optimizer with that model, too",
+            stacklevel=4,
+        )
 
 
 def take_out(optimizer: Any, of_updates: bool) -> None:

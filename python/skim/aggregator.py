@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from skim import _core
 from skim._compression import Compression, Options, buckets_of
+from skim._momentum import expect_trains
 from skim.elastic import ElasticGroup
 from skim.tensor_half import FLOATS
 
@@ -75,6 +76,8 @@ class Aggregator(Compression):
             density=density, optimizer=optimizer, of_updates=of_updates, total_steps=total_steps, selector=selector,
             local=local, offload=offload, replay=replay, non_finite=non_finite, others={"exchange": exchange, **options},
         )  # fmt: skip
+        if not of_updates:
+            expect_trains(optimizer, {name: t for name, t in named.items() if isinstance(t, torch.nn.Parameter)})
         super().__init__(named, compressed, process_group, timeout, writer)
         self.tensors = list(named.values())
         # The indices of each fragment's tensors, and of its buckets.

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from skim import _core
 from skim._compression import STATE, Compression, Options, Unit, buckets_of, packed, unpacked
 from skim._hook import raising_at_the_end, set_hook
+from skim._momentum import expect_trains
 from skim._report import Report
 from skim.dry_run import DryRun
 from skim.elastic import ElasticGroup
@@ -303,6 +304,7 @@ class DdpCompression(Compression):
             for name, p in ddp.module.named_parameters()
             if p.requires_grad and name not in ddp.parameters_to_ignore
         }
+        expect_trains(options.optimizer, self._parameters)
         # DDP keeps a gradient in the order of its parameter's memory, and so do residuals. Their names say so: a state
         # in another order does not fit.
         named = {name + _order_of(p): p for name, p in self._parameters.items()}

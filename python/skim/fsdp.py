@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from skim import _core
 from skim._compression import Compression, Options, Unit
+from skim._momentum import expect_trains
 from skim._shards import Shard, is_sharded, local
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class FsdpCompression(Compression):
             buckets.append(tuple(range(first, len(shards))))
             self._groups.append(group)
             hooked.append((of_module, module, len(buckets) - 1))
+        expect_trains(options.optimizer, {name: p for p, name in names.items() if p.requires_grad})
         shard = Shard.of(names)
         assert shard is not None
         self._shard = shard

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
 from skim._compression import packed, unpacked
-from skim._momentum import correction_for, inner_optimizer
+from skim._momentum import correction_for, expect_trains, inner_optimizer
 from skim._report import Report
 from skim._shards import Shard, local, reshard
 from skim.aggregator import Aggregator
@@ -171,11 +171,11 @@ class LocalSteps:
                 "skim.LocalSteps: the parameters are shards: give process_group= the ranks that have the same shards, one "
                 "in each island (not an ElasticGroup)"
             )
+        corrected = optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None
+        expect_trains(corrected, named)
         self._aggregator = Aggregator(
             zip(self._names, self._parameters), density=density, exchange=exchange, process_group=process_group,
-            fragments=fragments,
-            optimizer=optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None, of_updates=True,
-            **options,
+            fragments=fragments, optimizer=corrected, of_updates=True, **options,
         )  # fmt: skip
         if self._shard is not None:
             self._aggregator.inside = self._shard.connect(options.get("timeout", 1800.0))

@@ -587,6 +587,23 @@ def case_momentum_never_counts_twice():
     groups = [{"params": [p], "momentum": 0.1 * i} for i, p in enumerate(inner.parameters())]
     expect(wrong, "differ in momentum (0.0, 0.1", skim.attach, DDP(inner), optimizer=torch.optim.SGD(groups, lr=0.1))
 
+    # Another optimizer trains some of the parameters, or this one trains those of another model.
+    inner, other = Linear(), Linear()
+    some = torch.optim.AdamW([*inner.parameters()][1:], lr=0.1)
+    for make in (
+        lambda: skim.attach(DDP(inner), optimizer=some),
+        lambda: skim.Aggregator(inner.named_parameters(), optimizer=some),
+        lambda: skim.LocalSteps(inner, torch.optim.SGD([*inner.parameters()][1:], lr=0.1, momentum=0.9)),
+    ):
+        expect(wrong, "does not train 1 of the model's parameters, 'w.0' among them", make)
+    assert some.param_groups[0]["betas"] == (0.9, 0.999)
+    both = torch.optim.AdamW([*inner.parameters(), *other.parameters()], lr=0.1)
+    other.w[0].requires_grad_(False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        attached(inner, attach={"optimizer": both})
+    assert [f"parameters of another model ({len(LENGTHS) - 1} in all)" in str(w.message) for w in told] == [True], told
+
     # A scheduler that sets it.
     inner, optimizer = sgd()
     model = attached(inner, attach={"optimizer": optimizer})
@@ -612,10 +629,10 @@ def case_momentum_never_counts_twice():
 
     class Wrapper:  # as accelerate's
         def __init__(self):
-            self.optimizer = sgd()[1]
+            self.inner, self.optimizer = sgd()
 
     wrapped = Wrapper()
-    aggregator = skim.Aggregator(Linear().parameters(), optimizer=wrapped)
+    aggregator = skim.Aggregator(wrapped.inner.parameters(), optimizer=wrapped)
     assert aggregator.momentum.momentum_correction == 0.9
     assert wrapped.optimizer.param_groups[0]["momentum"] == 0.0
 
