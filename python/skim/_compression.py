@@ -248,6 +248,8 @@ class Compression:
                 )
             if p.device.type == "meta":
                 raise _core.InvalidArgument(f"skim: parameter '{name}' is on 'meta', without memory")
+        if writer is not None and not hasattr(writer, "add_scalar"):
+            raise _core.InvalidArgument(f"skim: writer: must have add_scalar(tag, value, step), not {writer!r}")
         self.names = list(parameters)
         self.lengths = [p.numel() for p in parameters.values()]
         is_elastic = isinstance(process_group, ElasticGroup)

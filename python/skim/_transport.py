@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from skim import _core
+from skim._checks import expect_positive
 
 # Counts the groups that this process has made for each list of ranks. All ranks make them in the same
 # order, so the names of their stores agree.
@@ -168,14 +169,19 @@ def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Comm
     process_group: of any backend, because Skim sends from host memory. None: the default process group.
     timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
 
-    Raises InvalidArgument if torch.distributed has no process group yet.
+    Raises InvalidArgument if torch.distributed has no process group yet, or an argument cannot work.
     """
+    expect_positive("skim: timeout", timeout)
     if not dist.is_available() or not dist.is_initialized():
         raise _core.InvalidArgument(
             "skim: torch.distributed has no process group yet; call torch.distributed."
             "init_process_group first (torchrun sets the environment variables that it needs)"
         )
     group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise _core.InvalidArgument(
+            f"skim: the process group must be one of torch.distributed, with this rank in it, not {process_group!r}"
+        )
     ranks = dist.get_process_group_ranks(group)
     name = ",".join(map(str, ranks))
     number = next(_made.setdefault(name, itertools.count()))

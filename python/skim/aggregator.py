@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from skim import _core
+from skim._checks import expect_positive, expect_whole
 from skim._compression import Compression, Options, buckets_of
 from skim._momentum import expect_trains
 from skim.elastic import ElasticGroup
@@ -69,6 +70,8 @@ class Aggregator(Compression):
         writer: Any = None,
         **options: Unpack[ReducerOptions],
     ) -> None:
+        expect_whole("skim.Aggregator: fragments", fragments, 1)
+        expect_positive("skim.Aggregator: bucket_mb", bucket_mb)
         if fragments > 1 and isinstance(process_group, ElasticGroup):
             raise _core.InvalidArgument("skim.Aggregator: an ElasticGroup needs fragments=1")
         named = _named(tensors)
@@ -141,10 +144,11 @@ class Aggregator(Compression):
         return list(self.residuals_of_buckets(self._buckets_of[fragment], copied=False).values())
 
     def densities(self, fragment: int = 0) -> list[float]:
-        """k / n of the bucket of each tensor of a fragment, in its last reduce(); 1: it went dense. Equal on all ranks."""
+        """k / n of the bucket of each tensor of a fragment, in its last reduce(); 1: it went dense, 0: it has no entries.
+        Equal on all ranks."""
         assert self.buckets is not None
         of_bucket = {index: self.statistics.buckets[index] for index in self._buckets_of[fragment]}
-        return [b.k / b.n for index, b in of_bucket.items() for _ in self.buckets[index]]
+        return [b.k / max(1, b.n) for index, b in of_bucket.items() for _ in self.buckets[index]]
 
 
 def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:

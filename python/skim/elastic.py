@@ -13,6 +13,7 @@ import datetime
 import itertools
 import json
 import logging
+import numbers
 import os
 import secrets
 import socket
@@ -220,8 +221,8 @@ class ElasticGroup:
             ("lost_after", lost_after, 1e-3),
             ("patience", patience, 0),
         ):
-            if not value >= least:
-                raise _core.InvalidArgument(f"skim.ElasticGroup: {name}: must be at least {least}, not {value}")
+            if not isinstance(value, numbers.Real) or not value >= least:
+                raise _core.InvalidArgument(f"skim.ElasticGroup: {name}: must be at least {least}, not {value!r}")
         for name, part in state.items():
             if not isinstance(part, dict) and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise _core.InvalidArgument(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
+from skim._checks import expect_whole
 from skim._compression import packed, unpacked
 from skim._momentum import correction_for, expect_trains, inner_optimizer
 from skim._report import Report
@@ -137,13 +138,9 @@ class LocalSteps:
                 "skim.LocalSteps: DistributedDataParallel exchanges the gradients of every step; give the model "
                 "without it"
             )
-        for name, value, allowed, is_allowed in (
-            ("every", every, "a whole number of at least 1", isinstance(every, int) and every >= 1),
-            ("delay", delay, "a whole number in [0, every]", isinstance(delay, int) and 0 <= delay <= every),
-            ("fragments", fragments, "a whole number in [1, every]", isinstance(fragments, int) and 1 <= fragments <= every),
-        ):
-            if not is_allowed:
-                raise _core.InvalidArgument(f"skim.LocalSteps: {name}: must be {allowed}, not {value}")
+        expect_whole("skim.LocalSteps: every", every, 1)
+        expect_whole("skim.LocalSteps: delay", delay, 0, every, "every")
+        expect_whole("skim.LocalSteps: fragments", fragments, 1, every, "every")
         for name in ("momentum_correction", "momentum_dampening", "nesterov_correction"):
             if options.get(name):
                 raise _core.InvalidArgument(

@@ -1116,6 +1116,29 @@ def case_refusals():
         ("select_block", True, "must be a whole number, not True"),
     ):
         expect(wrong, f"{name}: {what}", skim.attach, DDP(Linear()), **{name: value})
+    inner = Linear()
+
+    def aggregator(**options):
+        return skim.Aggregator(inner.parameters(), **options)
+
+    def local_steps(**options):
+        return skim.LocalSteps(inner, torch.optim.SGD(inner.parameters(), lr=1.0), **options)
+
+    for name, value, what, *makers in (
+        ("timeout", 0, "must be a number above 0, not 0", lambda **o: skim.attach(DDP(inner), **o), aggregator, local_steps),
+        ("timeout", math.nan, "must be a number above 0, not nan", aggregator),
+        ("writer", 3, "must have add_scalar(tag, value, step), not 3", aggregator),
+        ("bucket_mb", 0, "must be a number above 0, not 0", aggregator, local_steps),
+        ("bucket_mb", "1", "must be a number above 0, not '1'", aggregator),
+        ("fragments", 0, "must be a whole number of at least 1, not 0", aggregator),
+        ("every", "3", "must be a whole number of at least 1, not '3'", local_steps),
+        ("every", True, "must be a whole number of at least 1, not True", local_steps),
+        ("delay", 2, "must be a whole number in [0, every], not 2", local_steps),
+    ):
+        for make in makers:
+            expect(wrong, f"{name}: {what}", make, **{name: value})
+    expect(wrong, "one of torch.distributed, with this rank in it, not 3", aggregator, process_group=3)
+
     expect(wrong, "no option 'value_cod'; did you mean 'value_code'?", skim.attach, DDP(Linear()), value_cod="f16")
     expect(wrong, "among: needs exchange='auto'", skim.attach, DDP(Linear()), exchange="gtopk", among=["gtopk"])
     expect(wrong, "decay", skim.attach, DDP(Linear()), residual_decay=1.5)
@@ -1291,6 +1314,16 @@ def case_an_aggregator_leaves_frozen_parameters_as_they_are():
     optimizer.step()
     assert model.w[1].grad is None and (model.w[1] == 1.0).all(), "weight decay would change it"
     assert model.w[3].grad is not None, "another rank might have had a gradient"
+
+
+def case_buckets_without_entries():
+    for make in (lambda p: torch.optim.SGD(p, lr=1.0), lambda p: torch.optim.AdamW(p)):
+        model, local = local_steps(Linear((3, 0, 500)), make, outer_lr=0.0, bucket_mb=1e-6)
+        for step in range(2):
+            local.optimizer.zero_grad()
+            model(gradients(step, lengths=(3, 0, 500))).backward()
+            local.step()
+        assert model.w[2].abs().max() > 0.0
 
 
 # ---- local steps

@@ -421,6 +421,7 @@ class Elastic(unittest.TestCase):
             (skim.InvalidArgument, "address: must be 'host:port', not 'x'", group, {"address": "x"}),
             (skim.CommError, "no store at localhost:1 .*; start one", group, {"address": "localhost:1", "timeout": 1}),
             (skim.InvalidArgument, "min_ranks: must be at least 1, not 0", group, {"min_ranks": 0}),
+            (skim.InvalidArgument, "timeout: must be at least 0.001, not '9'", group, {"timeout": "9"}),
             (skim.InvalidArgument, "lost_after: must be at least 0.001, not nan", group, {"lost_after": float("nan")}),
             (skim.InvalidArgument, "state: 'step' must be a dict or have", group, {"state": {"step": 3}}),
             (skim.InvalidArgument, "delay=0 and fragments=1", local, {"every": 3, "delay": 1}),

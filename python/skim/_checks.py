@@ -1,0 +1,23 @@
+"""Checks of arguments. They raise InvalidArgument, which says what is wrong and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+from skim import _core
+
+
+def expect_whole(name: str, value: Any, least: int, most: int | None = None, words: str = "") -> None:
+    """words: for `most` in the message, if it is another argument."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"in [{least}, {words or most}]"
+        raise _core.InvalidArgument(f"{name}: must be a whole number {allowed}, not {value!r}")
+
+
+def expect_positive(name: str, value: Any) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0.0 < value < math.inf:
+        raise _core.InvalidArgument(f"{name}: must be a number above 0, not {value!r}")
