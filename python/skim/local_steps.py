@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from skim.aggregator import Aggregator
 from skim.elastic import ElasticGroup
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
     from skim._options import LocalStepsOptions
@@ -138,6 +139,9 @@ class LocalSteps:
                 "skim.LocalSteps: DistributedDataParallel exchanges the gradients of every step; give the model "
                 "without it"
             )
+        hooks = (hook for module in model.modules() for hook in module._state_dict_hooks.values())
+        if any(isinstance(hook, _Hook) and hook.call for hook in hooks):
+            raise _core.InvalidArgument("skim.LocalSteps: this model has LocalSteps already; call finish() first")
         expect_whole("skim.LocalSteps: every", every, 1)
         expect_whole("skim.LocalSteps: delay", delay, 0, every, "every")
         expect_whole("skim.LocalSteps: fragments", fragments, 1, every, "every")
@@ -158,10 +162,8 @@ class LocalSteps:
         self._follows_density = self.outer_lr == 0.0 and not takes_mean
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._names, self._of_model = list(named), list(named.values())
-        place_of = {p: i for i, p in enumerate(self._of_model)}
-        all_names = model.named_parameters(remove_duplicate=False)  # a tied parameter has several
-        self._places = [(name, place_of[p]) for name, p in all_names if p in place_of]
+        self._of_model = list(named.values())
+        self._names = [name.replace("_orig_mod.", "") for name in named]  # torch.compile puts it there
         self._shard = Shard.of(self._of_model)
         if self._shard is not None and not isinstance(process_group, dist.ProcessGroup):
             raise _core.InvalidArgument(
@@ -201,10 +203,10 @@ class LocalSteps:
         self._steps = 0  # of the open round
         self._is_shared = False  # inside shared()
         self._finished = False
-        self._hooks = [
-            model._register_state_dict_hook(_Hook(self._replace_in_state)),
-            model.register_load_state_dict_post_hook(_Hook(self._take_loaded)),
-        ]
+        self._loads: torch.nn.Module | None = None  # what load_state_dict was called for
+        self._loaded: set[int] = set()  # the parameters that it has loaded
+        place_of = {p: i for i, p in enumerate(self._of_model)}
+        self._hooks = [hook for module in model.modules() for hook in self._hooks_of(module, place_of)]
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -374,11 +376,12 @@ class LocalSteps:
         return torch.sub(x, residual.view(x.shape).to(x.device), alpha=self.ahead, out=out)
 
     @torch.no_grad()
-    def _restart(self) -> None:
+    def _restart(self, which: Container[int]) -> None:
         for f, members in enumerate(self._fragments):
             for i, e in zip(members, self._residuals(f)):
-                p = local(self._of_model[i])
-                p.copy_(self._start(i, e, p))
+                if i in which:
+                    p = local(self._of_model[i])
+                    p.copy_(self._start(i, e, p))
         self._reshard()
 
     def _expect_training(self, what: str) -> None:
@@ -420,32 +423,50 @@ class LocalSteps:
         if self._shard is not None:
             reshard(self.model)
 
+    def _hooks_of(self, module: torch.nn.Module, place_of: Mapping[torch.Tensor, int]) -> list[RemovableHandle]:
+        """Makes x of what a module saves and loads. Each module has them, because it may be saved and loaded by itself."""
+        places = {name: place_of[p] for name, p in module._parameters.items() if p is not None and p in place_of}
+
+        def replace(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+            for name, i in places.items():
+                if prefix + name in state:
+                    replaced = state[prefix + name] = state[prefix + name].detach().clone()
+                    local(replaced).copy_(self._shared[i])
+
+        def begin_load(state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+            if prefix == "":  # the modules in this one follow
+                self._land(self._flights)
+                self._loads, self._loaded = module, set()
+            self._loaded.update(i for name, i in places.items() if prefix + name in state)
+
+        def end_load(_module: Any, _keys: Any) -> None:
+            self._expect_training("load_state_dict")
+            if any(module._parameters[name] is not self._of_model[i] for name, i in places.items()):
+                raise _core.InvalidArgument(
+                    "skim.LocalSteps: load_state_dict has put new parameters into the model, which the optimizer does not "
+                    "train; load without assign=True"
+                )
+            if module is self._loads:
+                self._take_loaded()
+
+        return [
+            module._register_state_dict_hook(_Hook(replace)),
+            module._register_load_state_dict_pre_hook(_Hook(begin_load)),
+            module.register_load_state_dict_post_hook(_Hook(end_load)),
+        ]
+
     @torch.no_grad()
-    def _take_loaded(self, _module: Any, _keys: Any) -> None:
-        self._expect_training("load_state_dict")
-        now = dict(self.model.named_parameters())
-        if any(now.get(name) is not p for name, p in zip(self._names, self._of_model)):
-            raise _core.InvalidArgument(
-                "skim.LocalSteps: load_state_dict has put new parameters into the model, which the optimizer does not "
-                "train; load without assign=True"
-            )
-        self._discard_flights()
-        for p, x in zip(self._parameters, self._shared):
-            x.copy_(p)
+    def _take_loaded(self) -> None:
+        for i in self._loaded:
+            self._shared[i].copy_(local(self._of_model[i]))
         self._steps = 0
-        self._restart()
+        self._restart(self._loaded)
 
     def _discard_flights(self) -> None:
         """Discards open exchanges, because their means belong to an x that has been replaced."""
         for flight in self._flights.values():
             flight.arrived.exception()  # waits
         self._flights.clear()
-
-    def _replace_in_state(self, _module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for name, i in self._places:
-            if prefix + name in state:
-                replaced = state[prefix + name] = state[prefix + name].detach().clone()
-                local(replaced).copy_(self._shared[i])
 
     def finish(self) -> None:
         """Ends an open round, and leaves x in the model. Collective. Training is over after it.
@@ -538,7 +559,7 @@ class LocalSteps:
             _into(self._momentum, state["outer_momentum"])
         self._steps = int(state["round"])
         if replica is None:
-            self._restart()
+            self._restart(range(len(self._of_model)))
         else:
             _into(self._parameters, replica)
         if not steps_left or sent_from is None:

@@ -1566,6 +1566,7 @@ def case_a_replica_is_never_saved_by_mistake():
         assert torch.equal(saved.pop(name).flatten().double(), x.split(LENGTHS)[1])
         assert torch.equal(flat(saved.values()), x)
     assert torch.equal(flat(model.parameters()), own), "saving changes nothing"
+    assert torch.equal(flat(tied.w.state_dict().values()), x), "also a part of the model"
     with local.shared():
         expect(skim.InvalidArgument, "inside shared()", local.step)
         expect(skim.InvalidArgument, "load_state_dict inside shared()", model.load_state_dict, ones(model))
@@ -1575,6 +1576,34 @@ def case_a_replica_is_never_saved_by_mistake():
     assert torch.equal(flat(of_copy.values()), own), "a copy is a model like any other"
     model.load_state_dict(ones(model))
     assert torch.equal(shared(local), torch.ones_like(x))
+    one_local_step(model, local, 3)
+    tied.w.load_state_dict({"0": torch.zeros(LENGTHS[0])}, strict=False)
+    x = shared(local)
+    assert all(torch.equal(x, of_rank) for of_rank in everywhere(x)), "what was not loaded is x, and no replica"
+    same(x, torch.cat([torch.zeros(LENGTHS[0]), torch.ones(sum(LENGTHS[1:]))]).double())
+
+    model, local = local_steps(every=1, delay=1)
+    for step in range(3):
+        one_local_step(model, local, step)
+    model.load_state_dict(ones(model))  # while an exchange is under way
+    assert torch.equal(shared(local), torch.ones_like(x))
+    one_local_step(model, local, 3)
+    local.finish()
+    x = flat(model.parameters())
+    assert all(torch.equal(x, of_rank) for of_rank in everywhere(x))
+
+    inner, sgd = Linear(), lambda p: torch.optim.SGD(p, lr=1.0)
+    compiled = torch.compile(inner, backend="eager")
+    local = local_steps(compiled, sgd)[1]
+    assert list(local.residuals()) == [name for name, _ in inner.named_parameters()]
+    one_local_step(inner, local, 0)
+    for saved in (compiled.state_dict(), inner.state_dict()):
+        assert torch.equal(flat(saved.values()), shared(local)), "compiled or not"
+    expect(skim.InvalidArgument, "has LocalSteps already; call finish() first", local_steps, inner, sgd)
+    local.finish()
+    local_steps(inner, sgd)
+
+    model, local = local_steps()
     if "assign" in inspect.signature(model.load_state_dict).parameters:  # PyTorch 2.1 or later
         expect(skim.InvalidArgument, "without assign=True", model.load_state_dict, ones(model), assign=True)
 
