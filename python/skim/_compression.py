@@ -424,7 +424,7 @@ class Compression:
     def reduce_nothing(self) -> None:
         """Takes part in a step without gradients, and drops the mean. Collective."""
         assert self.buckets is not None
-        nothing = {i: torch.zeros(length) for i, length in enumerate(self.lengths)}
+        nothing = {i: torch.zeros(length, dtype=torch.float32, device="cpu") for i, length in enumerate(self.lengths)}
         self.reduce_buckets(range(len(self.buckets)), nothing, 1.0)
 
     def end_of_step(self) -> None:

@@ -68,7 +68,7 @@ class Kept(ABC):
         for slot, parameters in layout:
             devices = [self.device_of(places[name][0]) for name, _ in parameters if name in places]
             lengths = [n for _, n in parameters]
-            whole = torch.zeros(sum(lengths), device=devices[0] if devices else "cpu")
+            whole = torch.zeros(sum(lengths), dtype=torch.float32, device=devices[0] if devices else "cpu")
             for (name, _), part in zip(parameters, whole.split(lengths)):
                 if name in places:
                     self.load(*places[name], part)
@@ -113,7 +113,7 @@ class Coded(Kept):
         """in_triton: if Triton may encode them."""
         self._code, self._in_triton = code, in_triton
         self._stores: dict[int, ResidualStore] = {}
-        self._floats = torch.zeros(0)
+        self._floats = torch.zeros(0, dtype=torch.float32, device="cpu")
         self._open: int | None = None
 
     def of(self, slot: int) -> torch.Tensor:
@@ -121,7 +121,8 @@ class Coded(Kept):
         if self._open != slot or self._floats.device != store.device:
             self.close()
             if self._floats.device != store.device or self._floats.numel() < store.n:
-                self._floats = torch.empty(max(s.n for s in self._stores.values()), device=store.device)
+                largest = max(s.n for s in self._stores.values())
+                self._floats = torch.empty(largest, dtype=torch.float32, device=store.device)
             store.load(self._floats[: store.n])
             self._open = slot
         return self._floats[: store.n]
@@ -244,14 +245,15 @@ class Offloaded(Kept):
 
 def _of_host(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of x in the host's memory, from which the device can copy by itself."""
-    return torch.empty(x.numel(), pin_memory=device.type == "cuda").copy_(x)  # pin_memory() may pin for another device
+    is_pinned = device.type == "cuda"  # x.pin_memory() may pin for another device
+    return torch.empty(x.numel(), dtype=torch.float32, device="cpu", pin_memory=is_pinned).copy_(x)
 
 
 class Room:
     """Memory of a device for one slot."""
 
     def __init__(self) -> None:
-        self.floats = torch.zeros(0)
+        self.floats = torch.zeros(0, dtype=torch.float32, device="cpu")
         self.copied: torch.cuda.Event | None = None  # the end of the last copy to it or from it, and of its last use
 
 
@@ -279,7 +281,7 @@ class Copies:
 
     def room(self, n: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """n floats on the device for such copies, and from when on they may be overwritten."""
-        floats = torch.empty(n, device=self.device)
+        floats = torch.empty(n, dtype=torch.float32, device=self.device)
         for stream in self._streams:
             floats.record_stream(stream)
         return floats, self.work_so_far()

@@ -44,7 +44,7 @@ class ResidualStore:
             out.copy_(self.values[first:end])
             return
         if skip := first % BLOCK:
-            whole = torch.empty(skip + out.numel(), device=self.device)
+            whole = torch.empty(skip + out.numel(), dtype=torch.float32, device=self.device)
             self.load(whole, first - skip)
             out.copy_(whole[skip:])
             return
@@ -74,7 +74,7 @@ class ResidualStore:
 
     def _store_blocks(self, x: torch.Tensor, random: torch.Tensor, first: int) -> None:
         n, blocks = x.numel(), -(-x.numel() // BLOCK)
-        magnitude = torch.zeros(blocks * BLOCK, device=x.device)
+        magnitude = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=x.device)
         torch.abs(x, out=magnitude[:n])
         exponent = exponent_for(magnitude.view(-1, BLOCK).amax(1))
         magnitude.view(-1, BLOCK).mul_(power_of_two(-exponent)[:, None])

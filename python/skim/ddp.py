@@ -278,7 +278,7 @@ def state_template(checkpoint_id: str | os.PathLike[str], prefix: str = "skim") 
     for key, value in known.items():
         head, _, name = key.rpartition(".")
         if head == prefix:
-            found[name] = torch.empty(value.size, dtype=value.properties.dtype)  # type: ignore[union-attr]
+            found[name] = torch.empty(value.size, dtype=value.properties.dtype, device="cpu")  # type: ignore[union-attr]
     if not any(map(STATE.search, found)):
         raise _core.StateError(f"skim: no state of Skim is called '{prefix}' in '{checkpoint_id}'")
     return found

@@ -133,7 +133,7 @@ class DryRun:
         totals = dict.fromkeys([r.name for r in rows], 0.0)
         for g in self._gradients:
             k = _core.entries(density, g.numel())
-            selector, residual = _core.Selector("exact"), torch.zeros(g.numel())
+            selector, residual = _core.Selector("exact"), torch.zeros(g.numel(), dtype=torch.float32, device="cpu")
             chosen = selector.select(array(g), k, residual=array(residual))  # finds the threshold; not timed
             residual.zero_()
             start = time.perf_counter()

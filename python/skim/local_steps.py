@@ -506,10 +506,9 @@ class LocalSteps:
         rank, size = self._aggregator.comm.rank, self._aggregator.comm.size
         arrived = {f: flight.arrived.result() for f, flight in self._flights.items()}
         found = dict(self._aggregator.state_dict())
-        found["round"] = torch.tensor([self._steps])
-        found["steps_left"] = torch.tensor(
-            [self._flights[f].steps_left if f in self._flights else 0 for f in range(len(self._fragments))]
-        )
+        found["round"] = torch.tensor([self._steps], device="cpu")
+        steps_left = [self._flights[f].steps_left if f in self._flights else 0 for f in range(len(self._fragments))]
+        found["steps_left"] = torch.tensor(steps_left, device="cpu")
         found[PARAMETERS] = packed([(name, x.numel()) for name, x in zip(self._names, self._shared)])
         found["shared"] = _flat(self._shared)
         if self._momentum:
@@ -517,7 +516,7 @@ class LocalSteps:
         if self._steps > 0 or self._flights or len(self._fragments) > 1:
             found[f"replica_{rank}_{size}"] = _flat([p.detach().to(torch.float32) for p in self._parameters])
         if self._flights:
-            found["applied"] = torch.tensor([arrived[f].applied for f in sorted(arrived)])
+            found["applied"] = torch.tensor([arrived[f].applied for f in sorted(arrived)], device="cpu")
             found["means"] = _flat([mean for f in sorted(arrived) for mean in arrived[f].means])
             sent_from = [here for f in sorted(self._flights) for here in self._flights[f].sent_from or ()]
             found[f"sent_from_{rank}_{size}"] = _flat(sent_from)
@@ -598,7 +597,7 @@ class LocalSteps:
                 "skim.LocalSteps: the state has exchanges under way, which do not fit other parameters; save one after "
                 "exchange()"
             )
-        fitted = {**state, "steps_left": torch.zeros(len(self._fragments), dtype=torch.int64)}
+        fitted = {**state, "steps_left": torch.zeros(len(self._fragments), dtype=torch.int64, device="cpu")}
         for key, flat in state.items():
             if key not in ("shared", "outer_momentum") and not key.startswith("replica_"):
                 continue

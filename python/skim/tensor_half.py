@@ -161,7 +161,7 @@ class TensorLocalHalf:
         if self.keeps_residuals:
             residual = self._residuals.open(slot, grad.device)
         else:
-            residual = torch.zeros(task.n, device=grad.device)
+            residual = torch.zeros(task.n, dtype=torch.float32, device=grad.device)
         into = Collected(buffers.keys(words.k).zero_(), words.counts.zero_(), words.norms2)
         factor, measured = float(np.float32(1.0) / np.float32(task.scale)), None
         if self._clip > 0.0 or self._momentum > 0.0:
@@ -175,7 +175,7 @@ class TensorLocalHalf:
 
     def _changed(self, task: _core.LocalTask, gradient: torch.Tensor, squared: torch.Tensor) -> torch.Tensor:
         """What local clipping and momentum correction make of the gradient. squared: |gradient / scale|^2."""
-        scale = torch.full((), task.scale, device=gradient.device)
+        scale = torch.full((), task.scale, dtype=torch.float32, device=gradient.device)
         if self._clip > 0.0:
             limit = self._clip * math.sqrt(task.n / (task.ranks * sum(self._lengths.values())))
             excess = (squared.sqrt() / limit).clamp(min=1.0)
@@ -325,7 +325,7 @@ class TensorLocalHalf:
 
         Valid until the layout changes; with another residual_code than f32, or with offload, until any other call.
         """
-        return self._residuals.read(slot) if self.keeps_residuals else torch.zeros(0)
+        return self._residuals.read(slot) if self.keeps_residuals else torch.zeros(0, dtype=torch.float32, device="cpu")
 
     # ---- between device and host ----------------------------------------------------------------
 
@@ -405,7 +405,7 @@ class Buffers:
         self.device = device
         self._keys = torch.zeros(0, dtype=torch.int64, device=device)
         self._words: dict[int, Words] = {}
-        self._waiting = torch.zeros(0, dtype=torch.int32)  # what is on its way to the device
+        self._waiting = torch.zeros(0, dtype=torch.int32, device="cpu")  # what is on its way to the device
         self._used = 0  # words of it
         self.moved_bytes = 0
 
@@ -466,7 +466,7 @@ class Buffers:
 
 def pinned(words: int, device: torch.device) -> torch.Tensor:
     """int32 [words], zeros, in the host's memory."""
-    return torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return torch.zeros(words, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
 
 @dataclasses.dataclass

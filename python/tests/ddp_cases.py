@@ -1316,6 +1316,51 @@ def case_an_aggregator_leaves_frozen_parameters_as_they_are():
     assert model.w[3].grad is not None, "another rank might have had a gradient"
 
 
+def case_the_default_dtype_of_pytorch_does_not_matter():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        case_mass_is_conserved_through_the_rebuild_of_buckets()
+        case_an_infinite_step_is_taken_back()
+        case_clipped_gradients_are_equal()
+        case_aggregator()
+        case_local_steps_resume_bit_by_bit()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def case_the_default_device_of_pytorch_does_not_matter():
+    def steps(model, optimizer, step):
+        for i in range(4):
+            optimizer.zero_grad()
+            model(gradients(i)).backward()
+            step()
+
+    def under_ddp(**options):
+        model = DDP(Linear())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        skim.attach(model, **{**EXACT, "optimizer": optimizer, **options})
+        steps(model, optimizer, optimizer.step)
+        skim.load_state_dict(model, skim.state_dict(model))
+
+    def in_rounds(**options):
+        model, local = local_steps(**options)
+        steps(model, local.optimizer, local.step)
+        state = local.state_dict()
+        assert {t.device.type for t in state.values()} == {"cpu"}
+        local.load_state_dict(state)
+        steps(model, local.optimizer, local.step)
+        local.finish()
+
+    torch.set_default_device("meta")  # which has no memory
+    try:
+        for options in ({}, {"residual_code": "bf16"}, {"residual_code": "q8"}, {"exchange": "shared-indices"}):
+            under_ddp(**options)
+        for options in ({"every": 1}, {"every": 3, "delay": 2}, {"every": 3, "fragments": 2, "outer_momentum": 0.5}):
+            in_rounds(**options)
+    finally:
+        torch.set_default_device(None)
+
+
 def case_buckets_without_entries():
     for make in (lambda p: torch.optim.SGD(p, lr=1.0), lambda p: torch.optim.AdamW(p)):
         model, local = local_steps(Linear((3, 0, 500)), make, outer_lr=0.0, bucket_mb=1e-6)
