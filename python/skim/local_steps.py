@@ -433,14 +433,17 @@ class LocalSteps:
                     replaced = state[prefix + name] = state[prefix + name].detach().clone()
                     local(replaced).copy_(self._shared[i])
 
+        @torch.no_grad()
         def begin_load(state: Mapping[str, Any], prefix: str, *_: Any) -> None:
             if prefix == "":  # the modules in this one follow
+                self._expect_training("load_state_dict")
                 self._land(self._flights)
                 self._loads, self._loaded = module, set()
-            self._loaded.update(i for name, i in places.items() if prefix + name in state)
+            for i in (i for name, i in places.items() if prefix + name in state):
+                local(self._of_model[i]).copy_(self._shared[i])  # in case that what is in the state does not fit
+                self._loaded.add(i)
 
         def end_load(_module: Any, _keys: Any) -> None:
-            self._expect_training("load_state_dict")
             if any(module._parameters[name] is not self._of_model[i] for name, i in places.items()):
                 raise _core.InvalidArgument(
                     "skim.LocalSteps: load_state_dict has put new parameters into the model, which the optimizer does not "

@@ -1626,6 +1626,11 @@ def case_a_replica_is_never_saved_by_mistake():
     x = shared(local)
     assert all(torch.equal(x, of_rank) for of_rank in everywhere(x)), "what was not loaded is x, and no replica"
     same(x, torch.cat([torch.zeros(LENGTHS[0]), torch.ones(sum(LENGTHS[1:]))]).double())
+    one_local_step(model, local, 4)
+    with contextlib.suppress(RuntimeError):
+        model.load_state_dict({"w.1": torch.zeros(3)})
+        raise AssertionError("its shape does not fit")
+    assert torch.equal(shared(local), x)
 
     model, local = local_steps(every=1, delay=1)
     for step in range(3):
