@@ -73,6 +73,7 @@ struct LocalSteps::Impl {
   // r for a bucket in a round.
   float outer_lr_of(const StepReport& report) const {
     if (!follows_density) return outer_lr;
+    if (report.n == 0) return 1.0F;
     const double density = static_cast<double>(report.k) / static_cast<double>(report.n);
     return static_cast<float>(outer_lr_for(reducer.ranks(), density));
   }

@@ -172,6 +172,19 @@ TEST(local_steps, by_default_scale_the_mean_by_the_density) {
   }
 }
 
+TEST(local_steps, of_a_bucket_without_entries) {
+  test::run_group(2, [&](Communicator& comm) {
+    Reducer reducer(options_of(ExchangeKind::allgather), with_density(0.05), comm);
+    reducer.set_layout(buckets({0, 500}));
+    LocalSteps local({}, reducer);
+    Floats none, some(500, -1.0F);
+    std::vector<std::span<float>> replicas{none, some};
+    std::vector<StepReport> reports;
+    ASSERT_TRUE(local.exchange(replicas, 0.0, reports));
+    EXPECT_LT(local.shared(1)[0], 0.0F) << "of equal entries the first are sent";
+  });
+}
+
 TEST(local_steps, of_unequal_number_lose_nothing) {
   test::run_group(2, [](Communicator& comm) {
     Rank rank(comm, {.outer_lr = 1.0});

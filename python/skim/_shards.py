@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from skim import _core
 from skim._transport import connect
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 SHARD = re.compile(r"shard_(\d+)_of_(\d+)_")
 
@@ -31,6 +36,37 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if is_sharded(module):
             module.reshard()  # type: ignore[operator]
+
+
+@torch.no_grad()
+def make_equal(model: torch.nn.Module, group: dist.ProcessGroup | None, comm: _core.Communicator) -> None:
+    """Gives all ranks of the group the parameters and buffers of its first. Collective. comm: of the same ranks.
+
+    What is not trained may be large, and is often equal already. So it is sent only if it is not.
+    """
+    first = dist.get_global_rank(group, 0) if group else 0
+    others = [*model.buffers()]
+    for p in model.parameters():
+        if p.is_meta or not local(p).numel():
+            continue
+        if p.requires_grad:
+            dist.broadcast(local(p), first, group=group)
+        else:
+            others.append(p)
+    others = [local(t) for t in others if not t.is_meta and local(t).numel()]
+    digest = hashlib.sha256()
+    for t in others:
+        digest.update(_bytes_of(t))
+    if len(set(comm.allgather(digest.digest()))) == 1:
+        return
+    for t in others:
+        told = comm.broadcast(_bytes_of(t).tobytes() if comm.rank == 0 else b"", 0)
+        t.copy_(torch.frombuffer(bytearray(told), dtype=t.dtype).view(t.shape))
+
+
+def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    bytes_of: npt.NDArray[np.uint8] = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return bytes_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from skim import _core
 from skim._compression import Compression, Options, Unit
 from skim._momentum import expect_trains
-from skim._shards import Shard, is_sharded, local
+from skim._shards import Shard, is_sharded, make_equal
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -60,7 +60,7 @@ class FsdpCompression(Compression):
         self._reduced: set[int] = set()  # buckets of this step
         self._begun: set[int] = set()  # buckets of this backward
         self._set_layout(buckets)
-        _make_equal(model, between)
+        make_equal(model, between, self.comm)  # type: ignore[arg-type]
         me = weakref.ref(self)
         for name, module, index in hooked:
             module.set_all_reduce_hook(_hook_of(me, name, index))
@@ -222,12 +222,3 @@ def _stand_in(p: Any) -> torch.Tensor:
     tensor: torch.Tensor = p.sharded_param
     dtype = p.mp_policy.reduce_dtype or tensor.dtype
     return torch.zeros(1, dtype=dtype, device=tensor.device).expand(p.padded_sharded_param_size.numel())
-
-
-def _make_equal(model: Any, between: dist.ProcessGroup) -> None:
-    """Gives all islands the parameters of the first, as DDP does with ranks. Collective over the islands."""
-    first = dist.get_global_rank(between, 0)
-    with torch.no_grad():
-        for p in model.parameters():
-            if not p.is_meta and local(p).numel():
-                dist.broadcast(local(p), first, between)

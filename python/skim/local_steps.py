@@ -19,7 +19,7 @@ from skim._checks import expect_whole
 from skim._compression import packed, unpacked
 from skim._momentum import correction_for, expect_trains, inner_optimizer
 from skim._report import Report
-from skim._shards import Shard, local, reshard
+from skim._shards import Shard, local, make_equal, reshard
 from skim.aggregator import Aggregator
 from skim.elastic import ElasticGroup
 
@@ -99,7 +99,7 @@ class LocalSteps:
     not exchanged, except that of moves which a rank has made beside an exchange (delay).
 
     model: any module that is whole on every rank, but not a DistributedDataParallel. All ranks take rank 0's
-        parameters at the start.
+        parameters and buffers at the start.
     optimizer: any optimizer. Its state is never exchanged. With every=1, momentum correction replaces the
         momentum of an SGD, as in skim.attach(optimizer=...): the velocity of an entry becomes 0 when it is sent.
     every: the number of steps of a round, at least 1.
@@ -182,9 +182,7 @@ class LocalSteps:
         with torch.no_grad():
             if self._elastic is None:
                 assert not isinstance(process_group, ElasticGroup)
-                first = dist.get_global_rank(process_group, 0) if process_group else 0
-                for p in self._parameters:
-                    dist.broadcast(p, first, group=process_group)
+                make_equal(model, process_group, self._aggregator.comm)
             self._shared = [p.detach().clone().to(torch.float32) for p in self._parameters]
             self._momentum = [torch.zeros_like(x) for x in self._shared] if self.outer_momentum > 0.0 else []
             if self._elastic is not None:

@@ -1462,6 +1462,25 @@ LATE = ({"every": 1, "delay": 1}, {"every": 3, "delay": 3}, {"every": 4, "fragme
         {"every": 3, "fragments": 3, "delay": 3, "ahead": 0.5}, {"every": 2, "fragments": 2, "exchange": "gtopk"})  # fmt: skip
 
 
+def case_local_steps_begin_with_one_model():
+    """Also what is not trained is rank 0's: a random layer that is frozen, and buffers."""
+    torch.manual_seed(RANK)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    model[0].weight.requires_grad_(False)
+    model.register_buffer("features", torch.randn(7, dtype=torch.bfloat16, device=DEVICE))
+    model.register_buffer("mask", torch.rand(9, device=DEVICE) < 0.5)
+    model.register_buffer("count", torch.tensor(10 + RANK, device=DEVICE))
+    model.register_buffer("nothing", torch.zeros(0, device=DEVICE))
+    model.to(DEVICE)
+    skim.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=1.0), timeout=60.0)
+    state = {name: t.cpu() for name, t in model.state_dict().items()}
+    of_ranks = [None] * SIZE
+    dist.all_gather_object(of_ranks, state)
+    for name, of_first in of_ranks[0].items():
+        assert torch.equal(state[name], of_first), name
+    assert state["count"] == 10
+
+
 def case_late_exchanges_conserve_what_ranks_moved():
     for options in LATE:
         model, local = local_steps(**options)

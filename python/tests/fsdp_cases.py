@@ -201,6 +201,20 @@ def case_backward_goes_on_while_a_module_is_exchanged():
         assert returned == [1, 2, 3, 4], returned
 
 
+def case_islands_begin_with_one_model():
+    island = MESH["between"].get_local_rank()
+    model = Whole().to(DEVICE)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(island)
+    model.parts[1].requires_grad_(False)
+    model.register_buffer("count", torch.tensor([3 + island], device=DEVICE))
+    for part in model.parts:
+        fully_shard(part, mesh=MESH["inside"])
+    skim.attach(fully_shard(model, mesh=MESH["inside"]), between=MESH["between"].get_group(), **EXACT, timeout=60.0)
+    assert all(not p.to_local().any() for p in model.parameters()) and model.count == 3
+
+
 def case_on_a_device():
     a, b = attached({"local": "host"}), attached({"local": "device"})
     for (_, of_a), (_, of_b) in zip(*(sorted(train(m, range(4))[1].items()) for m in (a, b))):
