@@ -54,14 +54,19 @@ def make_equal(model: torch.nn.Module, group: dist.ProcessGroup | None, comm: _c
         else:
             others.append(p)
     others = [local(t) for t in others if not t.is_meta and local(t).numel()]
-    digest = hashlib.sha256()
-    for t in others:
-        digest.update(_bytes_of(t))
-    if len(set(comm.allgather(digest.digest()))) == 1:
+    if are_equal(others, comm):
         return
     for t in others:
         told = comm.broadcast(_bytes_of(t).tobytes() if comm.rank == 0 else b"", 0)
         t.copy_(torch.frombuffer(bytearray(told), dtype=t.dtype).view(t.shape))
+
+
+def are_equal(tensors: Iterable[torch.Tensor], comm: _core.Communicator) -> bool:
+    """Whether all ranks have the same bits. Collective."""
+    digest = hashlib.sha256()
+    for t in tensors:
+        digest.update(_bytes_of(t))
+    return len(set(comm.allgather(digest.digest()))) == 1
 
 
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ from skim import _core
 from skim._checks import expect_positive, expect_whole
 from skim._compression import Compression, Options, buckets_of
 from skim._momentum import expect_trains
+from skim._shards import are_equal
 from skim.elastic import ElasticGroup
 from skim.tensor_half import FLOATS
 
@@ -32,7 +34,7 @@ class Aggregator(Compression):
             optimizer.step()
 
     Collective: every rank makes it with tensors of the same lengths in the same order, and calls
-    step or reduce equally often.
+    step or reduce equally often. Parameters must be equal on all ranks. Rank 0 warns if they are not.
 
     tensors: parameters, or other float32, float16 or bfloat16 tensors with the shapes that reduce()
         will get. Or pairs (name, tensor), as from model.named_parameters(). A saved state names each
@@ -92,6 +94,14 @@ class Aggregator(Compression):
             buckets += buckets_of(self.tensors, members, bucket_mb * 1e6)
             self._buckets_of.append(range(first, len(buckets)))
         self._set_layout(buckets)
+        if self.elastic is None and not of_updates:
+            parameters = (t for t in self.tensors if isinstance(t, torch.nn.Parameter))
+            if not are_equal(parameters, self.comm) and self.comm.rank == 0:
+                warnings.warn(
+                    "skim.Aggregator: the parameters differ between ranks, and equal gradients keep them apart; give all ranks "
+                    "those of one: load one checkpoint, or call torch.distributed.broadcast",
+                    stacklevel=2,
+                )
 
     def step(self, *, scale: float = 1.0) -> bool:
         """Replaces every tensor's grad by the mean over the ranks of the entries sent. Collective.

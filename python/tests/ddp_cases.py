@@ -1371,6 +1371,16 @@ def case_buckets_without_entries():
         assert model.w[2].abs().max() > 0.0
 
 
+def case_an_aggregator_warns_of_parameters_that_differ():
+    for differ in (False, True):
+        torch.manual_seed(RANK * differ)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            skim.Aggregator(nn.Linear(5, 3).parameters(), timeout=60.0)
+        expected = ["skim.Aggregator: the parameters differ between ranks"] * (differ and RANK == 0 and SIZE > 1)
+        assert [str(w.message)[:52] for w in told] == expected, told
+
+
 # ---- local steps
 
 
