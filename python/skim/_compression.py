@@ -212,7 +212,7 @@ class Unit:
             return scale
         # At a rate of 0, updates cannot be converted to gradients, so keep the last rate above 0. The
         # entries that such a step sends change no parameter.
-        self._rate = float(self._updates_of.param_groups[0]["lr"]) or self._rate
+        self._rate = max(float(group["lr"]) for group in self._updates_of.param_groups) or self._rate
         return scale / self._rate
 
 

@@ -95,8 +95,8 @@ def attach(
         (1 - dampening) / (1 - momentum), because momentum no longer sums it up. Not together with
         momentum_correction, momentum_dampening, nesterov_correction and a local half of your own.
     scaler: the GradScaler, if you use one. Residuals are then kept unscaled.
-    updates_of: the optimizer (SGD). Residuals then hold updates: gradients times the learning rate of
-        the optimizer's first group. A learning rate that falls then does not shrink entries that wait.
+    updates_of: the optimizer (SGD). Residuals then hold updates: gradients times the largest learning
+        rate of its groups. A learning rate that falls then does not shrink entries that wait.
         Not together with local_clip.
     total_steps: the number of steps of the run; 0: not known. Schedules plan ahead with it. If the
         density is a number, rank 0 warns of a run in which the average entry is sent too rarely.

@@ -515,6 +515,26 @@ def case_residuals_of_updates_do_not_change_with_the_rate():
         check_law(model, given, got)
 
 
+def case_residuals_of_updates_go_by_the_largest_rate():
+    inner = Linear()
+    first, *others = inner.parameters()
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.0}, {"params": others}], lr=1.0)
+    model = attached(inner, attach={"updates_of": optimizer})
+    given = got = torch.zeros(sum(LENGTHS)).double()
+    for step, rate in enumerate((1.0, 0.5, 0.25, 2.0)):
+        optimizer.param_groups[1]["lr"] = rate
+        optimizer.param_groups[0]["lr"] = 0.125 * (step == 2)
+        c = gradients(step)
+        model(c).backward()
+        given = given + rate * flat(c)
+        before = flat(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        got = got + before - flat(model.parameters())
+    of_others = slice(LENGTHS[0], None)
+    same(total(given)[of_others], (SIZE * got + total(kept(model)))[of_others])
+
+
 def small_gradients(step):
     return [c / (1000.0 * SIZE) for c in gradients(step)]
 
