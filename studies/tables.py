@@ -170,6 +170,7 @@ def quality_of(task, ranks, steps=None):
                 one["sent"] *= at_best[0]["density"]
             elif at_best[0]["method"] == "alone":
                 one["sent"] = 0
+            one["sent"] = round(one["sent"], 3)
             for part in ("test", "validation"):
                 one |= over([row[f"{part}_{metric}"] for row in at_best], part)
             found.append(one)
@@ -534,7 +535,7 @@ QUALITY_TABLES = (("gpt", 2, "loss", ".3f"), ("gpt", 4, "loss", ".3f"), ("gpt10m
 def quality_columns(metric, form):
     # The test part of the text differs more from its training part than the validation part does: both are shown.
     parts = {"validation": "validation loss", "test": "test loss"} if metric == "loss" else {"test": metric}
-    columns = {"method": "{method}", "bytes": "{percent:.3g} %", "S": "{sent:.4g}", "rate": "{rate:g}",
+    columns = {"method": "{method}", "bytes": "{percent:.3g} %", "S": "{sent:g}", "rate": "{rate:g}",
                "rates tried": "{rates}", "seeds": "{seeds}"}
     for part, heading in parts.items():
         spread = "{%s:%s} ± {%s_deviation:%s}" % (part, form, part, form)
@@ -739,6 +740,7 @@ TABLES = [
         ("resnet20", "step ahead, shared indices, 0.1 %", 0.1)), {
         "task": "{task}", "method": "{method}", "dense, 1000 steps": "{dense}",
         **{f"{steps} steps": "{after %d}" % steps for steps in (1000, 1500, 2000, 3000)}, "reached": "{needs} steps"}),
+    Table("quality.md", "quality-resnet20-4-10000", quality_of("resnet20", 4, 10000), quality_columns("accuracy", ".2f")),
     Table("quality.md", "outer-rates", outer_rates, {
         "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
         "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
