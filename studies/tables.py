@@ -259,8 +259,8 @@ def by_steps(task, ranks):
 
 
 def steps_to_dense(*methods):
-    """A row for each task, method and rate, on 4 ranks with seed 0: the metric of dense at its best rate after as many steps as
-    quality.py takes by itself, and that of the method after more. Each run has a schedule of its own length."""
+    """A row for each task, method and rate, on 4 ranks with seed 0: the metric of dense at its best rate, after as many
+    steps as quality.py takes by itself, and that of the method after so many and more."""
     def load(folder):
         found = []
         for task, label, rate in methods:

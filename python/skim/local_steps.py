@@ -389,8 +389,8 @@ class LocalSteps:
             raise _core.InvalidArgument(f"skim.LocalSteps: {what} after finish()")
         if trained := next((name for name, p in self._frozen if p.requires_grad), None):
             raise _core.InvalidArgument(
-                f"skim.LocalSteps: '{trained}' has requires_grad=True since LocalSteps was made, and would not be exchanged; "
-                "call finish() before that, and make LocalSteps anew"
+                f"skim.LocalSteps: '{trained}' was frozen when LocalSteps was made, so it would not be exchanged; call finish() "
+                "before you set its requires_grad, and make LocalSteps anew"
             )
 
     # ---- the shared parameters ------------------------------------------------------------------

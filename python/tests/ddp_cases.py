@@ -1862,7 +1862,7 @@ def case_local_steps_refuse():
     local.step()
     inner.w[0].requires_grad_(True)
     for f in (local.step, local.exchange, local.finish):
-        expect(wrong, "'w.0' has requires_grad=True since", f)
+        expect(wrong, "'w.0' was frozen when LocalSteps was made, so it would not be exchanged; call finish() before", f)
     inner.w[0].requires_grad_(False)
     local.finish()
 
