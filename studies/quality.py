@@ -82,7 +82,7 @@ METHODS["15 local steps, ahead, shared indices, 0.1 %"] = [
 METHODS["15 local steps, ahead, shared indices, outer rate 1, 0.1 %"] = [
     *METHODS["15 local steps, ahead, shared indices, 0.1 %"], "--outer-lr", "1"]
 # Variants of one list of indices on 4 ranks at 0.1 %, for docs/results/quality.md: an option in place of another. Runs of
-# neighbours have 2-bit values, and their indices take fewer bits.
+# neighbours have 2-bit values, and their indices take fewer bits. Those of entries in turn take almost none.
 _runs = {of: ["--value-code", "q2", "--runs-of", of] for of in ("4", "9")}
 VARIANTS = {
     "runs of 4": (0.0063, _runs["4"]),
@@ -91,6 +91,7 @@ VARIANTS = {
     "spent in the first half": (0.003, ["--spend", "first-half"]),
     "flushed": (0.003, ["--spend", "flush"]),
     "half ahead": (0.003, ["--ahead", "0.5"]),
+    "in turn": (0.0053, ["--in-turn", "--outer-lr", "1"]),
     "ten times the density": (0.03, []),
 }
 for _variant, (_density, _options) in VARIANTS.items():

@@ -258,6 +258,16 @@ class Runs:
         return np.concatenate([whole, last[np.abs(accumulated[last]).argsort()[::-1]]])[:k]
 
 
+class InTurn:
+    """Selects every entry equally often, whatever its size, as SPARTA does: in each step the next k of all ranks."""
+
+    def __init__(self, rank, ranks):
+        self.rank, self.ranks = rank, ranks
+
+    def select(self, accumulated, k, step, slot):
+        return ((step * self.ranks + self.rank) * k + np.arange(k)) % len(accumulated)
+
+
 class Spent:
     """A schedule that spends the entries of a run as quality_run.py --spend says."""
 
@@ -317,6 +327,7 @@ def main():
     parser.add_argument("--residual-decay", type=float, default=1.0, help="a residual is multiplied by it before each exchange")
     parser.add_argument("--per-parameter", action="store_true", help="select in each parameter by itself")
     parser.add_argument("--runs-of", type=int, default=0, metavar="N", help="select whole runs of N neighbours")
+    parser.add_argument("--in-turn", action="store_true", help="shared-indices: select every entry in turn, not the largest")
     parser.add_argument("--spend", choices=["even", "by-rate", "first-half", "flush"], default="even",
                         help="when entries are sent: in proportion to the learning rate, in the first half of the steps, or "
                         "evenly. flush: and all that is left after 80 %% of the steps and at the end")
@@ -367,7 +378,8 @@ def main():
     compression = {"density": density, "exchange": options.exchange, "value_code": options.value_code,
                    "residual_code": options.residual_code, "residual_decay": options.residual_decay,
                    **({"per_parameter": True} if options.per_parameter else {}),
-                   **({"selector": Runs(options.runs_of)} if options.runs_of else {})}
+                   **({"selector": Runs(options.runs_of)} if options.runs_of else {}),
+                   **({"selector": InTurn(rank, ranks)} if options.in_turn else {})}
     local = demo = None
     if is_local:
         local = skim.LocalSteps(
