@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import array
+from skim._compression import Options, array
 from skim._hook import set_hook
 from skim._transport import connect
+from skim.tensor_half import wait_for
 
 DENSITIES = (0.001, 0.01, 0.1)
 WARM_UP = 5  # steps that are not measured, because DDP still forms its buckets and memory is touched first
@@ -34,8 +35,8 @@ class DryRun:
     """A dry run. skim.attach(..., dry_run=True) makes it. `verdict` is empty until all steps are measured."""
 
     def __init__(self, ddp: DistributedDataParallel, steps: int, timeout: float, total_steps: int = 0) -> None:
-        if steps < 1:
-            raise _core.InvalidArgument(f"skim.attach: dry_run must be True or a number of steps >= 1, not {steps}")
+        if not isinstance(steps, int) or steps < 1:
+            raise _core.InvalidArgument(f"skim.attach: dry_run must be True or a number of steps >= 1, not {steps!r}")
         self.comm = connect(ddp.process_group, timeout=timeout)
         self.steps, self.total_steps = steps, total_steps
         # Medians over the steps, in seconds: of the slowest rank, and exposed_s of the quickest one.
@@ -48,18 +49,18 @@ class DryRun:
         self._backward_ended = 0.0
         self._pending: list[Any] = []
         self._times: list[tuple[float, float]] = []  # (step, exposed) of each step measured
-        self._gradients: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []  # by bucket, of the last step, until the verdict
+        self._entries = 0  # of all of them
         set_hook(ddp, self._on_bucket)
 
     def __str__(self) -> str:
         if not self.verdict:
             return f"skim dry run: {self._seen} of {WARM_UP + self.steps + 1} steps"
         assert self.link is not None
-        n = sum(g.numel() for g in self._gradients)
         rate = f", {8e-6 / self.link.beta_s_per_byte:.0f} Mbit/s" if self.link.beta_s_per_byte > 0 else ""
         lines = [
-            f"skim dry run: {self.comm.size} ranks, {n} gradient entries, median of {len(self._times)} steps: "
-            f"{_ms(self.step_s)} a step, of which {_ms(self.exposed_s)} waiting for the sum of gradients",
+            f"skim dry run: {self.comm.size} ranks, {self._entries} gradient entries, median of {len(self._times)} "
+            f"steps: {_ms(self.step_s)} a step, of which {_ms(self.exposed_s)} waiting for the sum of gradients",
             f"link: {_ms(self.link.alpha_s)} a message{rate}",
             f"{'density':>8}  {'exchange':<20}  {'step':>10}  {'speed-up':>8}  {'captured':>8}",
         ]
@@ -91,23 +92,27 @@ class DryRun:
         return mean
 
     def _backward_ends(self, works: list[Any], flats: list[torch.Tensor]) -> None:
-        now = time.perf_counter()
-        last = self._backward_ended
-        self._backward_ended = now
         if self._seen <= WARM_UP or self.verdict:
             return
+        device = flats[0].device
+        wait_for(device)  # only now has backward ended on a GPU, too
+        now = time.perf_counter()
+        last, self._backward_ended = self._backward_ended, now
         for w in works:
             w.wait()
+        wait_for(device)  # NCCL's wait() makes the device wait, not this thread
         exposed = time.perf_counter() - now
         if self._seen > WARM_UP + 1:
             self._times.append((now - last, exposed))
         if len(self._times) >= self.steps:
-            self._gradients = [f.detach().float().cpu() for f in flats]
+            self._gradients = [f.detach() for f in flats]
             self._conclude()
+            self._gradients = []
 
     def _conclude(self) -> None:
         step = statistics.median(t[0] for t in self._times)
         exposed = statistics.median(t[1] for t in self._times)
+        self._entries = sum(g.numel() for g in self._gradients)
         mine = {"step": step, "exposed": exposed}
         of_all = [json.loads(m) for m in self.comm.allgather(json.dumps(mine).encode())]
         self.step_s = max(m["step"] for m in of_all)
@@ -132,17 +137,15 @@ class DryRun:
         rows = [r for r in _core.exchanges.values() if r.delivers_all and r.selects]
         totals = dict.fromkeys([r.name for r in rows], 0.0)
         for g in self._gradients:
-            k = _core.entries(density, g.numel())
-            selector, residual = _core.Selector("exact"), torch.zeros(g.numel(), dtype=torch.float32, device="cpu")
-            chosen = selector.select(array(g), k, residual=array(residual))  # finds the threshold; not timed
-            residual.zero_()
-            start = time.perf_counter()
-            chosen = selector.select(array(g), k, residual=array(residual))
-            select_s += time.perf_counter() - start
-            kept += chosen.report.kept_norm2
-            total += chosen.report.gradient_norm2
+            reports = _reduced_alone(g, density)
+            select_s += statistics.median(r.select_ns for r in reports[1:]) * 1e-9  # the first finds the threshold
+            kept += reports[0].capture * reports[0].group_gradient_norm2
+            total += reports[0].group_gradient_norm2
             for name in totals:
-                cost = _core.predict(name, ranks=self.comm.size, n=g.numel(), k=k, link=self.link, local_speeds=_core.typical_local_speeds)
+                cost = _core.predict(
+                    name, ranks=self.comm.size, n=g.numel(), k=reports[0].k, link=self.link,
+                    local_speeds=_core.typical_local_speeds,
+                )  # fmt: skip
                 totals[name] += cost.exchange_s
         best = min(totals, key=totals.__getitem__)
         return Prediction(density, best, self.compute_s + select_s + totals[best], kept / total if total > 0 else 1.0)
@@ -160,13 +163,27 @@ class DryRun:
         return (
             f'verdict: it would pay: skim.attach(model, density={density:g}, exchange="auto") ({chosen.exchange}), predicted '
             f"{_ms(chosen.step_s)} a step, {self.step_s / chosen.step_s:.2f} times as fast; residuals take "
-            f"{4e-6 * sum(g.numel() for g in self._gradients):.1f} MB a rank. "
+            f"{4e-6 * self._entries:.1f} MB a rank. "
         ) + self._quality(density)
 
     def _quality(self, density: float) -> str:
         if self.total_steps == 0:
             return "What it does to accuracy only training tells."
         return "\n" + _core.quality_note(density, self.total_steps)
+
+
+def _reduced_alone(gradient: torch.Tensor, density: float) -> list[_core.StepReport]:
+    """The reports of a few steps with this gradient, on a group of this rank alone, by the local half that skim.attach
+    takes for its device."""
+    options = Options(density, others={"exchange": "allgather", "dense_below": 0})
+    [alone] = _core.in_process_group(1)
+    reducer = options.reducer(alone, options.local_half(gradient.device))
+    reducer.set_layout([(0, [("gradient", gradient.numel())])])
+    reports = []
+    for _ in range(4):
+        reports.append(reducer.reduce(0, array(gradient.clone())))
+        reducer.end_step()
+    return reports
 
 
 def _ms(seconds: float) -> str:

@@ -457,11 +457,16 @@ class Buffers:
         return list(host.to(self.device, copy=True, non_blocking=True).split(lengths))
 
     def wait(self) -> None:
-        """Waits for what has been queued on the device's current stream."""
-        if self.device.type != "cpu":
-            of_device = getattr(torch, self.device.type)
-            (of_device.current_stream(self.device) if hasattr(of_device, "current_stream") else of_device).synchronize()
+        """As wait_for(), which also frees the memory of what was on its way."""
+        wait_for(self.device)
         self._used = 0
+
+
+def wait_for(device: torch.device) -> None:
+    """Waits for what has been queued on the device's current stream."""
+    if device.type != "cpu":
+        of_device = getattr(torch, device.type)
+        (of_device.current_stream(device) if hasattr(of_device, "current_stream") else of_device).synchronize()
 
 
 def pinned(words: int, device: torch.device) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """skim.TensorLocalHalf against the built-in local half, bit by bit, with its pass in PyTorch and in Triton."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import pathlib
 import subprocess
@@ -24,11 +26,11 @@ ONE_AT_A_TIME = threading.RLock()
 if HAS_TORCH:
     import torch
     import torch.distributed as dist
-    from skim import _kept
+    from skim import _kept, dry_run
     from skim.tensor_half import Buffers
 
     try:
-        from emulated_device import EmulatedDevice, OnDevice, memory_of, to_device, to_host
+        from emulated_device import EmulatedDevice, OnDevice, backend, memory_of, to_device, to_host
     except (ImportError, AttributeError):
         EmulatedDevice = None
 
@@ -486,6 +488,43 @@ class Training(unittest.TestCase):
                     ),
                     step,
                 )  # fmt: skip
+
+
+@unittest.skipIf(CANNOT_EMULATE, CANNOT_EMULATE)
+class DryRun(unittest.TestCase):
+    def test_it_waits_for_the_device(self):
+        """Backward takes 0.1 s and the sum 0.04 s more, on a device to which the host only queues work, as with NCCL."""
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        now = 0.0
+
+        def work_of(seconds):
+            def run():
+                nonlocal now
+                now += seconds
+
+            return run
+
+        class Sum:
+            def wait(self):
+                backend.queue(work_of(0.04))
+
+        watcher = skim.attach(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2)), dry_run=3)
+        flat = OnDevice(torch.from_numpy(np.random.default_rng(0).standard_normal(5000).astype(np.float32)))
+        to_host.clear()
+        clock = unittest.mock.patch("skim.dry_run.time.perf_counter", lambda: now)
+        printed = io.StringIO()
+        with EmulatedDevice(), clock, contextlib.redirect_stdout(printed):
+            for _ in range(dry_run.WARM_UP + 1 + watcher.steps):
+                watcher._seen += 1
+                backend.queue(work_of(0.1))
+                watcher._backward_ends([Sum()], [flat])
+        self.assertAlmostEqual(watcher.step_s, 0.14)
+        self.assertAlmostEqual(watcher.exposed_s, 0.04)
+        captured = [p.captured for p in watcher.predictions]
+        self.assertEqual(sorted(captured[1:]) + [1.0], captured[1:] + captured[:1])
+        self.assertIn(f"{watcher.verdict}\n", printed.getvalue())
+        self.assertLess(max(to_host), 4 * flat.numel() / 2, "the gradient stays on the device")
 
 
 if HAS_TORCH and torch.cuda.is_available():
