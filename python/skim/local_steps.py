@@ -22,6 +22,7 @@ from skim._report import Report
 from skim._shards import Shard, local, make_equal, reshard
 from skim.aggregator import Aggregator
 from skim.elastic import ElasticGroup
+from skim.tensor_half import on_streams, streams_of
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -286,10 +287,13 @@ class LocalSteps:
         """Begins the exchange of a fragment. Without delay it also ends the exchange. Returns as exchange()."""
         here = [local(self._of_model[i]).detach().to(torch.float32, copy=delay > 0) for i in self._fragments[f]]
         flight = self._flights[f] = _Flight(delay, here if delay > 0 else None, Future())
+        streams = streams_of(p.device for p in here)
 
         def job() -> None:
             try:
-                flight.arrived.set_result(self._reduce(f, here))
+                with on_streams(streams):
+                    arrived = self._reduce(f, here)
+                flight.arrived.set_result(arrived)
             except BaseException as e:
                 flight.arrived.set_exception(e)
 

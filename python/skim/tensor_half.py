@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -467,6 +468,21 @@ def wait_for(device: torch.device) -> None:
     if device.type != "cpu":
         of_device = getattr(torch, device.type)
         (of_device.current_stream(device) if hasattr(of_device, "current_stream") else of_device).synchronize()
+
+
+def streams_of(devices: Iterable[torch.device]) -> list[Any]:
+    """The current stream of each of these devices that has streams."""
+    kinds = [(device, getattr(torch, device.type)) for device in set(devices) if device.type != "cpu"]
+    return [kind.current_stream(device) for device, kind in kinds if hasattr(kind, "current_stream")]
+
+
+@contextlib.contextmanager
+def on_streams(streams: Iterable[Any]) -> Iterator[None]:
+    """In the block, what this thread queues comes in the order of these streams. A thread begins with streams of its own."""
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(getattr(torch, stream.device.type).stream(stream))
+        yield
 
 
 def pinned(words: int, device: torch.device) -> torch.Tensor:

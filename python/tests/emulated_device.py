@@ -5,6 +5,7 @@ device to learn a value or a shape. Copies are counted by their direction. What 
 is there when the thread has waited for the device.
 """
 
+import contextlib
 import threading
 
 import torch
@@ -13,9 +14,30 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+class Stream:
+    @property
+    def device(self):
+        return DEVICE
+
+    def synchronize(self):
+        backend.synchronize()
+
+
 class Backend(torch.utils.backend_registration._DummyBackendModule):
+    """A thread begins with the default stream. `used` has the streams on which operations were queued."""
+
     def __init__(self):
         self.of_thread = threading.local()
+        self.default, self.used = Stream(), set()
+
+    def current_stream(self, device=None):
+        return self.of_thread.__dict__.get("stream", self.default)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.of_thread.stream = self.current_stream(), stream
+        yield
+        self.of_thread.stream = before
 
     def queue(self, copy):
         self.of_thread.__dict__.setdefault("copies", []).append(copy)
@@ -59,6 +81,8 @@ def run(func, args, kwargs):
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     here = [t for t in tensors if isinstance(t, OnDevice)]
     makes = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == DEVICE.type
+    if here or makes:
+        backend.used.add(backend.current_stream())
     if here and name in WAITS:
         raise AssertionError(f"{name} waits for the device")
     if here and len(here) < len(tensors) and name not in COPIES:

@@ -30,7 +30,7 @@ if HAS_TORCH:
     from skim.tensor_half import Buffers
 
     try:
-        from emulated_device import EmulatedDevice, OnDevice, backend, memory_of, to_device, to_host
+        from emulated_device import EmulatedDevice, OnDevice, Stream, backend, memory_of, to_device, to_host
     except (ImportError, AttributeError):
         EmulatedDevice = None
 
@@ -473,6 +473,29 @@ class Training(unittest.TestCase):
                 with self.subTest(every=every, **options):
                     options = {"density": 0.05, "dense_below": 0, "exchange": "allgather", **options}
                     self.check(lambda model, optimizer: skim.LocalSteps(model, optimizer, every=every, **options))
+
+    def test_late_exchanges_come_in_the_order_of_the_callers_stream(self):
+        """Their thread begins with another stream, on which its work could come before what it reads was written."""
+
+        def make(model, optimizer):
+            return skim.LocalSteps(model, optimizer, every=2, delay=1, density=0.05, exchange="allgather", local="host")
+
+        def value(x):
+            return OnDevice(torch.as_tensor(x))
+
+        def emulated(aggregator, job):  # the mode is of one thread
+            def run():
+                with EmulatedDevice():
+                    job()
+
+            submit(aggregator, run)
+
+        mine, submit = Stream(), skim.Aggregator.submit
+        backend.used.clear()
+        patched = unittest.mock.patch.object(skim.Aggregator, "submit", emulated)
+        with EmulatedDevice(), backend.stream(mine), patched:
+            self.train(value, make, lambda skimmed, _: skimmed.step())
+        self.assertEqual(backend.used, {mine})
 
     def test_aggregator(self):
         def step(aggregator, optimizer):
