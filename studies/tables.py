@@ -239,7 +239,7 @@ def entry_sends(task, *groups, rate=None):
 def by_steps(task, ranks):
     """A row for each number of steps of runs with seed 0: the metric, and how far each method is behind dense.
 
-    A method keeps its best rate of the number of steps that quality.py takes by itself.
+    Each method is at the best of the rates that it ran at.
     """
     def load(folder):
         rows = [row for row in quality_rows(folder) if (row["task"], row["ranks"], row["seed"]) == (task, ranks, 0)]
@@ -248,10 +248,9 @@ def by_steps(task, ranks):
         found = []
         for steps in sorted({row["steps"] for row in rows if row["label"] == "dense"}):
             at = {}
-            for row in rows:
-                tuned = [r for r in rows if (r["label"], r["steps"]) == (row["label"], quality.TASKS[task][0])]
-                if row["steps"] == steps and tuned and row["lr"] == quality.best_rate(tuned):
-                    at[row["label"]] = row[metric]
+            for label in {row["label"] for row in rows if row["steps"] == steps}:
+                mine = [row for row in rows if (row["label"], row["steps"]) == (label, steps)]
+                [at[label]] = (row[metric] for row in mine if row["lr"] == quality.best_rate(mine))
             found.append({"steps": steps, "dense": at["dense"], "sends": steps * quality.DENSITY["0.1 %"][ranks],
                           **{name: value - at["dense"] for name, value in at.items() if name != "dense"}})
         return found
@@ -312,7 +311,7 @@ def outer_rates_of_sgd(folder):
              "factor": row["outer_lr"] or math.sqrt(row["ranks"] / (1 + (row["ranks"] - 1) * row["density"]))}
             for row in quality_rows(folder)
             if (row["method"], row["ranks"], row["steps"], row["lr"], row["seed"]) == ("local", 4, 1000, 0.1, 0)
-            and row["task"].startswith("resnet") and "per parameter" not in row["label"]]
+            and row["task"].startswith("resnet") and not re.search("per parameter|, density ", row["label"])]
     return sorted(rows, key=lambda row: (row["task"], row["method"]))
 
 
@@ -731,6 +730,10 @@ TABLES = [
                                                  "15 local steps, ahead, 0.1 %", "step ahead, shared indices, 0.1 %",
                                                  "one rank alone")}}),
     Table("quality.md", "quality-gpt-4-5000", quality_of("gpt", 4, 5000), quality_columns("loss", ".3f")),
+    Table("quality.md", "steps-lstm", by_steps("lstm", 4), {
+        "steps": "{steps}", "dense": "{dense:.3f}",
+        **{name: "{%s:+.3f}" % name for name in ("momentum correction, 1 %", "step ahead, 0.1 %",
+                                                 "15 local steps, ahead, shared indices, 0.1 %", "one rank alone")}}),
     Table("quality.md", "steps-resnet20", by_steps("resnet20", 4), {
         "steps": "{steps}", "dense": "{dense:.2f}",
         **{name: "{%s:+.2f}" % name for name in ("momentum correction, 1 %", "step ahead, shared indices, 0.1 %")}}),
