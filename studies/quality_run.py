@@ -259,7 +259,7 @@ class Runs:
 
 
 class InTurn:
-    """Selects every entry equally often, whatever its size, as SPARTA does: in each step the next k of all ranks."""
+    """Selects every entry equally often, whatever its size, as SPARTA does: in each step the next ones, k for each rank."""
 
     def __init__(self, rank, ranks):
         self.rank, self.ranks = rank, ranks

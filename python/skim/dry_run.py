@@ -49,8 +49,7 @@ class DryRun:
         self._backward_ended = 0.0
         self._pending: list[Any] = []
         self._times: list[tuple[float, float]] = []  # (step, exposed) of each step measured
-        self._gradients: list[torch.Tensor] = []  # by bucket, of the last step, until the verdict
-        self._entries = 0  # of all of them
+        self._entries = 0  # of all buckets, once they are measured
         set_hook(ddp, self._on_bucket)
 
     def __str__(self) -> str:
@@ -105,14 +104,13 @@ class DryRun:
         if self._seen > WARM_UP + 1:
             self._times.append((now - last, exposed))
         if len(self._times) >= self.steps:
-            self._gradients = [f.detach() for f in flats]
-            self._conclude()
-            self._gradients = []
+            self._conclude([f.detach() for f in flats])
 
-    def _conclude(self) -> None:
+    def _conclude(self, gradients: list[torch.Tensor]) -> None:
+        """gradients: by bucket, of the last step."""
         step = statistics.median(t[0] for t in self._times)
         exposed = statistics.median(t[1] for t in self._times)
-        self._entries = sum(g.numel() for g in self._gradients)
+        self._entries = sum(g.numel() for g in gradients)
         mine = {"step": step, "exposed": exposed}
         of_all = [json.loads(m) for m in self.comm.allgather(json.dumps(mine).encode())]
         self.step_s = max(m["step"] for m in of_all)
@@ -122,7 +120,7 @@ class DryRun:
         self.link = self.comm.measure_link() if self.comm.size > 1 else _core.Link(0.0, 0.0)
         predictions = [Prediction(1.0, "dense", self.step_s, 1.0)]
         for density in DENSITIES:
-            predictions.append(self._predict(density))
+            predictions.append(self._predict(density, gradients))
         # All ranks take rank 0's predictions.
         told = self.comm.broadcast(json.dumps([dataclasses.astuple(p) for p in predictions]).encode(), 0)
         self.predictions = [Prediction(*p) for p in json.loads(told)]
@@ -130,13 +128,13 @@ class DryRun:
         if self.comm.rank == 0:
             print(self, flush=True)
 
-    def _predict(self, density: float) -> Prediction:
+    def _predict(self, density: float, gradients: list[torch.Tensor]) -> Prediction:
         assert self.link is not None
         select_s, kept, total = 0.0, 0.0, 0.0
         # The chooser's candidates.
         rows = [r for r in _core.exchanges.values() if r.delivers_all and r.selects]
         totals = dict.fromkeys([r.name for r in rows], 0.0)
-        for g in self._gradients:
+        for g in gradients:
             reports = _reduced_alone(g, density)
             select_s += statistics.median(r.select_ns for r in reports[1:]) * 1e-9  # the first finds the threshold
             kept += reports[0].capture * reports[0].group_gradient_norm2

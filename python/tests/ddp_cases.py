@@ -1267,7 +1267,8 @@ def case_dry_run_trains_as_before():
     assert 0 < captured[1] < captured[2] < captured[3] < captured[0] == 1.0, captured
     assert len(set(gathered(watcher.verdict))) == 1
     assert "speed-up" in str(watcher) and len(str(watcher).splitlines()) == 9
-    expect(skim.InvalidArgument, "dry_run must be True or", skim.attach, DDP(Linear()), dry_run=-3)
+    for wrong in (-3, 2.5, "20"):
+        expect(skim.InvalidArgument, "dry_run must be True or", skim.attach, DDP(Linear()), dry_run=wrong)
 
     rare = skim.attach(DDP(Linear()), dry_run=3, total_steps=1000)._quality(0.003)
     assert "S = density x steps = 3:" in rare and "density 0.028" in rare, rare

@@ -36,8 +36,10 @@ class Backend(torch.utils.backend_registration._DummyBackendModule):
     @contextlib.contextmanager
     def stream(self, stream):
         before, self.of_thread.stream = self.current_stream(), stream
-        yield
-        self.of_thread.stream = before
+        try:
+            yield
+        finally:
+            self.of_thread.stream = before
 
     def queue(self, copy):
         self.of_thread.__dict__.setdefault("copies", []).append(copy)
