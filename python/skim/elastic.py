@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import datetime
 import itertools
 import json
@@ -137,29 +138,48 @@ class _Pulse:
             self._store.set(self._key, how)
 
 
+@dataclasses.dataclass
+class _Seen:
+    """A rank's pulse, as the last look found it."""
+
+    pulse: str
+    at: float  # when that was
+    silence: float = 0.0  # seconds in which the pulse has not changed
+    has_changed: bool = False  # since the first look
+
+
 class _Watch:
-    """Tells which ranks live, by their pulses since the watch began."""
+    """Tells which ranks live, by their pulses since the watch began.
+
+    One look counts for at most a quarter of lost_after. For where the store itself stood still, or this rank, all
+    pulses have stopped, and the next look would find all ranks silent. A store stands still for seconds wherever a
+    connection is new and the name service does not answer, because TCPStore looks up the name of every new peer.
+    """
 
     def __init__(self, store: _Store, lost_after: float) -> None:
         self._store, self._lost_after = store, lost_after
-        self._seen: dict[str, tuple[str, float, bool]] = {}  # pulse; when it was new; has it changed since
+        self._seen: dict[str, _Seen] = {}
 
     def lives(self, name: str) -> bool:
         """The pulse has changed since the first look at it, and not long ago."""
-        self._look(name)
-        return self._seen[name][2] and not self.is_gone(name)
+        return not self.is_gone(name) and self._seen[name].has_changed
 
-    def is_gone(self, name: str) -> bool:
-        """The rank has ended, or its pulse has not changed for lost_after seconds."""
-        value, since = self._look(name)
-        return value in (LEFT, FAILED) or time.monotonic() - since >= self._lost_after
+    def is_gone(self, name: str, after: float | None = None) -> bool:
+        """The rank has ended, or its pulse has not changed for so many seconds. None: lost_after."""
+        seen = self._look(name)
+        return seen.pulse in (LEFT, FAILED) or seen.silence >= (self._lost_after if after is None else after)
 
-    def _look(self, name: str) -> tuple[str, float]:
-        value, now = self._store.get(PULSE.format(name)), time.monotonic()
+    def _look(self, name: str) -> _Seen:
+        pulse, now = self._store.get(PULSE.format(name)), time.monotonic()
         old = self._seen.get(name)
-        if old is None or old[0] != value:
-            self._seen[name] = (value, now, old is not None)
-        return self._seen[name][:2]
+        if old is None:
+            self._seen[name] = _Seen(pulse, now)
+        elif old.pulse != pulse:
+            self._seen[name] = _Seen(pulse, now, has_changed=True)
+        else:
+            old.silence += min(now - old.at, self._lost_after / 4)
+            old.at = now
+        return self._seen[name]
 
 
 class ElasticGroup:
@@ -240,7 +260,7 @@ class ElasticGroup:
         self._transport: GlooTransport | None = None
         self._comm: _core.Communicator | None = None  # over it; None: this epoch has ended
         self._steps: weakref.ref[ElasticSteps] | None = None
-        self._known = 0  # so many of those who have asked to join have been admitted, or are gone
+        self._known = 0  # so many of those who have asked to join have been admitted, or have given up
         self._told: tuple[int, list[str]] = 0, []  # the last epoch that tell() has told of, and its ranks
         self._norms: dict[str, float] = {}  # by name: of the residuals, when the ranks last met
         self._left = False
@@ -430,8 +450,10 @@ class ElasticGroup:
     def _candidates(self) -> list[str]:
         """Names of ranks that live and wait to join."""
         asked = self._store.get(ASKED).splitlines()
-        waiting = [
-            n for n in asked[self._known :] if not self._store.has(ADMITTED.format(n)) and not self._watch.is_gone(n)
+        waiting = [  # also who is silent for a while: it may go on, and has asked already
+            n
+            for n in asked[self._known :]
+            if not self._store.has(ADMITTED.format(n)) and not self._watch.is_gone(n, self.patience)
         ]
         self._known = asked.index(waiting[0]) if waiting else len(asked)
         return [n for n in waiting if self._watch.lives(n)]

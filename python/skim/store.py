@@ -9,6 +9,7 @@ the port can change that list, so keep it inside a trusted network, as any store
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 
 import torch.distributed as dist
@@ -18,6 +19,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m skim.store", description="The store of skim.ElasticGroup.")
     parser.add_argument("port", type=int, help="TCP port; 0: any that is free")
     port = parser.parse_args().port
+    # TCPStore looks up the name of every new peer, and serves nobody meanwhile. Without an answer that takes 10 s.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before the store's threads begin, which inherit it
     try:

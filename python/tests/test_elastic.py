@@ -298,6 +298,23 @@ class Elastic(unittest.TestCase):
                 differ = [((missing - e).abs() > CLOSE).sum().item() for e in explained]
                 self.assertLessEqual(min(differ), 2 * 0.02 * N, first.group.events)
 
+    def test_a_rank_that_was_silent_before_it_was_admitted_joins_when_it_goes_on(self):
+        run = Run()
+        first = Rank(run)
+        run.wait_until(first.trains)
+        begins = threading.Event()  # the pulse of the other one
+        beat = elastic._Pulse._beat
+        with unittest.mock.patch.object(elastic._Pulse, "_beat", lambda self: begins.wait() and beat(self)):
+            silent = Rank(run, joins=True)
+            seen = first.group._watch._seen
+            run.wait_until(lambda: any(of.silence > first.group.lost_after for of in seen.values()))
+        then = first.progress["step"]
+        run.wait_until(lambda: first.progress["step"] > then + 3)
+        begins.set()
+        run.wait_until(silent.trains)
+        run.end()
+        self.assertTrue(torch.equal(first.x(), silent.x()))
+
     def test_a_rank_that_is_lost_while_it_joins_takes_nothing(self):
         for sends in range(0, 14, 2):
             with self.subTest(sends=sends):
@@ -438,6 +455,53 @@ class Elastic(unittest.TestCase):
             skim.Aggregator(model.parameters(), process_group=one)
         one.leave()
         one.leave()  # nothing more
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class WhoLives(unittest.TestCase):
+    """Which ranks count as lost, with a clock and a store that the test moves. Ranks are lost after 4 s."""
+
+    def setUp(self):
+        self.now, self.values, self.stands_still_for = 0.0, {"pulse/a": "0", "pulse/b": "0"}, 0.0
+        patch = unittest.mock.patch.object(elastic.time, "monotonic", lambda: self.now)
+        patch.start()
+        self.addCleanup(patch.stop)
+        self.watch = elastic._Watch(self, 4.0)
+
+    def get(self, key):
+        self.now, self.stands_still_for = self.now + self.stands_still_for, 0.0
+        return self.values[key]
+
+    def pass_by(self, seconds, *living):
+        for _ in range(seconds):
+            self.now += 1.0
+            for name in living:
+                self.values[f"pulse/{name}"] = str(int(self.values[f"pulse/{name}"]) + 1)
+            found = {name: self.watch.is_gone(name) for name in "ab"}
+        return found
+
+    def test_a_rank_is_gone_when_its_pulse_stands_still_for_long_enough(self):
+        self.assertEqual(self.pass_by(5, "a"), {"a": False, "b": True})
+        self.assertTrue(self.watch.lives("a"))
+        self.assertFalse(self.watch.lives("b"))
+
+    def test_a_rank_that_was_silent_and_goes_on_lives(self):
+        self.pass_by(9, "a")
+        self.assertEqual(self.pass_by(1, "a", "b"), {"a": False, "b": False})
+        self.assertTrue(self.watch.lives("b"))
+
+    def test_a_rank_that_has_told_its_end_is_gone_at_once(self):
+        self.pass_by(1, "a", "b")
+        self.values["pulse/b"] = elastic.FAILED
+        self.assertTrue(self.watch.is_gone("b"))
+
+    def test_nobody_is_gone_because_the_store_or_this_rank_has_stood_still(self):
+        self.pass_by(2, "a", "b")
+        for _ in range(3):
+            self.stands_still_for = 60.0  # and no pulse gets through
+            self.assertFalse(self.watch.is_gone("a"))
+            self.assertFalse(self.watch.is_gone("b"))
+            self.assertEqual(self.pass_by(1, "a", "b"), {"a": False, "b": False})
 
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
