@@ -14,7 +14,6 @@ import datetime
 import itertools
 import json
 import logging
-import numbers
 import os
 import secrets
 import socket
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from skim import _core
+from skim._checks import expect_positive, expect_whole
 from skim._transport import GlooTransport
 
 if TYPE_CHECKING:
@@ -232,17 +232,17 @@ class ElasticGroup:
         lost_after: float = 10.0,
         patience: float = 1800.0,
     ) -> None:
-        host, _, port = address.rpartition(":")
+        host, _, port = str(address).rpartition(":")
         if not host or not port.isdigit():
-            raise _core.InvalidArgument(f"skim.ElasticGroup: address: must be 'host:port', not '{address}'")
-        for name, value, least in (
-            ("min_ranks", min_ranks, 1),
-            ("timeout", timeout, 1e-3),
-            ("lost_after", lost_after, 1e-3),
-            ("patience", patience, 0),
-        ):
-            if not isinstance(value, numbers.Real) or not value >= least:
-                raise _core.InvalidArgument(f"skim.ElasticGroup: {name}: must be at least {least}, not {value!r}")
+            raise _core.InvalidArgument(f"skim.ElasticGroup: address: must be 'host:port', not {address!r}")
+        expect_whole("skim.ElasticGroup: min_ranks", min_ranks, 1)
+        for name, value in (("timeout", timeout), ("lost_after", lost_after), ("patience", patience)):
+            expect_positive(f"skim.ElasticGroup: {name}", value)
+        if not isinstance(state, Mapping):
+            raise _core.InvalidArgument(
+                f"skim.ElasticGroup: state: must be a dict such as {{'model': model, 'optimizer': optimizer}}, not "
+                f"{type(state).__name__}"
+            )
         for name, part in state.items():
             if not isinstance(part, dict) and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise _core.InvalidArgument(

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import time
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -429,6 +430,13 @@ class LocalSteps:
         """Makes x of what a module saves and loads. Each module has them, because it may be saved and loaded by itself."""
         places = {name: place_of[p] for name, p in module._parameters.items() if p is not None and p in place_of}
 
+        @torch.no_grad()
+        def is_replica() -> bool:
+            if self._is_shared or self._finished:
+                return False
+            pairs = ((local(self._of_model[i]), self._shared[i]) for i in places.values())
+            return not all(torch.equal(p, x.to(p.dtype)) for p, x in pairs)
+
         def replace(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
             for name, i in places.items():
                 if prefix + name in state:
@@ -455,7 +463,7 @@ class LocalSteps:
                 self._take_loaded()
 
         return [
-            module._register_state_dict_hook(_Hook(replace)),
+            module._register_state_dict_hook(_Hook(replace, is_replica)),
             module._register_load_state_dict_pre_hook(_Hook(begin_load)),
             module.register_load_state_dict_post_hook(_Hook(end_load)),
         ]
@@ -638,16 +646,25 @@ def _is_sgd_with_momentum(optimizer: Any) -> bool:
 
 
 class _Hook:
-    """A hook of the model. Local steps do not train a copy of the model, so a copy of the hook does nothing."""
+    """A hook of the model. Local steps do not train a copy of the model, so a copy of the hook does nothing.
 
-    def __init__(self, call: Any = None) -> None:
-        self.call = call
+    is_replica: tells whether the module has parameters now that other ranks do not have.
+    """
+
+    def __init__(self, call: Any = None, is_replica: Callable[[], bool] = lambda: False) -> None:
+        self.call, self.is_replica = call, is_replica
 
     def __call__(self, *arguments: Any) -> None:
         if self.call is not None:
             self.call(*arguments)
 
     def __reduce__(self) -> Any:
+        if self.is_replica():
+            warnings.warn(
+                "skim.LocalSteps: a copy of the model has the parameters of this rank alone. Copy or save it inside "
+                "shared() to get those that all ranks share, or save model.state_dict()",
+                stacklevel=2,
+            )
         return _Hook, ()
 
 

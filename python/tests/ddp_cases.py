@@ -1666,6 +1666,14 @@ def case_a_replica_is_never_saved_by_mistake():
         expect(skim.InvalidArgument, "inside shared()", local.step)
         expect(skim.InvalidArgument, "load_state_dict inside shared()", model.load_state_dict, ones(model))
     assert torch.equal(flat(model.parameters()), own) and torch.equal(shared(local), x)
+    with local.shared(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.deepcopy(model)
+    for part in (model, tied.w):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            pickle.dumps(part)
+        assert told and "this rank alone" in str(told[0].message), told
     of_copy = copy.deepcopy(model).state_dict()
     del of_copy["also.0"]
     assert torch.equal(flat(of_copy.values()), own), "a copy is a model like any other"
