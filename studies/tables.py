@@ -204,8 +204,8 @@ def in_short(folder):
 
 
 def entry_sends(task, *groups, rate=None):
-    """A row for each density of a sweep: how far each method is from dense in validation loss, or in accuracy on the test
-    data, on each number of ranks.
+    """A row for each density of a sweep: how far each method is from dense of the same seeds in validation loss, or in
+    accuracy on the test data, on each number of ranks.
 
     A key is the method's name, followed by the number of ranks if there are several. rate: of all runs; None: the best.
     """
@@ -217,7 +217,7 @@ def entry_sends(task, *groups, rate=None):
         def best(label, ranks):
             mine = [row for row in rows if (row["label"], row["ranks"]) == (label, ranks)]
             of_best = quality.best_rate([row for row in mine if row["seed"] == 0]) if mine else None
-            return [row[metric] for row in mine if row["lr"] == of_best]
+            return {row["seed"]: row[metric] for row in mine if row["lr"] == of_best}
 
         found = []
         for density in quality.SWEEP:
@@ -229,7 +229,8 @@ def entry_sends(task, *groups, rate=None):
                         values = best(f"{name}, 1 %", ranks)
                     if values:
                         key = f"{name} {ranks}" if len(groups) > 1 else name
-                        one[key] = statistics.mean(values) - statistics.mean(best("dense", ranks))
+                        dense = best("dense", ranks)
+                        one[key] = statistics.mean(value - dense[seed] for seed, value in values.items())
             if len(one) > 2:
                 found.append(one)
         return found
@@ -724,6 +725,8 @@ TABLES = [
     Table("quality.md", "entry-sends-resnet8", entry_sends("resnet8", 2, rate=0.1), {
         "density": "{density:g}", "S": "{sends:g}",
         **{name: "{%s:+.2f}" % name for name in ("momentum correction", "step ahead")}}),
+    Table("quality.md", "entry-sends-resnet20", entry_sends("resnet20", 4), {
+        "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.2f}" % name for name in quality.SWEPT}}),
     Table("quality.md", "steps-gpt", by_steps("gpt", 4), {
         "steps": "{steps}", "dense": "{dense:.3f}", "S of step ahead": "{sends:.2g}",
         **{name: "{%s:+.3f}" % name for name in ("momentum correction, 1 %", "step ahead, 0.1 %",

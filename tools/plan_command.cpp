@@ -187,7 +187,7 @@ void print_quality(std::FILE* out, const PlanOptions& o, const Fit& m, double co
     fmt::print(out,
                "quality: density {:g} needs {} steps for S = density x steps = {:g}.\n"
                "S is how often a rank sends the average entry in the run. With momentum correction "
-               "two small\nmodels ended level with dense at S = {:g}. Published runs did from "
+               "four small\nmodels ended level with dense at S = {:g}. Published runs did from "
                "S = {:g} on. --steps N judges\nyour run.\n",
                density, steps_of_sends(kLevelSends, density), kLevelSends, kLevelSends,
                kParity);
