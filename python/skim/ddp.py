@@ -327,6 +327,10 @@ class DdpCompression(Compression):
         ]
         self._scale_now = 1.0  # of this step
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
+        self._used: set[int] = set()  # the parameters that have got a gradient since the last step, if it does
+        self._notes = [
+            p.register_hook(_noting(i, self._used)) for i, p in enumerate(named.values()) if self._finds_unused
+        ]
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
         self._seen_before: list[tuple[int, ...]] = []
         # Whether the whole step is reduced at once, in self.buckets, whatever buckets DDP has. In an elastic group, because
@@ -354,6 +358,8 @@ class DdpCompression(Compression):
         if self.elastic is not None:
             raise _core.InvalidArgument("skim.detach: not in an ElasticGroup: its DDP has a process group of this rank alone")
         super().detach()
+        for note in self._notes:
+            note.remove()
         if (ddp := self._ddp()) is not None:
             set_hook(ddp, None)
 
@@ -374,6 +380,8 @@ class DdpCompression(Compression):
                         self.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
                 except BaseException as e:  # noqa: BLE001 - backward raises it
                     self.fail(e)
+                if last:
+                    self._used.clear()
                 self.held_back.append(lambda: done.set_result(flat))
                 if last or not self._collects:
                     held_back, self.held_back = self.held_back, []
@@ -505,11 +513,11 @@ class DdpCompression(Compression):
             self._give_back_unused(len(self.names) + index, members, gradients, unused, scale)
 
     def _unused_by_all(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
-        """The parameters that have a zero gradient on all ranks: DDP does not apply their means. Collective, if DDP looks
-        for such parameters."""
+        """The parameters that no rank has used since the last step: DDP does not apply their means. Collective, if DDP
+        looks for such parameters."""
         if not self._finds_unused:
             return set()
-        used = bytes(bool(g.any()) for g in gradients.values())
+        used = bytes(i in self._used for i in gradients)
         of_all = self.comm.allgather(used)
         return {i for j, i in enumerate(gradients) if not any(u[j] for u in of_all)}
 
@@ -521,6 +529,16 @@ class DdpCompression(Compression):
             if i in unused:
                 self.give_back(slot, offset, means[i].clone(), scale)
             offset += self.lengths[i]
+
+
+def _noting(i: int, used: set[int]) -> Callable[[torch.Tensor | None], None]:
+    """A hook of parameter i, which says that it was used, also where its gradient has zeros only."""
+
+    def note(gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            used.add(i)
+
+    return note
 
 
 def _order_of(p: torch.Tensor) -> str:

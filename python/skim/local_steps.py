@@ -165,6 +165,7 @@ class LocalSteps:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._of_model = list(named.values())
+        _expect_local(optimizer, self._of_model)
         self._names = [name.replace("_orig_mod.", "") for name in named]  # torch.compile puts it there
         self._shard = Shard.of(self._of_model)
         if self._shard is not None and not isinstance(process_group, dist.ProcessGroup):
@@ -638,6 +639,20 @@ class LocalSteps:
         if not found or (comm.rank, comm.size) in found:
             return found.get((comm.rank, comm.size))
         return torch.stack(list(found.values())).mean(0)
+
+
+def _expect_local(optimizer: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Raises InvalidArgument if the optimizer cannot train these parameters on this rank alone."""
+    kind = type(optimizer).__name__
+    if not callable(getattr(optimizer, "step", None)) or isinstance(optimizer, type):
+        raise _core.InvalidArgument(f"skim.LocalSteps: optimizer must be an optimizer, with step(), not {optimizer!r}")
+    if kind in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
+        raise _core.InvalidArgument(
+            f"skim.LocalSteps: the step of {kind} makes parameters equal on all ranks; give the optimizer that it is made of"
+        )
+    groups = getattr(inner_optimizer(optimizer), "param_groups", None)
+    if groups is not None and not {p for group in groups for p in group["params"]} & set(parameters):
+        raise _core.InvalidArgument("skim.LocalSteps: the optimizer trains none of the model's parameters")
 
 
 def _is_sgd_with_momentum(optimizer: Any) -> bool:

@@ -28,6 +28,7 @@ from cases import expect, expect_equal_everywhere, gathered, run
 from numpy_local_half import NumpyLocalHalf
 from skim._compression import Options, in_one
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 if os.environ.get("AS_ON_A_DEVICE"):
@@ -334,6 +335,31 @@ def case_parameters_that_nobody_used_keep_their_residuals():
     for step in (4, 5):
         again(gradients(step), used_in(step)).backward()
         assert torch.equal(means(again), of_steps[step]), step
+
+
+def case_parameters_with_gradients_of_zeros_get_their_means():
+    model = attached(find_unused_parameters=True)
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in range(8):
+        c = [0 * g if step % 2 and i in (0, 3) else g for i, g in enumerate(gradients(step))]
+        model(c).backward()
+        given += flat(c)
+        got += means(model)
+    check_law(model, given, got)
+
+
+def case_parameters_that_were_used_before_the_last_part_of_a_step_get_their_means():
+    everything = set(range(len(LENGTHS)))
+    model = attached(find_unused_parameters=True)
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in range(8):
+        with model.no_sync():
+            model(gradients(2 * step), everything - {3}).backward()
+        model(gradients(2 * step + 1), everything - {0, 3}).backward()
+        for part, unused in ((0, {3}), (1, {0, 3})):
+            given += flat([0 * g if i in unused else g for i, g in enumerate(gradients(2 * step + part))])
+        got += means(model)
+    check_law(model, given, got)
 
 
 def case_gradient_accumulation():
@@ -1863,6 +1889,13 @@ def case_local_steps_refuse():
                         ("delay", 2), ("delay", -1), ("fragments", 0), ("fragments", 2)):  # fmt: skip
         expect(wrong, f"{name}: must be", skim.LocalSteps, inner, optimizer, **{name: value})
     expect(wrong, "no momentum_correction here", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)
+    for what, other in (
+        ("optimizer must be an optimizer, with step(), not 'sgd'", "sgd"),
+        ("optimizer must be an optimizer, with step(), not <class", torch.optim.SGD),
+        ("trains none of the model's parameters", torch.optim.SGD(Linear().parameters(), lr=1.0)),
+        ("makes parameters equal on all ranks", ZeroRedundancyOptimizer(inner.parameters(), torch.optim.SGD, lr=1.0)),
+    ):
+        expect(wrong, what, skim.LocalSteps, inner, other)
 
     inner.w[0].requires_grad_(False)
     model, local = local_steps(inner, every=2)
