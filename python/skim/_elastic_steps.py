@@ -66,6 +66,7 @@ class ElasticSteps:
 
     def meet(self) -> None:
         """Meets the others before a step, unless that has happened."""
+        self.group.expect_member()
         while not self._met:
             try:
                 self._meet(leaves=False)

@@ -334,6 +334,10 @@ class ElasticGroup:
             self._propose(epoch, ranks, ends)
         return self._connect(epoch)
 
+    def expect_member(self) -> None:
+        if self._left:
+            raise _core.InvalidArgument("skim.ElasticGroup: no step after leave(), or after an error that has ended this rank's part")
+
     def meet(self, comm: _core.Communicator, norm: float, leaves: bool) -> tuple[list[str], list[str]]:
         """(those who leave, those who join), the same on all ranks. Collective.
 

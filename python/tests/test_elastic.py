@@ -455,11 +455,13 @@ class Elastic(unittest.TestCase):
             with self.subTest(message=message), self.assertRaisesRegex(error, message):
                 make(**how)
         one = group()
-        skim.Aggregator(model.parameters(), process_group=one)
+        of_one = skim.Aggregator(model.parameters(), process_group=one)
         with self.assertRaisesRegex(skim.InvalidArgument, "it has a model already"):
             skim.Aggregator(model.parameters(), process_group=one)
         one.leave()
         one.leave()  # nothing more
+        with self.assertRaisesRegex(skim.InvalidArgument, "no step after leave"):
+            of_one.step()
 
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
