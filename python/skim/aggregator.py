@@ -94,6 +94,13 @@ class Aggregator(Compression):
             buckets += buckets_of(self.tensors, members, bucket_mb * 1e6)
             self._buckets_of.append(range(first, len(buckets)))
         self._set_layout(buckets)
+        frozen = [name for name, t in named.items() if isinstance(t, torch.nn.Parameter) and not t.requires_grad]
+        if frozen and self.comm.rank == 0:
+            warnings.warn(
+                f"skim.Aggregator: frozen parameters take memory and time as others do ({len(frozen)} here, such as "
+                f"'{frozen[0]}'); leave them out if they stay frozen",
+                stacklevel=2,
+            )
         if self.elastic is None and not of_updates:
             parameters = (t for t in self.tensors if isinstance(t, torch.nn.Parameter))
             if not are_equal(parameters, self.comm) and self.comm.rank == 0:

@@ -1354,7 +1354,10 @@ def case_an_aggregator_leaves_frozen_parameters_as_they_are():
     for place, p in enumerate(model.w):
         nn.init.ones_(p)
         p.requires_grad_(place != 1)
-    aggregator = skim.Aggregator(model.parameters(), density=1.0, exchange="dense", value_code="f32")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        aggregator = skim.Aggregator(model.parameters(), density=1.0, exchange="dense", value_code="f32")
+    assert ["(1 here, such as '1')" in str(w.message) for w in told] == [True] * (RANK == 0), told
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     model(gradients(0), used={0, 1, 2}).backward()
     aggregator.step()
