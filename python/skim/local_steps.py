@@ -641,7 +641,7 @@ class LocalSteps:
         return torch.stack(list(found.values())).mean(0)
 
 
-def _expect_local(optimizer: Any, parameters: Iterable[torch.Tensor]) -> None:
+def _expect_local(optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
     """Raises InvalidArgument if the optimizer cannot train these parameters on this rank alone."""
     kind = type(optimizer).__name__
     if not callable(getattr(optimizer, "step", None)) or isinstance(optimizer, type):
@@ -651,7 +651,7 @@ def _expect_local(optimizer: Any, parameters: Iterable[torch.Tensor]) -> None:
             f"skim.LocalSteps: the step of {kind} makes parameters equal on all ranks; give the optimizer that it is made of"
         )
     groups = getattr(inner_optimizer(optimizer), "param_groups", None)
-    if groups is not None and not {p for group in groups for p in group["params"]} & set(parameters):
+    if groups is not None and parameters and not {p for group in groups for p in group["params"]} & set(parameters):
         raise _core.InvalidArgument("skim.LocalSteps: the optimizer trains none of the model's parameters")
 
 

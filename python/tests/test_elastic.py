@@ -307,7 +307,7 @@ class Elastic(unittest.TestCase):
         with unittest.mock.patch.object(elastic._Pulse, "_beat", lambda self: begins.wait() and beat(self)):
             silent = Rank(run, joins=True)
             seen = first.group._watch._seen
-            run.wait_until(lambda: any(of.silence > first.group.lost_after for of in seen.values()))
+            run.wait_until(lambda: any(of.silence > first.group.lost_after for of in list(seen.values())))
         then = first.progress["step"]
         run.wait_until(lambda: first.progress["step"] > then + 3)
         begins.set()
