@@ -165,7 +165,6 @@ class LocalSteps:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._of_model = list(named.values())
-        _expect_local(optimizer, self._of_model)
         self._names = [name.replace("_orig_mod.", "") for name in named]  # torch.compile puts it there
         self._shard = Shard.of(self._of_model)
         if self._shard is not None and not isinstance(process_group, dist.ProcessGroup):
@@ -173,6 +172,7 @@ class LocalSteps:
                 "skim.LocalSteps: the parameters are shards: give process_group= the ranks that have the same shards, one "
                 "in each island (not an ElasticGroup)"
             )
+        _expect_local(optimizer, self._of_model)
         corrected = optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None
         expect_trains(corrected, named)
         self._aggregator = Aggregator(
