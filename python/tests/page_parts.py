@@ -72,7 +72,10 @@ def assert_equal_on_ranks(model):
 
 def compresses(ddp_model, optimizer):
     train(ddp_model, optimizer)
-    assert skim.report(ddp_model).compression > 1
+    report = skim.report(ddp_model)
+    # On this link dense may take less time, and then "auto" takes it.
+    takes_dense = any(bucket.decision.startswith("dense") for bucket in report.buckets.values())
+    assert report.compression > 1 or takes_dense, report
     assert_equal_on_ranks(ddp_model)
 
 
