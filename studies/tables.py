@@ -718,10 +718,11 @@ TABLES = [
       for task, ranks, metric, form in QUALITY_TABLES),
     Table("quality.md", "entry-sends", entry_sends("gpt", 2), {
         "density": "{density:g}", "S": "{sends:g}", **{name: "{%s:+.3f}" % name for name in quality.SWEPT}}),
-    Table("quality.md", "entry-sends-lstm", entry_sends("lstm", 2, 4, rate=0.01), {
+    Table("quality.md", "entry-sends-lstm", entry_sends("lstm", 2, 4, 8, rate=0.01), {
         "density": "{density:g}", "S": "{sends:g}",
         **{f"{name}, P = {ranks}": "{%s %d:+.3f}" % (name, ranks)
-           for name in ("momentum correction", "step ahead") for ranks in (2, 4)}}),
+           for name, groups in (("momentum correction", (2, 4, 8)), ("step ahead", (2, 4, 8)), ("momentum after the sum", (4,)))
+           for ranks in groups}}),
     Table("quality.md", "entry-sends-resnet8", entry_sends("resnet8", 2, rate=0.1), {
         "density": "{density:g}", "S": "{sends:g}",
         **{name: "{%s:+.2f}" % name for name in ("momentum correction", "step ahead")}}),

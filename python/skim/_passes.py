@@ -1,6 +1,7 @@
-"""The one pass over a bucket that adds its gradient to its residual, on any device: in PyTorch, and in Triton.
+"""The pass over a bucket that adds its gradient to its residual, and the selection, on any device: in PyTorch, and in Triton.
 
-Both do the same float32 additions. They sum norms in another order, so norms may differ in their last bits.
+Both do the same float32 additions, and select the same entries. They sum norms in another order, so norms may differ in
+their last bits.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,32 +19,18 @@ from skim import _core
 
 LARGEST = torch.finfo(torch.float32).max
 NO_INDEX = 0xFFFFFFFF  # all indices are smaller
-HEAD = 8  # 32-bit words before the selected entries: two counts, two norms in float64, the key of the last entry
-LAST_KEY = 6
+HEAD = 7  # 32-bit words before the selected entries: two counts, two norms in float64, the magnitude of the last entry
+LAST = 6
 KERNELS = (None, "triton", "pytorch")
 CHUNK = 1 << 22  # entries of a bucket that PyTorch works on at once: they bound its temporary memory
 
-
-# pass(gradient, residual, factor, decay, above, into): residual = decay * residual + gradient * factor.
-#   gradient  [n], float32, float16 or bfloat16. An entry that is not finite adds 0 and is counted.
-#   residual  [n], float32. A sum that overflows becomes the largest float.
-#   above     the magnitude that entries must exceed to be collected
-Pass = Callable[[torch.Tensor, torch.Tensor, float, float, float, "Collected"], None]
-
-# pack(largest, low, residual, words): writes the selected entries where one copy takes them to the host.
-#   largest   int64 [k], k > 0, descending: keys, and zeros behind them
-#   low       int32 [k], descending: their lower halves, -1 - index. So zeros, which stand for no entry, come first.
-#   residual  float32 [n]
-#   words     int32 [HEAD + 2 k]. Gets largest[-1] at LAST_KEY, and from HEAD on k indices (-1: no entry), then k values
-Pack = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclasses.dataclass
 class Collected:
     """What a pass finds. It fills these tensors on the bucket's device."""
 
-    # int64, zeros before. The keys (see key_of) of the entries larger than `above`, in any order, as many as there is
-    # room for.
+    # int64. The keys (see key_of) of the entries larger than `above`, in any order, as many as there is room for.
     keys: torch.Tensor
     # int32 [2], zeros before. The number of such entries, and of entries of the gradient that are not finite.
     counts: torch.Tensor
@@ -51,38 +38,33 @@ class Collected:
     norms2: torch.Tensor
 
 
-@dataclasses.dataclass
-class Kernels:
-    """What a device runs: of PyTorch, or of Triton."""
+class Kernels(Protocol):
+    """What a device runs. The memory that it keeps is for one bucket at a time."""
 
-    add: Pass
-    pack: Pack
+    def add(
+        self, gradient: torch.Tensor, residual: torch.Tensor, factor: float, decay: float, above: float, into: Collected
+    ) -> None:
+        """residual = decay * residual + gradient * factor.
+
+        gradient: [n], float32, float16 or bfloat16. An entry that is not finite adds 0 and is counted.
+        residual: float32 [n]. A sum that overflows becomes the largest float.
+        above: the magnitude that entries must exceed to be collected.
+        """
+        ...
+
+    def select(self, collected: Collected, k: int, residual: torch.Tensor, words: torch.Tensor) -> None:
+        """Writes the k > 0 largest of what the last add() collected where one copy takes them to the host.
+
+        words: int32 [HEAD + 2 k]. Gets from HEAD on k indices, ascending, and then k values. If fewer than k entries
+            were collected, the first indices are -1. Otherwise words[LAST] gets the least magnitude of the values. What
+            they get if more were collected than there is room for says nothing.
+        """
+        ...
 
 
 def key_of(magnitude: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Keys in the order of selection: the larger magnitude, then the lower index. 0 is less than the key of any entry."""
     return (magnitude.view(torch.int32).to(torch.int64) << 32) | (NO_INDEX - index)
-
-
-def in_pytorch(
-    gradient: torch.Tensor, residual: torch.Tensor, factor: float, decay: float, above: float, into: Collected
-) -> None:
-    """Takes memory for n more floats."""
-    into.norms2.zero_()
-    magnitude = torch.empty_like(residual)
-    for first in range(0, residual.numel(), CHUNK):
-        r, m = residual[first : first + CHUNK], magnitude[first : first + CHUNK]
-        x, bad = finite_part(gradient[first : first + CHUNK], factor)
-        into.counts[1:].add_(bad)
-        if decay != 1.0:
-            r.mul_(decay)
-        r.add_(x).clamp_(-LARGEST, LARGEST)
-        into.norms2[0].add_(r.to(torch.float64).square_().sum())
-        into.norms2[1].add_(x.to(torch.float64).square_().sum())
-        torch.abs(r, out=m)
-        into.counts[:1].add_(torch.count_nonzero(m > above))
-    largest, index = magnitude.topk(min(into.keys.numel(), residual.numel()), sorted=False)
-    into.keys[: index.numel()] = torch.where(largest > above, key_of(largest, index), 0)
 
 
 def finite_part(gradient: torch.Tensor, factor: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,25 +92,51 @@ def collect_k_largest(residual: torch.Tensor, k: int, least: float, keys: torch.
     keys[k : 2 * k] = torch.where(there, key_of(kth.expand(k), first_k), 0)
 
 
-def pack_in_pytorch(largest: torch.Tensor, low: torch.Tensor, residual: torch.Tensor, words: torch.Tensor) -> None:
-    k = low.numel()
+class InPyTorch:
+    def add(
+        self, gradient: torch.Tensor, residual: torch.Tensor, factor: float, decay: float, above: float, into: Collected
+    ) -> None:
+        """Takes memory for n more floats."""
+        into.norms2.zero_()
+        magnitude = torch.empty_like(residual)
+        for first in range(0, residual.numel(), CHUNK):
+            r, m = residual[first : first + CHUNK], magnitude[first : first + CHUNK]
+            x, bad = finite_part(gradient[first : first + CHUNK], factor)
+            into.counts[1:].add_(bad)
+            if decay != 1.0:
+                r.mul_(decay)
+            r.add_(x).clamp_(-LARGEST, LARGEST)
+            into.norms2[0].add_(r.to(torch.float64).square_().sum())
+            into.norms2[1].add_(x.to(torch.float64).square_().sum())
+            torch.abs(r, out=m)
+            into.counts[:1].add_(torch.count_nonzero(m > above))
+        largest, index = magnitude.topk(min(into.keys.numel(), residual.numel()), sorted=False)
+        into.keys[: index.numel()] = torch.where(largest > above, key_of(largest, index), 0)
+        into.keys[index.numel() :].zero_()
+
+    def select(self, collected: Collected, k: int, residual: torch.Tensor, words: torch.Tensor) -> None:
+        select_from(collected.keys, k, residual, words)
+
+
+def select_from(keys: torch.Tensor, k: int, residual: torch.Tensor, words: torch.Tensor) -> None:
+    """Kernels.select, from keys that are in any order, with zeros for no entry."""
+    # On a GPU these sorts take a fraction of the time of topk.
+    largest = keys.sort(descending=True).values[:k].view(torch.int32)
+    # The lower halves are -1 - index. So zeros, which stand for no entry, come first.
+    low = largest[::2].sort(descending=True).values
     index, values = words[HEAD : HEAD + k], words[HEAD + k : HEAD + 2 * k].view(torch.float32)
-    words[LAST_KEY:HEAD].view(torch.int64).copy_(largest[-1])
+    words[LAST:HEAD].copy_(largest[2 * k - 1 :])
     torch.bitwise_not(low, out=index)
     torch.index_select(residual, 0, index.clamp(min=0), out=values)
-
-
-def magnitude_of(key: int) -> float:
-    return float(np.uint32(key >> 32).view(np.float32))
 
 
 def kernels_for(device: torch.device, kernels: str | None) -> Kernels:
     """The kernels for a device. Raises: as has_triton."""
     if not has_triton(device, kernels):
-        return Kernels(in_pytorch, pack_in_pytorch)
+        return InPyTorch()
     from skim import _triton_pass
 
-    return Kernels(_triton_pass.in_triton, _triton_pass.pack_in_triton)
+    return _triton_pass.InTriton(device)
 
 
 @functools.cache

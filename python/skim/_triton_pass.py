@@ -17,7 +17,13 @@ BLOCKS, SHARED = 32, 64  # q8: blocks of a program, and entries of a block
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 LEAST_EXPONENT, LARGEST_EXPONENT = tl.constexpr(-126), tl.constexpr(121)
-HEAD, LAST_KEY = tl.constexpr(_passes.HEAD), tl.constexpr(_passes.LAST_KEY)
+HEAD, LAST = tl.constexpr(_passes.HEAD), tl.constexpr(_passes.LAST)
+CANDIDATES = 1024  # of a program of the selection
+# A magnitude has 31 bits. Its digits of 11, 10 and 10 bits have a histogram each, one behind the other. Behind them is
+# a pair for each digit: the k-th largest magnitude down to this digit, and how many of the k entries have the same there.
+DIGITS = 3
+BINS, BINS_BELOW, CUTS = tl.constexpr(2048), tl.constexpr(1024), tl.constexpr(4096)
+ZEROED = 4096 // 2 + DIGITS  # 64-bit words of all this
 
 
 # Triton reads annotations, and knows none but its own.
@@ -28,10 +34,12 @@ def _clamped(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]
-    gradient, residual, first, n, factor, decay, above, keys, room, counts,
+    gradient, residual, first, n, factor, decay, above, keys, room, counts, begins,
     rows: tl.constexpr, columns: tl.constexpr, is_whole: tl.constexpr,
 ):  # fmt: skip
     """Adds the entries from `first` on, and returns the sums of squares of each row: of residuals, of gradients.
+
+    The keys of a tile follow one another, by index. begins: gets the place of the first one, of tiles that have keys.
 
     A thread has whole rows, so it sums them by itself. is_whole: n does not end in this tile. Without masks a thread
     loads four entries at once, whatever n.
@@ -56,7 +64,9 @@ def _tile(  # type: ignore[no-untyped-def]
     of_row = tl.sum(as_number, 1)
     count = tl.sum(of_row, 0)
     if count > 0:
-        of_rows_before = tl.atomic_add(counts, count, sem="relaxed") + tl.cumsum(of_row, 0) - of_row
+        begin = tl.atomic_add(counts, count, sem="relaxed")
+        tl.store(begins + first // (rows * columns), begin)
+        of_rows_before = begin + tl.cumsum(of_row, 0) - of_row
         place = of_rows_before[:, None] + tl.cumsum(as_number, 1) - as_number
         low = (-1 - (first.to(tl.int32) + at)).to(tl.uint32, bitcast=True)
         key = (tl.abs(r).to(tl.int32, bitcast=True).to(tl.int64) << 32) | low.to(tl.int64)
@@ -68,19 +78,19 @@ def _tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _pass(  # type: ignore[no-untyped-def]
-    gradient, residual, n, factor, decay, above, keys, room, counts, norms2,
-    rows: tl.constexpr, columns: tl.constexpr, tiles: tl.constexpr,
+    gradient, residual, n, factor, decay, above, keys, room, counts, norms2, begins,
+    rows: tl.constexpr, columns: tl.constexpr, tiles_of_program: tl.constexpr,
 ):  # fmt: skip
     of_r, of_x = tl.zeros([rows], tl.float64), tl.zeros([rows], tl.float64)
-    begin = tl.program_id(0).to(tl.int64) * (tiles * rows * columns)
-    for tile in range(tiles):
+    begin = tl.program_id(0).to(tl.int64) * (tiles_of_program * rows * columns)
+    for tile in range(tiles_of_program):
         first = begin + tile * rows * columns
         if first + rows * columns <= n:
-            r, x = _tile(gradient, residual, first, n, factor, decay, above, keys, room, counts, rows, columns, True)
+            r, x = _tile(gradient, residual, first, n, factor, decay, above, keys, room, counts, begins, rows, columns, True)
             of_r += r
             of_x += x
         elif first < n:
-            r, x = _tile(gradient, residual, first, n, factor, decay, above, keys, room, counts, rows, columns, False)
+            r, x = _tile(gradient, residual, first, n, factor, decay, above, keys, room, counts, begins, rows, columns, False)
             of_r += r
             of_x += x
     # A sum for each program, so that the sum over programs has an order.
@@ -88,38 +98,151 @@ def _pass(  # type: ignore[no-untyped-def]
     tl.store(norms2 + 2 * tl.program_id(0) + 1, tl.sum(of_x, 0))
 
 
-def in_triton(
-    gradient: torch.Tensor, residual: torch.Tensor, factor: float, decay: float, above: float, into: Collected
-) -> None:
-    n = residual.numel()
-    programs = triton.cdiv(n, TILES * ROWS * COLUMNS)
-    norms2 = torch.empty(programs, 2, dtype=torch.float64, device=residual.device)
-    with _current(residual.device):
-        # Without fusion: a product is rounded before it is added, as on the CPU.
-        _pass[(programs,)](
-            gradient, residual, n, factor, decay, above, into.keys, into.keys.numel(), into.counts, norms2,
-            rows=ROWS, columns=COLUMNS, tiles=TILES, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-    torch.sum(norms2, 0, out=into.norms2)
+@triton.jit
+def _cut(digits, wanted, digit: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the `wanted` largest entries, the last one's magnitude down to this digit, and how many of them have the same."""
+    bins: tl.constexpr = BINS if digit == 0 else BINS_BELOW
+    begin: tl.constexpr = 0 if digit == 0 else BINS + (digit - 1) * BINS_BELOW
+    bin = tl.arange(0, bins)
+    of_bin = tl.load(digits + begin + bin)
+    above = 0
+    if digit > 0:
+        above = tl.load(digits + CUTS + 2 * digit - 2)
+        wanted = tl.load(digits + CUTS + 2 * digit - 1)
+    # If all bins but 0 have less than wanted, it is 0.
+    at_least = tl.sum(of_bin, 0) - tl.cumsum(of_bin, 0) + of_bin
+    last = tl.max(tl.where(at_least >= wanted, bin, 0), 0)
+    same = wanted - tl.sum(tl.where(bin > last, of_bin, 0), 0)
+    if tl.program_id(0) == 0:
+        tl.store(digits + CUTS + 2 * digit, above * bins + last)
+        tl.store(digits + CUTS + 2 * digit + 1, same)
+    return above * bins + last, same
 
 
 @triton.jit
-def _pack(largest, low, residual, k, words, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count_digits(  # type: ignore[no-untyped-def]
+    keys, counts, room, k, digits, digit: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """Adds to a digit's histogram the magnitudes that may be the k-th. All others go to bin 0, whose number is not read."""
+    count = tl.minimum(tl.load(counts), room)
     at = tl.program_id(0) * block + tl.arange(0, block)
-    inside = at < k
-    index = -1 - tl.load(low + at, mask=inside, other=0)
-    value = tl.load(residual + index, mask=inside & (index >= 0), other=0.0)
-    tl.store(words + HEAD + at, index, mask=inside)
-    tl.store(words + HEAD + k + at, value.to(tl.int32, bitcast=True), mask=inside)
+    magnitude = (tl.load(keys + at, mask=at < count, other=0) >> 32).to(tl.int32)
+    bins: tl.constexpr = BINS if digit == 0 else BINS_BELOW
+    begin: tl.constexpr = 0 if digit == 0 else BINS + (digit - 1) * BINS_BELOW
+    counted = at < count
+    if digit > 0:
+        above, _ = _cut(digits, tl.minimum(k, count), digit - 1)
+        counted &= (magnitude >> (10 * (3 - digit))) == above
+    bin = tl.arange(0, bins)
+    of_bin = tl.histogram(tl.where(counted, (magnitude >> (10 * (2 - digit))) & (bins - 1), 0), bins)
+    tl.atomic_add(digits + begin + bin, of_bin, mask=(bin > 0) & (of_bin > 0), sem="relaxed")
+
+
+@triton.jit
+def _mark(  # type: ignore[no-untyped-def]
+    keys, counts, room, k, digits, marks, of_tiles, tile: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """marks: 1 in the upper half for an entry larger than the k-th, 1 in the lower half for one as large.
+
+    of_tiles: their sum for each tile; zeros before.
+    """
+    count = tl.minimum(tl.load(counts), room)
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    key = tl.load(keys + at, mask=at < count, other=0)
+    magnitude = (key >> 32).to(tl.int32)
+    kth, _ = _cut(digits, tl.minimum(k, count), 2)
+    mark = ((magnitude > kth).to(tl.int64) << 32) | (magnitude == kth).to(tl.int64)
+    mark = tl.where(at < count, mark, 0)
+    tl.store(marks + at, mark, mask=at < room)
+    index = tl.where(mark > 0, -1 - key.to(tl.int32), 0)
+    tl.atomic_add(of_tiles + index // tile, mark, mask=mark > 0, sem="relaxed")
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    keys, counts, room, k, digits, upto, upto_tile, begins, residual, words, tile: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """Writes an entry behind those that are taken before it in its tile, and in the tiles before.
+
+    upto, upto_tile: 0, and then the sum of the marks up to each candidate, and up to each tile.
+    """
+    count = tl.minimum(tl.load(counts), room)
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside = at < count
+    key = tl.load(keys + at, mask=inside, other=0)
+    magnitude = (key >> 32).to(tl.int32)
+    index = tl.where(inside, -1 - key.to(tl.int32), 0)
+    kth, same = tl.load(digits + CUTS + 4), tl.load(digits + CUTS + 5)
+    begin = tl.load(begins + index // tile, mask=inside, other=0)
+    before = tl.load(upto + at, mask=inside, other=0) - tl.load(upto + begin, mask=inside, other=0)
+    before += tl.load(upto_tile + index // tile, mask=inside, other=0)
+    larger, as_large = (before >> 32).to(tl.int32), before.to(tl.int32)
+    none = k - tl.minimum(k, count)
+    place = none + larger + tl.minimum(as_large, same)
+    # What is behind k is from more candidates than there is room for.
+    taken = inside & ((magnitude > kth) | ((magnitude == kth) & (as_large < same))) & (place < k)
+    value = tl.load(residual + index, mask=taken, other=0.0)
+    tl.store(words + HEAD + place, index, mask=taken)
+    tl.store(words + HEAD + k + place, value.to(tl.int32, bitcast=True), mask=taken)
+    tl.store(words + HEAD + at, -1, mask=at < none)
     if tl.program_id(0) == 0:
-        half = tl.arange(0, 2)
-        tl.store(words + LAST_KEY + half, tl.load(largest + 2 * (k - 1) + half))
+        tl.store(words + LAST, kth)
 
 
-def pack_in_triton(largest: torch.Tensor, low: torch.Tensor, residual: torch.Tensor, words: torch.Tensor) -> None:
-    k = low.numel()
-    with _current(residual.device):
-        _pack[(triton.cdiv(k, 1024),)](largest.view(torch.int32), low, residual, k, words, block=1024)
+class InTriton:
+    """Kernels in Triton. The selection sorts nothing: it counts digits for the k-th magnitude, and adds up places.
+
+    Takes 16 bytes for each candidate there is room for, and 20 for each tile of 1024 entries of the largest bucket.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Of a selection. The head of _zeroed are its digits, with the pairs behind them; then there are sums of tiles.
+        self._zeroed = self._upto_tile = self._marks = self._upto = torch.zeros(0, dtype=torch.int64, device=device)
+        self._begins = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def add(
+        self, gradient: torch.Tensor, residual: torch.Tensor, factor: float, decay: float, above: float, into: Collected
+    ) -> None:
+        n, room = residual.numel(), into.keys.numel()
+        self._grow(triton.cdiv(n, ROWS * COLUMNS), room)
+        programs = triton.cdiv(n, TILES * ROWS * COLUMNS)
+        norms2 = torch.empty(programs, 2, dtype=torch.float64, device=self._device)
+        with _current(self._device):
+            # Without fusion: a product is rounded before it is added, as on the CPU.
+            _pass[(programs,)](
+                gradient, residual, n, factor, decay, above, into.keys, room, into.counts, norms2, self._begins,
+                rows=ROWS, columns=COLUMNS, tiles_of_program=TILES, num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+        torch.sum(norms2, 0, out=into.norms2)
+
+    def select(self, collected: Collected, k: int, residual: torch.Tensor, words: torch.Tensor) -> None:
+        room, tile = collected.keys.numel(), ROWS * COLUMNS
+        tiles = triton.cdiv(residual.numel(), tile)
+        zeroed = self._zeroed[: ZEROED + tiles].zero_()
+        digits, of_tiles = zeroed[:ZEROED].view(torch.int32), zeroed[ZEROED:]
+        marks, upto, upto_tile = self._marks[:room], self._upto[: room + 1], self._upto_tile[: tiles + 1]
+        candidates = (collected.keys, collected.counts, room, k, digits)
+        grid = (triton.cdiv(room, CANDIDATES),)
+        with _current(self._device):
+            for digit in range(DIGITS):
+                _count_digits[grid](*candidates, digit=digit, block=CANDIDATES)
+            _mark[grid](*candidates, marks, of_tiles, tile=tile, block=CANDIDATES)
+            torch.cumsum(marks, 0, out=upto[1:])
+            torch.cumsum(of_tiles, 0, out=upto_tile[1:])
+            _write[grid](
+                *candidates, upto, upto_tile, self._begins, residual, words, tile=tile, block=CANDIDATES
+            )  # fmt: skip
+
+    def _grow(self, tiles: int, room: int) -> None:
+        def zeros(n: int) -> torch.Tensor:
+            return self._marks.new_zeros(n)
+
+        if self._begins.numel() < tiles:
+            self._begins = self._begins.new_zeros(tiles)
+            self._zeroed, self._upto_tile = zeros(ZEROED + tiles), zeros(tiles + 1)
+        if self._marks.numel() < room:
+            self._marks, self._upto = zeros(room), zeros(room + 1)
 
 
 @triton.jit

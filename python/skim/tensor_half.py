@@ -14,7 +14,7 @@ import torch
 from skim import _core
 from skim._kept import Coded, InPlace, Kept, Offloaded
 from skim._passes import (
-    HEAD, KERNELS, LARGEST, LAST_KEY, Collected, collect_k_largest, finite_part, kernels_for, magnitude_of,
+    HEAD, KERNELS, LARGEST, LAST, Collected, collect_k_largest, finite_part, has_triton, kernels_for, select_from,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from skim._options import FeedbackOptions
-    from skim._passes import Pack
     from skim.protocols import Entries
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,8 +39,9 @@ class TensorLocalHalf:
     may what local_clip makes of them. A saved state can be loaded by the built-in local half, and the other way round.
 
     Takes 4 bytes of the device's memory per parameter (residual_code="bf16": 2, "q8": 1, and 4 for each entry of the
-    largest bucket), 4 more with momentum_correction, and O(k) beside. With offload it takes 8 for each entry of the
-    largest bucket (16 with momentum_correction) instead, and the 4 or 8 bytes per parameter of the host's memory.
+    largest bucket), 4 more with momentum_correction, and beside that O(k) and 0.02 for each entry of the largest bucket.
+    With offload it takes 8 for each entry of the largest bucket (16 with momentum_correction) instead, and the 4 or 8
+    bytes per parameter of the host's memory.
     All work is queued on the current stream of the gradient's device.
     """
 
@@ -103,7 +103,7 @@ class TensorLocalHalf:
             raise _core.InvalidArgument(f"skim: the gradient must be contiguous and have {n} entries")
         if n >= 1 << 31:
             raise _core.InvalidArgument(f"skim: at most 2^31 - 1 entries at once, not {n}; use smaller buckets")
-        kernels_for(grad.device, self.kernels)
+        has_triton(grad.device, self.kernels)  # checks it
 
     def _kept(self) -> list[Kept]:
         return [self._residuals] if self._velocities is None else [self._residuals, self._velocities]
@@ -121,14 +121,16 @@ class TensorLocalHalf:
         # The largest float that entries must exceed to reach the threshold of the task, or to be no zeros.
         floor = float(np.nextafter(np.float32(task.threshold), np.float32(0.0))) if task.threshold > 0.0 else 0.0
         above = max(floor, carried.above(n, k))
-        residual = self._add(task, grad, above, buffers, words)
-        pack = kernels_for(grad.device, self.kernels).pack
-        found = buffers.selected(residual, words, pack)
+        collected, residual = self._add(task, grad, above, buffers, words)
+        if k:
+            buffers.kernels.select(collected, k, residual, words.there)
+        found = buffers.selected(words)
         if k and above > floor:
             carried.adapt(found.count / k)
-        if found.count > buffers.keys(k).numel() or (found.count < k and above > floor):
-            collect_k_largest(residual, k, task.threshold, buffers.keys(k).zero_())
-            found = buffers.selected(residual, words, pack)
+        if found.count > collected.keys.numel() or (found.count < k and above > floor):
+            collect_k_largest(residual, k, task.threshold, collected.keys.zero_())
+            select_from(collected.keys, k, residual, words.there)
+            found = buffers.selected(words)
         carried.update(n, k, found.threshold if found.values.size == k else 0.0)
         self._sent[task.slot] = found
         report = _core.SelectReport(threshold=found.threshold, kept_norm2=found.norm2, **words.measured())
@@ -150,29 +152,29 @@ class TensorLocalHalf:
     def accumulate(self, task: _core.LocalTask, grad: torch.Tensor) -> _core.SelectReport:
         buffers = self._buffers_of(grad.device)
         words = buffers.words(task.slot, 0)
-        self._accumulated = self._add(task, grad, math.inf, buffers, words)
+        _, self._accumulated = self._add(task, grad, math.inf, buffers, words)
         buffers.fetch(words)
         return _core.SelectReport(**words.measured())
 
     def _add(
         self, task: _core.LocalTask, grad: torch.Tensor, above: float, buffers: Buffers, words: Words
-    ) -> torch.Tensor:
-        """Adds the gradient to the residual, which it returns, and collects the entries larger than `above`."""
+    ) -> tuple[Collected, torch.Tensor]:
+        """Adds the gradient to the residual, which it returns, too. Collects the entries larger than `above`."""
         slot, gradient = task.slot, grad.view(-1)
         if self.keeps_residuals:
             residual = self._residuals.open(slot, grad.device)
         else:
             residual = torch.zeros(task.n, dtype=torch.float32, device=grad.device)
-        into = Collected(buffers.keys(words.k).zero_(), words.counts.zero_(), words.norms2)
+        into = Collected(buffers.keys(words.k), words.counts.zero_(), words.norms2)
         factor, measured = float(np.float32(1.0) / np.float32(task.scale)), None
         if self._clip > 0.0 or self._momentum > 0.0:
             x, bad = finite_part(gradient, factor)
             measured = x.to(torch.float64).square_().sum(), bad
             gradient, factor = self._changed(task, gradient, measured[0]), 1.0
-        kernels_for(grad.device, self.kernels).add(gradient, residual, factor, self._decay, above, into)
+        buffers.kernels.add(gradient, residual, factor, self._decay, above, into)
         if measured is not None:  # the report is about the gradient as it was
             into.norms2[1], into.counts[1] = measured
-        return residual
+        return into, residual
 
     def _changed(self, task: _core.LocalTask, gradient: torch.Tensor, squared: torch.Tensor) -> torch.Tensor:
         """What local clipping and momentum correction make of the gradient. squared: |gradient / scale|^2."""
@@ -332,7 +334,7 @@ class TensorLocalHalf:
 
     def _buffers_of(self, device: torch.device) -> Buffers:
         if device not in self._buffers:
-            self._buffers[device] = Buffers(device)
+            self._buffers[device] = Buffers(device, self.kernels)
         return self._buffers[device]
 
     def _to(self, device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
@@ -379,11 +381,11 @@ class Words:
 
     @property
     def norms2(self) -> torch.Tensor:
-        return self._device[2:LAST_KEY].view(torch.float64)
+        return self._device[2:LAST].view(torch.float64)
 
     def measured(self) -> dict[str, Any]:
         """Of the last pass, once its words were fetched."""
-        total, gradient = self._host[2:LAST_KEY].view(torch.float64).tolist()
+        total, gradient = self._host[2:LAST].view(torch.float64).tolist()
         return {"total_norm2": total, "gradient_norm2": gradient, "non_finite": int(self._host[1])}
 
     def selected(self) -> Selected:
@@ -392,7 +394,7 @@ class Words:
         first, end = HEAD + k - size, HEAD + k
         indices, values = host[first:end].view(np.uint32), host[first + k :].view(np.float32)
         if size == k and k:
-            threshold = magnitude_of(int(self.here[LAST_KEY:HEAD].view(torch.int64)))
+            threshold = float(host[LAST].view(np.float32))
         else:
             threshold = float(np.abs(values).min()) if size else 0.0
         there = self.there[first + k :].view(torch.float32)
@@ -402,8 +404,9 @@ class Words:
 class Buffers:
     """Memory of one device, and pinned memory of the host. It grows and never shrinks."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: str | None) -> None:
         self.device = device
+        self.kernels = kernels_for(device, kernels)
         self._keys = torch.zeros(0, dtype=torch.int64, device=device)
         self._words: dict[int, Words] = {}
         self._waiting = torch.zeros(0, dtype=torch.int32, device="cpu")  # what is on its way to the device
@@ -428,13 +431,8 @@ class Buffers:
             self._keys = torch.zeros(room, dtype=torch.int64, device=self.device)
         return self._keys[:room]
 
-    def selected(self, residual: torch.Tensor, words: Words, pack: Pack) -> Selected:
-        """Takes the k largest of the collected entries to the host, with counts and norms. Waits for the device."""
-        if words.k:
-            # On a GPU these sorts take a fraction of the time of topk.
-            largest = self.keys(words.k).sort(descending=True).values[: words.k]
-            low = largest.view(torch.int32)[::2].sort(descending=True).values
-            pack(largest, low, residual, words.there)
+    def selected(self, words: Words) -> Selected:
+        """What was selected into the words, on the host. Waits for the device."""
         self.fetch(words)
         return words.selected()
 

@@ -27,6 +27,7 @@ if HAS_TORCH:
     import torch
     import torch.distributed as dist
     from skim import _kept, dry_run
+    from skim._passes import HEAD, LAST, Collected, kernels_for
     from skim.tensor_half import Buffers
 
     try:
@@ -125,7 +126,7 @@ FEEDBACK = [
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
 class InPyTorch(test_local_half.AgainstTheBuiltIn):
-    KERNELS = "pytorch"
+    DEVICE, KERNELS = "cpu", "pytorch"
 
     def make(self, **options):
         return OfArrays(kernels=self.KERNELS, **options)
@@ -253,6 +254,39 @@ class InPyTorch(test_local_half.AgainstTheBuiltIn):
                 options = {"residual_decay": decay}
                 self.assert_same(run(self.make(**options), {}), run(None, options))
 
+    def test_the_kernels_select_the_largest_of_what_passes(self):
+        """The k largest, of equal ones the first, by index. In the order of NumPy's stable sort."""
+        rng = np.random.default_rng(2)
+        kernels = kernels_for(torch.device(self.DEVICE), self.KERNELS)
+        normal, ties = rng.standard_normal(20_000), rng.integers(-3, 4, 20_000)
+        cluster = np.where((np.arange(20_000) > 7000) & (np.arange(20_000) < 9000), normal, 0)
+        for what, x, above in (
+            ("normal", normal, 2.5), ("ties", ties, 2.5), ("ties", ties[:3000], 0.0), ("a cluster", cluster, 0.5),
+            ("all", normal[:1023], 0.0), ("the same", np.full(1024, -2.0), 1.0), ("one", normal[:1], 0.0),
+            ("none", normal[:5000], 9.0), ("small", normal[:4000] * 1e-42, 0.0), ("large", normal[:4000] * 3e38, 1.0),
+        ):  # fmt: skip
+            x = np.clip(x, -3.4e38, 3.4e38).astype(np.float32)
+            passing = np.flatnonzero(np.abs(x) > np.float32(above))
+            by_size = passing[np.argsort(-np.abs(x[passing]), kind="stable")]
+            for k in sorted({1, min(300, x.size), max(passing.size - 1, 1), max(passing.size, 1), min(passing.size + 2, x.size)}):
+                with self.subTest(what=what, k=k, passing=passing.size):
+                    there = lambda n, dtype: torch.zeros(n, dtype=dtype, device=self.DEVICE)  # noqa: E731
+                    residual, words = there(x.size, torch.float32), there(HEAD + 2 * k, torch.int32)
+                    collected = Collected(
+                        there(2 * k + 4096, torch.int64).fill_(-1), there(2, torch.int32), there(2, torch.float64)
+                    )
+                    kernels.add(torch.from_numpy(x).to(self.DEVICE), residual, 1.0, 1.0, above, collected)
+                    self.assertEqual(collected.counts.tolist(), [passing.size, 0])
+                    if passing.size > collected.keys.numel():
+                        continue
+                    kernels.select(collected, k, residual, words)
+                    indices, values = words[HEAD : HEAD + k].tolist(), words[HEAD + k :].view(torch.float32).tolist()
+                    expected, none = np.sort(by_size[:k]), k - by_size[:k].size
+                    self.assertEqual(indices, [-1] * none + expected.tolist())
+                    self.assertEqual(values[none:], x[expected].tolist())
+                    if not none:
+                        self.assertEqual(words[LAST:HEAD].view(torch.float32).tolist(), [float(abs(x[by_size[k - 1]]))])
+
     def test_the_whole_residual_never_leaves_the_device(self):
         """Bytes that a bucket moves: 8 for each entry of a selection, of its rounded form 4, of the mean 8."""
         n, k = 50_000, 500
@@ -337,7 +371,7 @@ class OnADevice(InPyTorch):
                 reducer.reduce(0, np.random.default_rng(step).standard_normal(n).astype(np.float32))
                 reducer.end_step()
             with self.subTest(**feedback):
-                self.assertEqual(to_host, [32 + 8 * k])  # counts, norms, the last key, indices and values, in one copy
+                self.assertEqual(to_host, [28 + 8 * k])  # counts, norms, the last magnitude, indices and values, in one copy
                 of_velocity = [4 * k] if "momentum_correction" in feedback else []  # which entries to mask
                 self.assertEqual(to_device, [4 * k, *of_velocity, 8 * k])  # the rounded values; the mean
 
@@ -355,7 +389,7 @@ class OnADevice(InPyTorch):
                 reducer.reduce(0, np.random.default_rng(step).standard_normal(n).astype(np.float32))
                 reducer.end_step()
             with self.subTest(**feedback):
-                self.assertEqual(sorted(to_host), [32 + 8 * k, *[4 * n] * kept])
+                self.assertEqual(sorted(to_host), [28 + 8 * k, *[4 * n] * kept])
                 self.assertEqual(sorted(to_device), [4 * k, 8 * k, *[4 * n] * kept])
                 self.assertEqual(half.moved_bytes - before, sum(to_host) + sum(to_device))
 
@@ -553,7 +587,7 @@ class DryRun(unittest.TestCase):
 if HAS_TORCH and torch.cuda.is_available():
 
     class OnCuda(InPyTorch):
-        KERNELS = "pytorch"
+        DEVICE = "cuda"
 
         def make(self, **options):
             return OfCuda(kernels=self.KERNELS, **options)
@@ -610,7 +644,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # Triton reads it when it is impo
 
         @classmethod
         def setUpClass(cls):
-            # The interpreter's time goes by operations, so by tiles. A bucket of 50,000 entries still has several programs.
+            # The interpreter's time goes by operations, so by tiles. A bucket of 50,000 entries still has several programs,
+            # and so has its selection.
             from skim import _triton_pass
 
             store = _kept.ResidualStore.store
@@ -621,6 +656,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # Triton reads it when it is impo
 
             for patch in (
                 unittest.mock.patch.object(_triton_pass, "ROWS", 2048),
+                unittest.mock.patch.object(_triton_pass, "CANDIDATES", 4096),
                 unittest.mock.patch.object(_kept.ResidualStore, "store", one_at_a_time),
             ):
                 patch.start()
@@ -672,15 +708,24 @@ class Compiled(unittest.TestCase):
 
         of_pass = {
             "residual": "*fp32", "n": "i32", "factor": "fp32", "decay": "fp32", "above": "fp32", "keys": "*i64",
-            "room": "i32", "counts": "*i32", "norms2": "*fp64",
+            "room": "i32", "counts": "*i32", "norms2": "*fp64", "begins": "*i32",
         }  # fmt: skip
-        of_tile = {"rows": kernels.ROWS, "columns": kernels.COLUMNS, "tiles": kernels.TILES}
-        of_pack = {"largest": "*i32", "low": "*i32", "residual": "*fp32", "k": "i32", "words": "*i32", "block": "constexpr"}
+        of_tile = {"rows": kernels.ROWS, "columns": kernels.COLUMNS, "tiles_of_program": kernels.TILES}
+        of_keys = {"keys": "*i64", "counts": "*i32", "room": "i32", "k": "i32", "digits": "*i32"}
+        of_candidates = {"tile": kernels.ROWS * kernels.COLUMNS, "block": kernels.CANDIDATES}
+        of_mark = {"marks": "*i64", "of_tiles": "*i64", "tile": "constexpr", "block": "constexpr"}
+        of_write = {
+            "upto": "*i64", "upto_tile": "*i64", "begins": "*i32", "residual": "*fp32", "words": "*i32",
+            "tile": "constexpr", "block": "constexpr",
+        }  # fmt: skip
         of_q8 = {"bytes": "*i8", "exponents": "*i8", "rows": "constexpr", "block": "constexpr"}
         sources = [
             *((kernels._pass, {"gradient": g, **of_pass, **dict.fromkeys(of_tile, "constexpr")}, of_tile)
               for g in ("*fp32", "*fp16", "*bf16")),
-            (kernels._pack, of_pack, {"block": 1024}),
+            *((kernels._count_digits, {**of_keys, "digit": "constexpr", "block": "constexpr"},
+               {"digit": digit, "block": kernels.CANDIDATES}) for digit in range(kernels.DIGITS)),
+            (kernels._mark, {**of_keys, **of_mark}, of_candidates),
+            (kernels._write, {**of_keys, **of_write}, of_candidates),
             (kernels._store_bf16, {"x": "*fp32", "n": "i32", "halves": "*i16", "block": "constexpr"}, {"block": kernels.BLOCK}),
             (kernels._store_q8, {"x": "*fp32", "n": "i32", **of_q8}, {"rows": kernels.BLOCKS, "block": kernels.SHARED}),
         ]
