@@ -106,7 +106,7 @@ METHODS["momentum correction, 1 %, a bucket per block"] = ["correction", {2: DEN
 METHODS["momentum correction, 1 %, sharded"] = ["correction", {4: DENSITY["1 %"][2]}, "--islands", "2"]
 METHODS["momentum correction, 1 %, sharded, one group"] = [*METHODS["momentum correction, 1 %, sharded"], "--one-group"]
 # A sweep of the density, for docs/results/quality.md: S against the distance to dense.
-SWEEP = (0.001, 0.003, 0.01, 0.028, 0.1)
+SWEEP = (0.001, 0.003, 0.01, 0.028, 0.05, 0.1)
 SWEPT = {"momentum correction": "correction", "step ahead": "local", "momentum after the sum": "after-sum"}
 for _density in SWEEP:
     for _name, _kind in SWEPT.items():

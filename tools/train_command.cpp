@@ -245,6 +245,16 @@ void check_training_options(const train::TrainOptions& t) {
   if (t.local_steps == 0 && t.local != LocalStepsOptions{}) {
     throw InvalidArgument("--ahead, --outer-lr and --outer-momentum need --local-steps H");
   }
+  const bool has_steps = t.learning_rate.kind == train::LearningRateKind::steps;
+  if (has_steps && t.learning_rate.drop_epochs.empty()) {
+    throw InvalidArgument("--lr-schedule steps needs --lr-drops EPOCH,EPOCH,...");
+  }
+  if (!has_steps && !t.learning_rate.drop_epochs.empty()) {
+    throw InvalidArgument("--lr-drops needs --lr-schedule steps");
+  }
+  if (t.momentum > 0.0 && t.optimizer != train::OptimizerKind::sgd) {
+    throw InvalidArgument("--momentum is for --optimizer sgd; Adam has a momentum of its own");
+  }
   if (t.nesterov && t.momentum <= 0.0) throw InvalidArgument("--nesterov needs --momentum > 0");
   const FeedbackOptions& f = t.feedback;
   if (f.momentum_correction <= 0.0F) {
