@@ -25,7 +25,6 @@ KERNELS = (None, "triton", "pytorch")
 CHUNK = 1 << 22  # entries of a bucket that PyTorch works on at once: they bound its temporary memory
 
 
-
 @dataclasses.dataclass
 class Collected:
     """What a pass finds. It fills these tensors on the bucket's device."""
