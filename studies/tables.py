@@ -180,8 +180,8 @@ def quality_of(task, ranks, steps=None):
 
 def in_short(folder):
     """A row for each task: dense, a rank alone, and the best method with several seeds at each share of the bytes. The
-    validation data choose it, among those that send less than 1.1 %. The fields NAME_behind are texts: how far it is behind dense on the test data, and for
-    text also on the validation data.
+    validation data choose it, among those that send less than 1.1 %. The fields NAME_behind are texts: how far it is
+    behind dense on the test data, and for text also on the validation data.
     """
     def behind(row, is_text):
         if not is_text:
@@ -196,7 +196,8 @@ def in_short(folder):
         is_text = task in ("gpt", "lstm")
         one = {"task": name, "ranks": ranks}
         for share, short in (("one rank alone", "alone"), ("1 %", "one"), ("0.1 %", "tenth")):
-            among = [row for row in rows if row["method"].split(", ")[-1] == share and row["seeds"] > 1 and row["percent"] < 1.1]
+            among = [row for row in rows
+                     if row["method"].split(", ")[-1] == share and row["seeds"] > 1 and row["percent"] < 1.1]
             best = min(among, key=lambda row: row["validation"] if is_text else -row["validation"])
             one |= {short: best["method"].removesuffix(f", {share}"), f"{short}_behind": behind(best, is_text)}
         found.append(one)

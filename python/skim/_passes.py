@@ -55,8 +55,8 @@ class Kernels(Protocol):
         """Writes the k > 0 largest of what the last add() collected where one copy takes them to the host.
 
         words: int32 [HEAD + 2 k]. Gets from HEAD on k indices, ascending, and then k values. If fewer than k entries
-            were collected, the first indices are -1. Otherwise words[LAST] gets the least magnitude of the values. What
-            they get if more were collected than there is room for says nothing.
+            were collected, the first indices are -1. Otherwise words[LAST] gets the least magnitude of the values. If
+            more entries were collected than there is room for, the words mean nothing.
         """
         ...
 

@@ -23,7 +23,7 @@ CANDIDATES = 1024  # of a program of the selection
 # a pair for each digit: the k-th largest magnitude down to this digit, and how many of the k entries have the same there.
 DIGITS = 3
 BINS, BINS_BELOW, CUTS = tl.constexpr(2048), tl.constexpr(1024), tl.constexpr(4096)
-ZEROED = 4096 // 2 + DIGITS  # 64-bit words of all this
+ZEROED = CUTS.value // 2 + DIGITS  # 64-bit words of all this
 
 
 # Triton reads annotations, and knows none but its own.
@@ -99,29 +99,29 @@ def _pass(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _cut(digits, wanted, digit: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cut(histograms, wanted, digit: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of the `wanted` largest entries, the last one's magnitude down to this digit, and how many of them have the same."""
     bins: tl.constexpr = BINS if digit == 0 else BINS_BELOW
     begin: tl.constexpr = 0 if digit == 0 else BINS + (digit - 1) * BINS_BELOW
     bin = tl.arange(0, bins)
-    of_bin = tl.load(digits + begin + bin)
+    of_bin = tl.load(histograms + begin + bin)
     above = 0
     if digit > 0:
-        above = tl.load(digits + CUTS + 2 * digit - 2)
-        wanted = tl.load(digits + CUTS + 2 * digit - 1)
+        above = tl.load(histograms + CUTS + 2 * digit - 2)
+        wanted = tl.load(histograms + CUTS + 2 * digit - 1)
     # If all bins but 0 have less than wanted, it is 0.
     at_least = tl.sum(of_bin, 0) - tl.cumsum(of_bin, 0) + of_bin
     last = tl.max(tl.where(at_least >= wanted, bin, 0), 0)
     same = wanted - tl.sum(tl.where(bin > last, of_bin, 0), 0)
     if tl.program_id(0) == 0:
-        tl.store(digits + CUTS + 2 * digit, above * bins + last)
-        tl.store(digits + CUTS + 2 * digit + 1, same)
+        tl.store(histograms + CUTS + 2 * digit, above * bins + last)
+        tl.store(histograms + CUTS + 2 * digit + 1, same)
     return above * bins + last, same
 
 
 @triton.jit
 def _count_digits(  # type: ignore[no-untyped-def]
-    keys, counts, room, k, digits, digit: tl.constexpr, block: tl.constexpr
+    keys, counts, room, k, histograms, digit: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
     """Adds to a digit's histogram the magnitudes that may be the k-th. All others go to bin 0, whose number is not read."""
     count = tl.minimum(tl.load(counts), room)
@@ -131,16 +131,16 @@ def _count_digits(  # type: ignore[no-untyped-def]
     begin: tl.constexpr = 0 if digit == 0 else BINS + (digit - 1) * BINS_BELOW
     counted = at < count
     if digit > 0:
-        above, _ = _cut(digits, tl.minimum(k, count), digit - 1)
+        above, _ = _cut(histograms, tl.minimum(k, count), digit - 1)
         counted &= (magnitude >> (10 * (3 - digit))) == above
     bin = tl.arange(0, bins)
     of_bin = tl.histogram(tl.where(counted, (magnitude >> (10 * (2 - digit))) & (bins - 1), 0), bins)
-    tl.atomic_add(digits + begin + bin, of_bin, mask=(bin > 0) & (of_bin > 0), sem="relaxed")
+    tl.atomic_add(histograms + begin + bin, of_bin, mask=(bin > 0) & (of_bin > 0), sem="relaxed")
 
 
 @triton.jit
 def _mark(  # type: ignore[no-untyped-def]
-    keys, counts, room, k, digits, marks, of_tiles, tile: tl.constexpr, block: tl.constexpr
+    keys, counts, room, k, histograms, marks, of_tiles, tile: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
     """marks: 1 in the upper half for an entry larger than the k-th, 1 in the lower half for one as large.
 
@@ -150,7 +150,7 @@ def _mark(  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * block + tl.arange(0, block)
     key = tl.load(keys + at, mask=at < count, other=0)
     magnitude = (key >> 32).to(tl.int32)
-    kth, _ = _cut(digits, tl.minimum(k, count), 2)
+    kth, _ = _cut(histograms, tl.minimum(k, count), 2)
     mark = ((magnitude > kth).to(tl.int64) << 32) | (magnitude == kth).to(tl.int64)
     mark = tl.where(at < count, mark, 0)
     tl.store(marks + at, mark, mask=at < room)
@@ -160,7 +160,7 @@ def _mark(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    keys, counts, room, k, digits, upto, upto_tile, begins, residual, words, tile: tl.constexpr, block: tl.constexpr
+    keys, counts, room, k, histograms, upto, upto_tile, begins, residual, words, tile: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
     """Writes an entry behind those that are taken before it in its tile, and in the tiles before.
 
@@ -172,14 +172,14 @@ def _write(  # type: ignore[no-untyped-def]
     key = tl.load(keys + at, mask=inside, other=0)
     magnitude = (key >> 32).to(tl.int32)
     index = tl.where(inside, -1 - key.to(tl.int32), 0)
-    kth, same = tl.load(digits + CUTS + 4), tl.load(digits + CUTS + 5)
+    kth, same = tl.load(histograms + CUTS + 4), tl.load(histograms + CUTS + 5)
     begin = tl.load(begins + index // tile, mask=inside, other=0)
     before = tl.load(upto + at, mask=inside, other=0) - tl.load(upto + begin, mask=inside, other=0)
     before += tl.load(upto_tile + index // tile, mask=inside, other=0)
     larger, as_large = (before >> 32).to(tl.int32), before.to(tl.int32)
     none = k - tl.minimum(k, count)
     place = none + larger + tl.minimum(as_large, same)
-    # What is behind k is from more candidates than there is room for.
+    # With more candidates than there is room for, places may lie behind k.
     taken = inside & ((magnitude > kth) | ((magnitude == kth) & (as_large < same))) & (place < k)
     value = tl.load(residual + index, mask=taken, other=0.0)
     tl.store(words + HEAD + place, index, mask=taken)
@@ -197,7 +197,7 @@ class InTriton:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Of a selection. The head of _zeroed are its digits, with the pairs behind them; then there are sums of tiles.
+        # Of a selection. _zeroed has the histograms, the pairs behind them, and then a sum for each tile.
         self._zeroed = self._upto_tile = self._marks = self._upto = torch.zeros(0, dtype=torch.int64, device=device)
         self._begins = torch.zeros(0, dtype=torch.int32, device=device)
 
@@ -220,9 +220,9 @@ class InTriton:
         room, tile = collected.keys.numel(), ROWS * COLUMNS
         tiles = triton.cdiv(residual.numel(), tile)
         zeroed = self._zeroed[: ZEROED + tiles].zero_()
-        digits, of_tiles = zeroed[:ZEROED].view(torch.int32), zeroed[ZEROED:]
+        histograms, of_tiles = zeroed[:ZEROED].view(torch.int32), zeroed[ZEROED:]
         marks, upto, upto_tile = self._marks[:room], self._upto[: room + 1], self._upto_tile[: tiles + 1]
-        candidates = (collected.keys, collected.counts, room, k, digits)
+        candidates = (collected.keys, collected.counts, room, k, histograms)
         grid = (triton.cdiv(room, CANDIDATES),)
         with _current(self._device):
             for digit in range(DIGITS):

@@ -103,7 +103,7 @@ class TensorLocalHalf:
             raise _core.InvalidArgument(f"skim: the gradient must be contiguous and have {n} entries")
         if n >= 1 << 31:
             raise _core.InvalidArgument(f"skim: at most 2^31 - 1 entries at once, not {n}; use smaller buckets")
-        has_triton(grad.device, self.kernels)  # checks it
+        has_triton(grad.device, self.kernels)  # raises if the kernels cannot run there
 
     def _kept(self) -> list[Kept]:
         return [self._residuals] if self._velocities is None else [self._residuals, self._velocities]

@@ -711,7 +711,7 @@ class Compiled(unittest.TestCase):
             "room": "i32", "counts": "*i32", "norms2": "*fp64", "begins": "*i32",
         }  # fmt: skip
         of_tile = {"rows": kernels.ROWS, "columns": kernels.COLUMNS, "tiles_of_program": kernels.TILES}
-        of_keys = {"keys": "*i64", "counts": "*i32", "room": "i32", "k": "i32", "digits": "*i32"}
+        of_keys = {"keys": "*i64", "counts": "*i32", "room": "i32", "k": "i32", "histograms": "*i32"}
         of_candidates = {"tile": kernels.ROWS * kernels.COLUMNS, "block": kernels.CANDIDATES}
         of_mark = {"marks": "*i64", "of_tiles": "*i64", "tile": "constexpr", "block": "constexpr"}
         of_write = {
