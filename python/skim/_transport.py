@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import re
 import socket
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,8 +53,24 @@ class _Waits:
         """Not after a wait that failed: it is this rank's last one, and the others may still ask for it."""
         self._current = None
 
+    def ran_out(self) -> None:
+        """Tells the others that this rank's wait has timed out: it will name the rank that all wait for."""
+        with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
+            self._store.set(f"ran-out{self._rank}", "")
+
+    def has_run_out(self, rank: int) -> bool:
+        return self._store.check([f"ran-out{rank}"])
+
     def close(self) -> None:
         self._ended.set()
+
+    def until(self, is_so: Callable[[], bool], periods: int) -> bool:
+        """Waits until is_so(), at most so many periods. Returns whether it is."""
+        end = time.monotonic() + periods * self._period
+        while not is_so():
+            if time.monotonic() > end or self._ended.wait(self._period / 8):
+                return False
+        return True
 
     def chain(self, peer: int) -> list[int]:
         """peer, the rank that it waits for, and so on, at most `size` ranks further.
@@ -127,11 +146,23 @@ class GlooTransport:
         except RuntimeError as e:
             text = str(e)
             if "imed out" in text:
+                self._waits.ran_out()
                 raise TimeoutError(f"timed out after {self._timeout:g} s") from None
             if re.search("onnection (closed|reset)|Broken pipe|not connected", text):
+                self._hear_from(peer)
                 raise ConnectionError("its connection is closed: it has ended or failed") from None
             raise
         self._waits.end()
+
+    def _hear_from(self, peer: int) -> None:
+        """Gives a peer that has closed its connection the time to say why, which told() then has.
+
+        Gloo closes all connections of a rank whose wait times out. The rank then takes three periods or more to find
+        the one that all wait for. A rank that has died says nothing: one period is enough.
+        """
+        with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
+            if self._waits.until(lambda: self._waits.has_run_out(peer) or self.told() is not None, 1):
+                self._waits.until(lambda: self.told() is not None, 8)
 
     def abort(self, culprit: int, phase: str, known: bool) -> None:
         try:
@@ -167,7 +198,7 @@ def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Comm
     on all ranks.
 
     process_group: of any backend, because Skim sends from host memory. None: the default process group.
-    timeout: seconds that a rank waits for another. A rank that ends is noticed at once.
+    timeout: seconds that a rank waits for another. A rank that ends is noticed within a second.
 
     Raises InvalidArgument if torch.distributed has no process group yet, or an argument cannot work.
     """

@@ -148,14 +148,15 @@ class Failures(unittest.TestCase):
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
 class Blame(unittest.TestCase):
-    def test_a_rank_that_begins_to_wait_late_is_not_blamed_for_the_one_that_it_waits_for(self):
-        """In a broadcast from rank 3, which stalls, rank 2 waits for rank 0, which comes late and waits for rank 3."""
+    def broadcast_from_a_rank_that_stalls(self, late, timeout):
+        """In a broadcast from rank 3, which stalls, rank 2 waits for rank 0, which waits for rank 3. One of the two comes
+        late. Returns their errors."""
         import torch.distributed as dist
 
         from skim import _core
         from skim._transport import GlooTransport
 
-        store, timeout, errors, ends = dist.HashStore(), 6.0, {}, threading.Event()
+        store, errors, ends = dist.HashStore(), {}, threading.Event()
 
         def rank(r):
             comm = _core.communicator_over(GlooTransport(store, r, 4, timeout))
@@ -163,7 +164,7 @@ class Blame(unittest.TestCase):
             if r in (1, 3):
                 ends.wait()
                 return
-            if r == 0:
+            if r == late:
                 ends.wait(timeout / 2)  # stands for a long computation
             try:
                 comm.broadcast(b"", 3)
@@ -178,7 +179,16 @@ class Blame(unittest.TestCase):
         threads[0].join()
         ends.set()
         self.assertEqual({r: e.peer for r, e in errors.items()}, {0: 3, 2: 3}, errors)
+        return errors
+
+    def test_a_rank_that_begins_to_wait_late_is_not_blamed_for_the_one_that_it_waits_for(self):
+        errors = self.broadcast_from_a_rank_that_stalls(late=0, timeout=6.0)
         self.assertRegex(str(errors[2]), "no message from rank 0 .*: timed out after 6 s; rank 0 waits for rank 3")
+
+    def test_a_rank_whose_wait_ran_out_is_not_taken_for_dead(self):
+        """Gloo closes its connections at once, but the rank needs time to find the one that all wait for."""
+        errors = self.broadcast_from_a_rank_that_stalls(late=2, timeout=3.0)
+        self.assertRegex(str(errors[2]), "the group was aborted because of rank 3")
 
     def test_a_wait_is_told_while_it_lasts(self):
         import torch.distributed as dist
