@@ -56,10 +56,10 @@ class _Waits:
     def ran_out(self) -> None:
         """Tells the others that this rank's wait has timed out: it will name the rank that all wait for."""
         with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
-            self._store.set(f"ran-out{self._rank}", "")
+            self._store.add(f"ran-out{self._rank}", 1)
 
     def has_run_out(self, rank: int) -> bool:
-        return self._store.check([f"ran-out{rank}"])
+        return self._store.add(f"ran-out{rank}", 0) > 0
 
     def close(self) -> None:
         self._ended.set()
@@ -168,6 +168,7 @@ class GlooTransport:
         try:
             if self.size > 1 and not known and self.told() is None:
                 self._store.set("abort", f"{culprit} {phase}")
+                self._store.add("aborts", 1)
         finally:
             self._gloo = None
             if self.size > 1:
@@ -178,7 +179,7 @@ class GlooTransport:
 
     def told(self) -> tuple[int, str] | None:
         try:
-            if self.size == 1 or not self._store.check(["abort"]):
+            if self.size == 1 or self._store.add("aborts", 0) == 0:  # without Store.check, for old PyTorch
                 return None
             culprit, _, phase = self._store.get("abort").decode().partition(" ")
             return int(culprit), phase

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from skim import _core
@@ -232,6 +233,10 @@ class ElasticGroup:
         lost_after: float = 10.0,
         patience: float = 1800.0,
     ) -> None:
+        if not hasattr(dist.TCPStore, "check"):
+            raise _core.InvalidArgument(
+                f"skim.ElasticGroup: PyTorch {torch.__version__} is too old, its TCPStore has no check(); use 2.4 or newer"
+            )
         host, _, port = str(address).rpartition(":")
         if not host or not port.isdigit():
             raise _core.InvalidArgument(f"skim.ElasticGroup: address: must be 'host:port', not {address!r}")

@@ -23,6 +23,7 @@ if HAS_TORCH:
 
     import skim
     from skim import elastic
+WHY_NOT = "torch is not installed" if not HAS_TORCH else "" if hasattr(dist.TCPStore, "check") else "PyTorch is too old"
 
 N = 400  # entries of the model
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "elastic.py"
@@ -186,7 +187,7 @@ KINDS = [
 FACTOR = ("local", {"every": 1})  # means are multiplied by outer_lr_for(number of ranks): the model gets more than was given
 
 
-@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+@unittest.skipIf(WHY_NOT, WHY_NOT)
 class Elastic(unittest.TestCase):
     def setUp(self):
         patch = unittest.mock.patch.object(elastic, "GlooTransport", LosableTransport)
@@ -454,6 +455,11 @@ class Elastic(unittest.TestCase):
         ):  # fmt: skip
             with self.subTest(message=message), self.assertRaisesRegex(error, message):
                 make(**how)
+        with (
+            unittest.mock.patch.object(dist, "TCPStore", object),
+            self.assertRaisesRegex(skim.InvalidArgument, "is too old, .*; use 2.4 or newer"),
+        ):
+            group()
         one = group()
         of_one = skim.Aggregator(model.parameters(), process_group=one)
         with self.assertRaisesRegex(skim.InvalidArgument, "it has a model already"):
@@ -464,7 +470,7 @@ class Elastic(unittest.TestCase):
             of_one.step()
 
 
-@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+@unittest.skipIf(WHY_NOT, WHY_NOT)
 class WhoLives(unittest.TestCase):
     """Which ranks count as lost, with a clock and a store that the test moves. Ranks are lost after 4 s."""
 
@@ -511,7 +517,7 @@ class WhoLives(unittest.TestCase):
             self.assertEqual(self.pass_by(1, "a", "b"), {"a": False, "b": False})
 
 
-@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+@unittest.skipIf(WHY_NOT, WHY_NOT)
 class Processes(unittest.TestCase):
     """examples/elastic.py, whose ranks are killed and stopped."""
 
