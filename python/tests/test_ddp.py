@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 
 HERE = pathlib.Path(__file__).resolve().parent
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -148,6 +149,14 @@ class Failures(unittest.TestCase):
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
 class Blame(unittest.TestCase):
+    def setUp(self):
+        import torch.distributed as dist
+
+        for newer in {"append", "check", "multi_get", "multi_set"} & set(dir(dist.Store)):  # than PyTorch 2.0
+            patch = unittest.mock.patch.object(dist.Store, newer, side_effect=AssertionError(newer))
+            patch.start()
+            self.addCleanup(patch.stop)
+
     def broadcast_from_a_rank_that_stalls(self, late, timeout):
         """In a broadcast from rank 3, which stalls, rank 2 waits for rank 0, which waits for rank 3. One of the two comes
         late. Returns their errors."""
