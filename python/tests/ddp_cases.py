@@ -24,7 +24,7 @@ import numpy as np
 import skim
 import torch
 import torch.distributed as dist
-from cases import expect, expect_equal_everywhere, gathered, run
+from cases import expect, expect_equal_everywhere, gathered, left_out, run
 from numpy_local_half import NumpyLocalHalf
 from skim._compression import Options, in_one
 from torch import nn
@@ -463,13 +463,6 @@ def case_copies_are_not_attached():
         skim.attach(twin, density=0.02, exchange="allgather", timeout=60.0)
         train(twin, range(3))
     assert torch.equal(kept(model), before)
-
-
-def left_out(what):
-    """Says what this PyTorch, an old one, cannot do, and so is not tested."""
-    assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), what
-    if RANK == 0:
-        print(f"left out, with PyTorch {torch.__version__}: {what}", flush=True)
 
 
 def gloo_takes(dtype):

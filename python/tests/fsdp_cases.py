@@ -18,10 +18,10 @@ import skim
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import expect, expect_equal_everywhere, gathered, run
+from cases import expect, expect_equal_everywhere, gathered, left_out, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
 import gpt_text  # noqa: E402
@@ -188,14 +188,17 @@ def case_backward_goes_on_while_a_module_is_exchanged():
     hooked = attached()
     for p in hooked.parameters():
         p.register_post_accumulate_grad_hook(lambda p: None)
-    divided = attached()
-    for module in divided.modules():
-        if hasattr(module, "set_gradient_divide_factor"):  # PyTorch 2.8 or later
-            module.set_gradient_divide_factor(float(MESH["inside"].size()))
     others = [attached(dtype=torch.float16), attached(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))]
     if DEVICE.type == "cpu":
         others.append(attached(offload_policy=CPUOffloadPolicy(pin_memory=False)))
-    for model in (hooked, divided, *others):
+    if hasattr(others[0], "set_gradient_divide_factor"):
+        others.append(attached())
+        for module in others[-1].modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(float(MESH["inside"].size()))
+    else:
+        left_out("a divide factor of fully_shard")
+    for model in (hooked, *others):
         returned = watched(model, holds=False)
         train(model, range(1))
         assert returned == [1, 2, 3, 4], returned
@@ -252,6 +255,8 @@ def case_modules_without_gradients():
         model.set_reduce_scatter_unused_params(True)
         model(c).backward()
         model.set_reduce_scatter_unused_params(False)
+    else:
+        left_out("set_reduce_scatter_unused_params")
     expect(skim.InvalidArgument, "a parameter has no gradient in this step", model(c).backward)
 
 
@@ -645,7 +650,16 @@ def main():
     islands = int(sys.argv[1])
     torch.zeros(1, device=DEVICE)  # otherwise the mesh chooses a GPU for each rank
     MESH = init_device_mesh(DEVICE.type, (islands, dist.get_world_size() // islands), mesh_dim_names=("between", "inside"))
+    if not fully_shard_averages():
+        left_out("fully_shard over gloo, which sums gradients where it should average them")
+        return
     run(globals(), sys.argv[2:])
+
+
+def fully_shard_averages():
+    model = fully_shard(nn.Linear(1, 1, bias=False).to(DEVICE), mesh=MESH["inside"])
+    model(torch.ones(1, 1, device=DEVICE)).backward()
+    return model.weight.grad.full_tensor().item() == 1.0
 
 
 if __name__ == "__main__":
