@@ -199,7 +199,7 @@ def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Comm
     on all ranks.
 
     process_group: of any backend, because Skim sends from host memory. None: the default process group.
-    timeout: seconds that a rank waits for another. A rank that ends is noticed within a second.
+    timeout: seconds that a rank waits for another. A rank that ends is noticed in about a second.
 
     Raises InvalidArgument if torch.distributed has no process group yet, or an argument cannot work.
     """

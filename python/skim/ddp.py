@@ -133,7 +133,7 @@ def attach(
     between: for a model that is sharded inside an island of fast links (fully_shard, with the mesh of the island):
         the process group of the ranks that have the same shards, one in each island. Skim then exchanges their
         gradients over the slow links.
-    timeout: seconds that a rank waits for another. A rank that ends is noticed within a second.
+    timeout: seconds that a rank waits for another. A rank that ends is noticed in about a second.
     writer: a TensorBoard SummaryWriter, or any object with add_scalar(tag, value, step).
     dry_run: True (20 steps) or a number of steps >= 1. Trains without compression, as before, and
         measures that many steps and the link. Then rank 0 prints whether compression would pay, with

@@ -23,7 +23,8 @@ if HAS_TORCH:
 
     import skim
     from skim import elastic
-WHY_NOT = "torch is not installed" if not HAS_TORCH else "" if hasattr(dist.TCPStore, "check") else "PyTorch is too old"
+
+WHY_NOT = "" if HAS_TORCH and hasattr(dist.TCPStore, "check") else "torch is not installed, or its stores have no check()"
 
 N = 400  # entries of the model
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "elastic.py"
