@@ -10,6 +10,8 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import threading
+import warnings
 from typing import Protocol
 
 import numpy as np
@@ -142,16 +144,35 @@ def kernels_for(device: torch.device, kernels: str | None) -> Kernels:
 def has_triton(device: torch.device, kernels: str | None) -> bool:
     """Whether Triton does the work there. kernels: of KERNELS. None: Triton where it can run, otherwise PyTorch.
 
+    Warns if it should run there, and fails. The first call for a device may take seconds.
     Raises InvalidArgument if it is "triton" and cannot run.
     """
-    missing = "" if kernels == "pytorch" else _why_no_triton(device)
-    if kernels == "triton" and missing:
-        raise _core.InvalidArgument(f"skim: kernels: no triton here: {missing}; use pytorch")
-    return kernels != "pytorch" and not missing
+    if kernels == "pytorch":
+        return False
+    missing = _why_no_triton(device)
+    failure = "" if missing else _what_fails(device)
+    if kernels == "triton" and (missing or failure):
+        raise _core.InvalidArgument(f"skim: kernels: no triton here: {missing or failure}; use pytorch")
+    if failure:
+        warnings.warn(
+            f"skim: Triton does not work on {device} ({failure}). Operations of PyTorch do the same, slower", stacklevel=2
+        )
+    return not missing and not failure
+
+
+_ONE_TRIAL = threading.Lock()
+
+
+def _what_fails(device: torch.device) -> str:
+    """What goes wrong when Triton's kernels run on the device; "": nothing."""
+    from skim import _triton_trial  # it imports this module
+
+    with _ONE_TRIAL:  # one thread compiles
+        return _triton_trial.what_fails(device)
 
 
 def _why_no_triton(device: torch.device) -> str:
-    """Why Triton cannot run on the device; "": it can."""
+    """What Triton needs and is not there; "": nothing."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not is_interpreted:
         return "it needs a GPU"

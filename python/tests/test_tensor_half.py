@@ -10,6 +10,7 @@ import sys
 import threading
 import unittest
 import unittest.mock
+import warnings
 
 import numpy as np
 import skim
@@ -26,7 +27,7 @@ ONE_AT_A_TIME = threading.RLock()
 if HAS_TORCH:
     import torch
     import torch.distributed as dist
-    from skim import _kept, dry_run
+    from skim import _kept, _passes, _triton_trial, dry_run
     from skim._passes import HEAD, LAST, Collected, kernels_for
     from skim.tensor_half import Buffers
 
@@ -663,16 +664,108 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # Triton reads it when it is impo
                 cls.addClassCleanup(patch.stop)
 
 
+    class Trial(unittest.TestCase):
+        """A device tries the kernels before it uses them."""
+
+        def setUp(self):
+            self.forget()
+            self.addCleanup(self.forget)
+
+        @staticmethod
+        def forget():
+            _passes.has_triton.cache_clear()
+            _triton_trial.what_fails.cache_clear()
+
+        def check_that_pytorch_does_the_work(self, why, **wrong):
+            """wrong: what stands for a function of _triton_pass, or a method of InTriton."""
+            from skim import _triton_pass
+
+            with contextlib.ExitStack() as patches:
+                for name, function in wrong.items():
+                    where = _triton_pass if hasattr(_triton_pass, name) else _triton_pass.InTriton
+                    patches.enter_context(unittest.mock.patch.object(where, name, function))
+                for options in ({}, {"residual_code": "q8"}):
+                    self.forget()
+                    with self.subTest(why), self.assertWarnsRegex(UserWarning, rf"^skim: Triton does not work on cpu \({why}\)"):
+                        self.assertEqual(self.trained(OfArrays(**options)), self.trained(None, **options))
+                with self.assertRaisesRegex(skim.InvalidArgument, f"kernels: no triton here: {why}; use pytorch"):
+                    self.trained(OfArrays(kernels="triton"))
+
+        @staticmethod
+        def trained(local, **options):
+            options = options if local is None else {"local": local}
+            reducer = skim.Reducer(skim.in_process_group(1)[0], density=0.01, dense_below=0, exchange="allgather", **options)
+            reducer.set_layout([(0, [("w", 3000)])])
+            rng, means = np.random.default_rng(3), []
+            for _ in range(3):
+                means.append(rng.standard_normal(3000).astype(np.float32))
+                reducer.reduce(0, means[-1])
+                reducer.end_step()
+            return [m.tolist() for m in means]
+
+        def test_kernels_that_work_are_used(self):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                self.assertTrue(_passes.has_triton(torch.device("cpu"), None))
+            self.assertTrue(_passes.has_triton(torch.device("cpu"), "triton"))
+
+        def test_kernels_that_raise_are_not_used(self):
+            def raises(*arguments, **named):
+                raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+            for name in ("add", "select", "store"):
+                self.check_that_pytorch_does_the_work("RuntimeError: Failed to find C compiler.", **{name: raises})
+
+        def test_kernels_that_are_wrong_are_not_used(self):
+            from skim import _triton_pass
+
+            add, select, store = _triton_pass.InTriton.add, _triton_pass.InTriton.select, _triton_pass.store
+
+            def fused(kernels, gradient, residual, factor, decay, above, into):
+                """A product is not rounded before it is added."""
+                exact = residual.double() * decay + gradient.double() * factor
+                add(kernels, gradient, residual, factor, decay, above, into)
+                residual.copy_(torch.where(exact.isfinite(), exact, residual).float())
+
+            def no_counts(kernels, gradient, residual, factor, decay, above, into):
+                add(kernels, gradient, residual, factor, decay, above, into)
+                into.counts[1] = 0
+
+            def half_a_norm(kernels, gradient, residual, factor, decay, above, into):
+                add(kernels, gradient, residual, factor, decay, above, into)
+                into.norms2[1] *= 0.5
+
+            def another_tie(kernels, collected, k, residual, words):
+                select(kernels, collected, k, residual, words)
+                words[HEAD + k - 1] += 1
+
+            def another_rounding(x, code, values, exponents):
+                store(x, code, values, exponents)
+                values[0] += 1
+
+            for why, wrong in (
+                ("its residuals are wrong", {"add": fused}), ("its counts are wrong", {"add": no_counts}),
+                ("its norms are wrong", {"add": half_a_norm}), ("its selected entries are wrong", {"select": another_tie}),
+                ("its bf16 residuals are wrong", {"store": another_rounding}),
+            ):  # fmt: skip
+                self.check_that_pytorch_does_the_work(why, **wrong)
+
+
+@unittest.skipUnless(HAS_TRITON, "triton is not installed")
 class Interpreted(unittest.TestCase):
-    @unittest.skipUnless(HAS_TRITON, "triton is not installed")
-    def test_the_laws_of_InPyTorch_hold_in_Triton(self):
+    def check(self, name, count):
         done = subprocess.run(
-            [sys.executable, "-m", "unittest", "test_tensor_half.InTriton"], cwd=pathlib.Path(__file__).parent,
+            [sys.executable, "-m", "unittest", f"test_tensor_half.{name}"], cwd=pathlib.Path(__file__).parent,
             env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stderr)
-        count = unittest.defaultTestLoader.loadTestsFromTestCase(InPyTorch).countTestCases()
         self.assertIn(f"Ran {count} tests", done.stderr)
+
+    def test_the_laws_of_InPyTorch_hold_in_Triton(self):
+        self.check("InTriton", unittest.defaultTestLoader.loadTestsFromTestCase(InPyTorch).countTestCases())
+
+    def test_a_device_tries_the_kernels_first(self):
+        self.check("Trial", 3)
 
 
 CHANGES_LAYOUT = """
