@@ -110,7 +110,7 @@ def draw(runs, folder):
 
     figure, axis = plt.subplots(figsize=(COLUMN, 2.2))
     rows = tables.entry_sends("gpt", 2)(HERE / "rows")
-    for marker, (name, label) in zip("os^", (("momentum after the sum", "momentum in the optimizer"),
+    for marker, (name, label) in zip("os^", (("momentum left in the optimizer", "momentum in the optimizer"),
                                              ("momentum correction", "momentum correction"),
                                              ("step ahead", "LocalSteps(every=1)"))):
         axis.plot([row["sends"] for row in rows], [row[name] for row in rows], marker=marker, label=label)

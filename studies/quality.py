@@ -54,7 +54,7 @@ LOCAL = {
 }
 for _share in DENSITY:
     METHODS |= {
-        f"momentum after the sum, {_share}": ["after-sum", DENSITY[_share]],
+        f"momentum left in the optimizer, {_share}": ["after-sum", DENSITY[_share]],
         f"momentum correction, {_share}": ["correction", DENSITY[_share]],
         f"DeMo, {_share}": ["demo", DENSITY[_share]],
     }
@@ -107,7 +107,7 @@ METHODS["momentum correction, 1 %, sharded"] = ["correction", {4: DENSITY["1 %"]
 METHODS["momentum correction, 1 %, sharded, one group"] = [*METHODS["momentum correction, 1 %, sharded"], "--one-group"]
 # A sweep of the density, for docs/results/quality.md: S against the distance to dense.
 SWEEP = (0.001, 0.003, 0.01, 0.028, 0.05, 0.1)
-SWEPT = {"momentum correction": "correction", "step ahead": "local", "momentum after the sum": "after-sum"}
+SWEPT = {"momentum correction": "correction", "step ahead": "local", "momentum left in the optimizer": "after-sum"}
 for _density in SWEEP:
     for _name, _kind in SWEPT.items():
         METHODS[f"{_name}, density {_density:g}"] = [_kind, dict.fromkeys(RANKS, _density)]

@@ -722,7 +722,7 @@ TABLES = [
     Table("quality.md", "entry-sends-lstm", entry_sends("lstm", 2, 4, 8, rate=0.01), {
         "density": "{density:g}", "S": "{sends:g}",
         **{f"{name}, P = {ranks}": "{%s %d:+.3f}" % (name, ranks)
-           for name, groups in (("momentum correction", (2, 4, 8)), ("step ahead", (2, 4, 8)), ("momentum after the sum", (4,)))
+           for name, groups in (("momentum correction", (2, 4, 8)), ("step ahead", (2, 4, 8)), ("momentum left in the optimizer", (4,)))
            for ranks in groups}}),
     Table("quality.md", "entry-sends-resnet8", entry_sends("resnet8", 2, rate=0.1), {
         "density": "{density:g}", "S": "{sends:g}",

@@ -361,8 +361,9 @@ TEST(collectives, allgather_form_depends_on_ranks_and_length) {
   EXPECT_EQ(allgather_form(16, 1000), AllgatherForm::doubling);
   for (const int ranks : {4, 5, 16, 1000}) {
     EXPECT_EQ(allgather_form(ranks, 0), AllgatherForm::ring) << "of unknown length";
-    EXPECT_NE(allgather_form(ranks, (std::size_t{4} << 20U) / at(ranks)), AllgatherForm::ring);
-    EXPECT_EQ(allgather_form(ranks, (std::size_t{4} << 20U) / at(ranks) + 1), AllgatherForm::ring);
+    const std::size_t packed = std::size_t{1} << 20U;
+    EXPECT_NE(allgather_form(ranks, packed), AllgatherForm::ring);
+    EXPECT_EQ(allgather_form(ranks, packed + 1), AllgatherForm::ring);
   }
 }
 

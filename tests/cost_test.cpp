@@ -223,9 +223,7 @@ TEST(cost, oktopk_needs_the_bytes_of_two_selections) {
     const Load load{.ranks = ranks, .n = 25e6, .k = 25e3, .frame = kPaperFrame};
     const Cost c = predict(ExchangeKind::oktopk, load, kPaperLink);
     EXPECT_NEAR(c.bytes, 2 * 8 * 25e3 * (p - 1) / p + 24 * (p - 1), 1e-6);
-    // Parts, counts, and shares: long messages go around a ring.
-    const double shares = ranks > 4 ? p - 1 : std::log2(p);
-    EXPECT_EQ(c.rounds, p - 1 + std::log2(p) + shares);
+    EXPECT_EQ(c.rounds, p - 1 + 2 * std::log2(p)) << "parts, counts, and shares";
     EXPECT_EQ(cheapest(all_kinds(), load, {.beta_s_per_byte = 9e-9}).exchange,
               ExchangeKind::oktopk);
   }

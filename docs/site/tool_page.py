@@ -11,7 +11,13 @@ INTRO = """# The tool: skim
 
 This page has the help texts of all commands, as `skim COMMAND --help` prints them. A config file
 (`--config`) takes the same long names. [JSON that Skim writes](metrics.md) has them with
-underscores.
+underscores. On Debian 12 these commands install what the tool needs, and build it as
+`build/release/skim`:
+
+```sh
+scripts/setup
+cmake --preset release && cmake --build --preset release --target skim_tool
+```
 """
 
 

@@ -1,5 +1,5 @@
 // Communicator: a fixed group of ranks that exchange whole messages. There are two backends:
-// in-process, and MPI (mpi.hpp).
+// in-process, and MPI (mpi.hpp). The C interface (c_api.h) has a third one, over byte streams.
 #pragma once
 
 #include <atomic>

@@ -1,7 +1,9 @@
-// Errors come in three families (docs/architecture.md, "Errors"):
+// How errors are reported (docs/architecture.md, "Errors"):
 //   a mistake of the caller  -> InvalidArgument, before any byte is sent
 //   a failure outside        -> CommError; discard the communicator
 //   bad bytes on the wire    -> DecodeError, a value (codec.hpp); never an exception
+//   a damaged saved state    -> StateError
+//   non-finite gradients     -> NonFiniteError, if the reducer's option NonFinite says so
 // SKIM_ASSERT (src/assert.hpp) checks the library's own invariants, in debug builds only.
 #pragma once
 

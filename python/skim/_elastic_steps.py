@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skim import _core
-from skim.elastic import ElasticGroup, EpochFailed
+from skim.elastic import ElasticGroup, GenerationFailed
 
 if TYPE_CHECKING:
     from skim._compression import Compression
@@ -25,7 +25,7 @@ class ElasticSteps:
 
     The ranks meet before each step, where some may leave and others join. A rank counts a step as done when it knows
     that all ranks have reduced it (a barrier). If a rank is lost, some may know that and others not. They tell one
-    another in the next epoch: if one rank has counted the step, or if all have reduced it, it is done. Otherwise all
+    another in the next generation: if one rank has counted the step, or if all have reduced it, it is done. Otherwise all
     abandon it and take it again.
     """
 
@@ -58,7 +58,7 @@ class ElasticSteps:
         try:
             try:
                 self._settle(self.group.join())
-            except EpochFailed as e:
+            except GenerationFailed as e:
                 self._go_on(e)
         except BaseException:
             self.group.close("failed")
@@ -140,18 +140,18 @@ class ElasticSteps:
             try:
                 self._settle(self.group.regroup())
                 return
-            except EpochFailed as e:
+            except GenerationFailed as e:
                 failure = e
             finally:
                 if self.group.members != before:
                     self._failures = 0
 
     def _settle(self, comm: _core.Communicator) -> None:
-        """Goes on with the ranks of a new epoch. Collective."""
+        """Goes on with the ranks of a new generation. Collective."""
         try:
             self._settle_with(comm)
         except _core.CommError as e:
-            raise EpochFailed(str(e)) from None
+            raise GenerationFailed(str(e)) from None
         self.group.tell()
         self._has_state = self._met = True
 

@@ -1,8 +1,8 @@
 """Groups whose ranks may leave, be lost and join while the others go on training.
 
-The ranks of one time are an epoch. A store (torch.distributed.TCPStore), which a process of its own keeps, has the list
-of each epoch's ranks. Whoever writes the list first decides it, so no two ranks see different epochs. Messages between
-ranks go over gloo, in a group that each epoch makes anew.
+The ranks of one time are a generation. A store (torch.distributed.TCPStore), which a process of its own keeps, has the list
+of each generation's ranks. Whoever writes the list first decides it, so no two ranks see different generations. Messages between
+ranks go over gloo, in a group that each generation makes anew.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from skim._transport import GlooTransport
 if TYPE_CHECKING:
     from skim._elastic_steps import ElasticSteps
 
-# Keys of the store. {} is the number of an epoch or the name of a rank.
-RECENT = "recent"  # the number of an epoch, not much older than the newest
-RANKS = "ranks/{}"  # an epoch's ranks: a list of names in the order of rank
-PRESENT = "present/{}/{}"  # a rank is ready for this epoch
+# Keys of the store. {} is the number of a generation or the name of a rank.
+RECENT = "recent"  # the number of a generation, not much older than the newest
+RANKS = "ranks/{}"  # a generation's ranks: a list of names in the order of rank
+PRESENT = "present/{}/{}"  # a rank is ready for this generation
 ASKED = "asked"  # the names of all ranks that have ever asked to join, in lines
-ADMITTED = "admitted/{}"  # the epoch with which a rank joins
+ADMITTED = "admitted/{}"  # the generation with which a rank joins
 PULSE = "pulse/{}"  # counts up while the rank lives; then LEFT or FAILED
-TAKEN = "taken/{}/{}"  # in this epoch: "yes" or "no": another rank has the residual of this one, which leaves
+TAKEN = "taken/{}/{}"  # in this generation: "yes" or "no": another rank has the residual of this one, which leaves
 LEFT, FAILED = "left", "failed"
 STORE_WAIT_S = 10.0  # a rank may start a little before its store
 STATE_TAG = 1 << 20  # of messages that are not the communicator's; its tags are small
@@ -152,8 +152,8 @@ class _Seen:
 class _Watch:
     """Tells which ranks live, by their pulses since the watch began.
 
-    One look counts for at most a quarter of lost_after. For where the store itself stood still, or this rank, all
-    pulses have stopped, and the next look would find all ranks silent. A store stands still for seconds wherever a
+    One look counts for at most a quarter of lost_after. If the store or this rank has stood still, all pulses seem to
+    have stopped, and the next look would find all ranks silent. A store stands still for seconds wherever a
     connection is new and the name service does not answer, because TCPStore looks up the name of every new peer.
     """
 
@@ -257,16 +257,16 @@ class ElasticGroup:
         self.state, self.min_ranks, self.timeout, self.patience = dict(state), min_ranks, timeout, patience
         self.lost_after = lost_after
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self.epoch, self.members = 0, [self.name]
+        self.generation, self.members = 0, [self.name]
         self.events: list[str] = []
         self._store = _Store(host, int(port), timeout)
         self._pulse: _Pulse | None = None
         self._watch = self._new_watch()  # of those who want to join
         self._transport: GlooTransport | None = None
-        self._comm: _core.Communicator | None = None  # over it; None: this epoch has ended
+        self._comm: _core.Communicator | None = None  # over it; None: this generation has ended
         self._steps: weakref.ref[ElasticSteps] | None = None
         self._known = 0  # so many of those who have asked to join have been admitted, or have given up
-        self._told: tuple[int, list[str]] = 0, []  # the last epoch that tell() has told of, and its ranks
+        self._told: tuple[int, list[str]] = 0, []  # the last generation that tell() has told of, and its ranks
         self._norms: dict[str, float] = {}  # by name: of the residuals, when the ranks last met
         self._left = False
 
@@ -307,7 +307,7 @@ class ElasticGroup:
         self._steps = weakref.ref(steps)
 
     def join(self) -> _core.Communicator:
-        """Waits to be admitted. Returns the communicator of the epoch."""
+        """Waits to be admitted. Returns the communicator of the generation."""
         self._pulse = _Pulse(self._store, self.name, min(1.0, self.lost_after / 50))
         _open.add(self)
         self._store.append(ASKED, self.name + "\n")
@@ -323,21 +323,21 @@ class ElasticGroup:
         return self._connect(int(self._store.get(mine)))
 
     def regroup(self, ranks: Sequence[str] | None = None) -> _core.Communicator:
-        """Agrees on the next epoch. Returns its communicator.
+        """Agrees on the next generation. Returns its communicator.
 
         ranks: its ranks, if all ranks know them. None: after a failure, those that are left.
         """
-        epoch, ends = self.epoch + 1, time.monotonic() + self.patience
+        generation, ends = self.generation + 1, time.monotonic() + self.patience
         if ranks is None:
-            self._store.set(PRESENT.format(epoch, self.name), "")
+            self._store.set(PRESENT.format(generation, self.name), "")
             watch = self._new_watch()
-            while not self._has(RANKS.format(epoch)):
-                missing = [r for r in self.members if not self._store.has(PRESENT.format(epoch, r))]
+            while not self._has(RANKS.format(generation)):
+                missing = [r for r in self.members if not self._store.has(PRESENT.format(generation, r))]
                 if time.monotonic() >= ends or all(watch.is_gone(r) for r in missing):
-                    self._propose(epoch, [r for r in self.members if r not in missing], ends)
+                    self._propose(generation, [r for r in self.members if r not in missing], ends)
         else:
-            self._propose(epoch, ranks, ends)
-        return self._connect(epoch)
+            self._propose(generation, ranks, ends)
+        return self._connect(generation)
 
     def expect_member(self) -> None:
         if self._left:
@@ -360,21 +360,21 @@ class ElasticGroup:
         return [n for n, m in zip(self.members, of_all) if m["leaves"]], of_all[0]["joins"]
 
     def hand_over(self, state: bytes, to: str) -> bool:
-        """Sends what this rank has kept to a rank of this epoch. Returns whether that rank has it."""
+        """Sends what this rank has kept to a rank of this generation. Returns whether that rank has it."""
         assert self._transport is not None
         try:
             self.send(bytearray(state), self.members.index(to))
         except _core.CommError:
             pass  # the other rank knows what has arrived
-        key, watch = TAKEN.format(self.epoch, self.name), self._new_watch()
+        key, watch = TAKEN.format(self.generation, self.name), self._new_watch()
         while not self._has(key):
-            if watch.is_gone(to) or self._store.has(PRESENT.format(self.epoch + 1, to)):
+            if watch.is_gone(to) or self._store.has(PRESENT.format(self.generation + 1, to)):
                 self._store.decide(key, "no")
         return self._store.get(key) == "yes"
 
     def take(self, source: str) -> bytes:
         """The other end of hand_over. Raises CommError if the state has not arrived whole; then its owner keeps it."""
-        key = TAKEN.format(self.epoch, source)
+        key = TAKEN.format(self.generation, source)
         try:
             state = self.receive(self.members.index(source))
         except _core.CommError:
@@ -414,7 +414,7 @@ class ElasticGroup:
         for name in before:
             if name in self.members:
                 continue
-            keys = [TAKEN.format(epoch, name) for epoch in range(told, self.epoch)]
+            keys = [TAKEN.format(generation, name) for generation in range(told, self.generation)]
             if any(self._store.has(key) and self._store.get(key) == "yes" for key in keys):
                 lines.append(f"{name} left and handed over its residual")
             else:
@@ -425,7 +425,7 @@ class ElasticGroup:
             lines.append(f"{self.name} is rank {self.rank}")
         for line in lines:
             self._record(f"skim: {line}; {self.size} rank{'s' if self.size > 1 else ''} now")
-        self._told = self.epoch, self.members
+        self._told = self.generation, self.members
 
     def _record(self, event: str, once: bool = False) -> None:
         if once and event in self.events:
@@ -434,7 +434,7 @@ class ElasticGroup:
         logging.getLogger("skim").log(logging.WARNING if self.rank == 0 else logging.DEBUG, event)
 
     def abort(self) -> None:
-        """Ends this epoch, and wakes the ranks that wait for this one."""
+        """Ends this generation, and wakes the ranks that wait for this one."""
         if self._comm is not None:
             self._comm.abort(self._comm.rank)
             self._comm = None
@@ -448,13 +448,13 @@ class ElasticGroup:
         return _Watch(self._store, self.lost_after)
 
     def _newest(self) -> int:
-        epoch = int(self._store.get(RECENT)) if self._store.has(RECENT) else 0
-        while self._store.has(RANKS.format(epoch + 1)):
-            epoch += 1
-        return epoch
+        generation = int(self._store.get(RECENT)) if self._store.has(RECENT) else 0
+        while self._store.has(RANKS.format(generation + 1)):
+            generation += 1
+        return generation
 
-    def _ranks_of(self, epoch: int) -> list[str]:
-        return list(json.loads(self._store.get(RANKS.format(epoch)))) if epoch > 0 else []
+    def _ranks_of(self, generation: int) -> list[str]:
+        return list(json.loads(self._store.get(RANKS.format(generation)))) if generation > 0 else []
 
     def _candidates(self) -> list[str]:
         """Names of ranks that live and wait to join."""
@@ -467,9 +467,9 @@ class ElasticGroup:
         self._known = asked.index(waiting[0]) if waiting else len(asked)
         return [n for n in waiting if self._watch.lives(n)]
 
-    def _propose(self, epoch: int, ranks: Sequence[str], ends: float) -> None:
-        """Decides an epoch's ranks, unless another rank has: `ranks`, and new ones as long as they are too few."""
-        key = RANKS.format(epoch)
+    def _propose(self, generation: int, ranks: Sequence[str], ends: float) -> None:
+        """Decides a generation's ranks, unless another rank has: `ranks`, and new ones as long as they are too few."""
+        key = RANKS.format(generation)
         ranks = list(ranks)
         while len(ranks) < self.min_ranks:
             ranks += [n for n in self._candidates() if n not in ranks]
@@ -484,31 +484,31 @@ class ElasticGroup:
                 )
         self._store.decide(key, json.dumps(ranks))
 
-    def _connect(self, epoch: int) -> _core.Communicator:
-        """The communicator of an epoch that is decided. Raises CommError if this rank is not in it."""
-        ranks = self._ranks_of(epoch)
+    def _connect(self, generation: int) -> _core.Communicator:
+        """The communicator of a generation that is decided. Raises CommError if this rank is not in it."""
+        ranks = self._ranks_of(generation)
         if self.name not in ranks:
             raise _core.CommError(
                 f"skim: the others went on without this rank, which gave no sign of life for {self.lost_after:g} s; "
                 "start it again, and it joins"
             )
-        self._store.set(RECENT, str(epoch))
+        self._store.set(RECENT, str(generation))
         for name in ranks:
-            if name not in self.members or self.epoch == 0:
-                self._store.decide(ADMITTED.format(name), str(epoch))
-        self.epoch, self.members = epoch, ranks
+            if name not in self.members or self.generation == 0:
+                self._store.decide(ADMITTED.format(name), str(generation))
+        self.generation, self.members = generation, ranks
         # gloo would wait for its timeout if a rank were lost before it connects.
-        self._store.set(PRESENT.format(epoch, self.name), "")
+        self._store.set(PRESENT.format(generation, self.name), "")
         watch, ends = self._new_watch(), time.monotonic() + self.patience
         for name in ranks:
-            while not self._has(PRESENT.format(epoch, name)):
+            while not self._has(PRESENT.format(generation, name)):
                 if watch.is_gone(name) or time.monotonic() >= ends:
-                    raise EpochFailed(f"skim: {name} was lost before it had joined")
-        store = dist.PrefixStore(f"epoch/{epoch}", self._store.tcp)
+                    raise GenerationFailed(f"skim: {name} was lost before it had joined")
+        store = dist.PrefixStore(f"generation/{generation}", self._store.tcp)
         try:
             self._transport = GlooTransport(store, self.rank, self.size, self.timeout)
         except RuntimeError as e:
-            raise EpochFailed(str(e)) from None
+            raise GenerationFailed(str(e)) from None
         self._comm = _core.communicator_over(self._transport)
         return self._comm
 
@@ -532,8 +532,8 @@ class ElasticGroup:
         _open.discard(self)
 
 
-class EpochFailed(_core.CommError):
-    """A rank of a new epoch was lost before the epoch could train. The ranks that are left agree on another one."""
+class GenerationFailed(_core.CommError):
+    """A rank of a new generation was lost before the generation could train. The ranks that are left agree on another one."""
 
 
 @atexit.register

@@ -1490,28 +1490,33 @@ def case_local_steps_conserve_what_ranks_moved():
 
 def case_local_steps_conserve_what_16_bit_parameters_moved():
     """x and residuals are float32. What a replica loses when it is rounded to 16 bits is no move."""
-    if not gloo_takes(torch.bfloat16):
-        left_out("LocalSteps on gloo with parameters of torch.bfloat16")
-        return
-    for options in ({"every": 1, "ahead": 0.0}, {"every": 1}, {"every": 3, "ahead": 0.5}):
-        model = Linear(dtype=torch.bfloat16)
-        torch.manual_seed(0)
-        for p in model.w:
-            nn.init.normal_(p)
-        local = local_steps(model, lambda p: torch.optim.SGD(p, lr=2.0**-14), outer_lr=0.5, **options)[1]
-        first, moved = shared(local), torch.zeros(sum(LENGTHS)).double()
-        for step in range(24):
-            local.optimizer.zero_grad()
-            model(gradients(step)).backward()
-            before = flat(model.parameters())
-            if step < 6:
-                local.optimizer.step()
-            moved += before - flat(model.parameters())
-            local.after_step()
-        x = flat(local.state_dict()["shared"].split(LENGTHS))
-        change = total(flat(local.residuals().values())) - SIZE * (x - first) / local.outer_lr
-        torch.testing.assert_close(total(moved), change, rtol=1e-6, atol=1e-5)
-        assert total(moved).abs().max() > 0.05
+    for dtype in (torch.bfloat16, torch.float16):
+        if not gloo_takes(dtype):
+            left_out(f"LocalSteps on gloo with parameters of {dtype}")
+            continue
+        for options in ({"every": 1, "ahead": 0.0}, {"every": 1}, {"every": 3, "ahead": 0.5}):
+            check_moves_of_16_bit_parameters(dtype, options)
+
+
+def check_moves_of_16_bit_parameters(dtype, options):
+    model = Linear(dtype=dtype)
+    torch.manual_seed(0)
+    for p in model.w:
+        nn.init.normal_(p)
+    local = local_steps(model, lambda p: torch.optim.SGD(p, lr=2.0**-14), outer_lr=0.5, **options)[1]
+    first, moved = shared(local), torch.zeros(sum(LENGTHS)).double()
+    for step in range(24):
+        local.optimizer.zero_grad()
+        model(gradients(step)).backward()
+        before = flat(model.parameters())
+        if step < 6:
+            local.optimizer.step()
+        moved += before - flat(model.parameters())
+        local.after_step()
+    x = flat(local.state_dict()["shared"].split(LENGTHS))
+    change = total(flat(local.residuals().values())) - SIZE * (x - first) / local.outer_lr
+    torch.testing.assert_close(total(moved), change, rtol=1e-6, atol=1e-5)
+    assert total(moved).abs().max() > 0.05, dtype
 
 
 def case_a_warm_local_step_allocates_no_copy_of_the_parameters():

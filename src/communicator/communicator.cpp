@@ -393,12 +393,13 @@ std::span<const std::string_view> names_of<DenseSum>() noexcept {
 
 AllgatherForm allgather_form(int ranks, std::size_t longest) noexcept {
   // With 3 ranks, a ring has as few rounds as any form. With more ranks it has P - 1 - ceil(log2 P)
-  // more rounds, but does not copy messages into others. The ring wins if such a copy takes longer
-  // than the extra latencies. At 50 us and some GB/s this is in the megabytes (derived).
-  constexpr std::size_t kLong = std::size_t{4} << 20U;
-  const auto p = static_cast<std::size_t>(ranks);
-  if (ranks <= 3 || longest == 0 || longest > kLong / p) return AllgatherForm::ring;
-  return std::has_single_bit(p) ? AllgatherForm::doubling : AllgatherForm::bruck;
+  // more rounds, but does not copy messages into others. Such copies are of P - 1 messages, so the
+  // ring wins if a message takes longer to copy than to begin to arrive. At some GB/s and 0.2 ms
+  // that is from 1 MiB on (derived).
+  constexpr std::size_t kLong = std::size_t{1} << 20U;
+  if (ranks <= 3 || longest == 0 || longest > kLong) return AllgatherForm::ring;
+  const bool is_power = std::has_single_bit(static_cast<unsigned>(ranks));
+  return is_power ? AllgatherForm::doubling : AllgatherForm::bruck;
 }
 
 void Communicator::allgather(Bytes mine, MessageList& all, std::size_t longest) {

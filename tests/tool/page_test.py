@@ -48,6 +48,24 @@ class Pages(Case):
         page = "docs/how-to/two-sites.md"
         self.assertEqual(self.planned(page, "sites"), block(page, "output", "sites"))
 
+    def test_scaling(self):
+        """The tables have what the commands below them print: [exchange][density]."""
+        page = "docs/scaling.md"
+        for name, column, unit, density in (("thousand", 3, 1.0, "0.001"), ("internet", 5, 1e3, None)):
+            planned = {}
+            for line in self.planned(page, name).splitlines():
+                words = line.split()
+                if len(words) > 5 and re.fullmatch(r"[\d.]+", words[0]) and words[0] in ("1", "0.01", "0.001", "0.0001"):
+                    planned.setdefault(words[1], {})[words[0]] = float(words[column]) / unit
+            above = (ROOT / page).read_text().partition(f"<!-- command: {name} -->")[0]
+            table = re.search(r"((?:^\|.*\n)+)\n\Z", above, re.MULTILINE)[1].splitlines()[2:]
+            self.assertGreaterEqual(len(table), 6)
+            for exchange, *cells in ([cell.strip(" `") for cell in line.strip("|").split("|")] for line in table):
+                densities = ["1"] if exchange == "dense" else [density] if density else ["0.01", "0.001", "0.0001"]
+                for at, cell in zip(densities, cells):
+                    digits = len(cell.partition(".")[2])
+                    self.assertEqual(f"{planned[exchange][at]:.{digits}f}", cell, (name, exchange, at))
+
     def test_a_density_is_planned(self):
         self.assertIn("advised", self.planned("docs/how-to/density.md", "plan"))
 
