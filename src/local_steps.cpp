@@ -137,11 +137,15 @@ bool LocalSteps::exchange(std::span<const std::span<float>> replicas, double epo
   for (std::size_t b = 0; b < replicas.size(); ++b) {
     self.part(self.parts[b].slot, replicas[b].size());
   }
-  self.tickets.clear();
+  // All residuals are read before the first bucket starts. From then on the local half belongs to
+  // the reducer's thread.
   for (std::size_t b = 0; b < replicas.size(); ++b) {
     const std::span<float> p = replicas[b];
     self.each_start(self.parts[b], [&](std::size_t i, float at) { p[i] = at - p[i]; });
-    self.tickets.push_back(self.reducer.start(self.parts[b].slot, p));
+  }
+  self.tickets.clear();
+  for (std::size_t b = 0; b < replicas.size(); ++b) {
+    self.tickets.push_back(self.reducer.start(self.parts[b].slot, replicas[b]));
   }
   self.wait_for_tickets(reports);
   const auto start_all = [&] {

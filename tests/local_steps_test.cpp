@@ -122,6 +122,46 @@ TEST(local_steps, conserve_what_ranks_moved) {
   }
 }
 
+// Moves of -1, 0 and 1 add up to residuals that every code holds exactly, so the law is sharp.
+TEST(local_steps, conserve_what_ranks_moved_with_residuals_in_each_code) {
+  const std::vector<std::size_t> sizes(6, test::kSanitized ? 2000 : 50000);
+  for (const ResidualCode code : {ResidualCode::f32, ResidualCode::bf16, ResidualCode::q8}) {
+    test::run_group(2, [&](Communicator& comm) {
+      ReducerOptions o = options_of(ExchangeKind::allgather);
+      o.feedback.residual_code = code;
+      Reducer reducer(o, with_density(0.05), comm);
+      reducer.set_layout(buckets(sizes));
+      LocalSteps local({.ahead = 1.0, .outer_lr = 1.0}, reducer);
+      std::vector<Floats> replicas, moved;
+      for (const std::size_t n : sizes) {
+        replicas.emplace_back(n);
+        moved.emplace_back(n);
+      }
+      const std::vector<std::span<float>> spans(replicas.begin(), replicas.end());
+      std::vector<StepReport> reports;
+      std::mt19937 random(static_cast<unsigned>(comm.rank()));
+      for (int round = 0; round < 6; ++round) {
+        for (std::size_t s = 0; s < sizes.size(); ++s) {
+          for (std::size_t i = 0; i < sizes[s]; ++i) {
+            const auto move = static_cast<float>(static_cast<int>(random() % 3) - 1);
+            replicas[s][i] -= move;
+            moved[s][i] += move;
+          }
+        }
+        ASSERT_TRUE(local.exchange(spans, 0.0, reports));
+      }
+      for (std::size_t s = 0; s < sizes.size(); ++s) {
+        const std::span<const float> x = local.shared(static_cast<Slot>(s));
+        const Floats sum = sum_over_ranks(comm, moved[s]);
+        const Floats kept = sum_over_ranks(comm, residual_of(reducer, static_cast<Slot>(s)));
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          ASSERT_EQ(sum[i], kept[i] - 2.0F * x[i]) << name_of(code) << ", slot " << s;
+        }
+      }
+    });
+  }
+}
+
 TEST(local_steps, of_everything_follow_nesterov_momentum) {
   for (const double outer_momentum : {0.0, 0.75}) {
     test::run_group(3, [&](Communicator& comm) {

@@ -134,6 +134,7 @@ class Reducer {
   // The schedule's density for the next bucket.
   Density density() const;
   const DensitySchedule& schedule() const noexcept;
+  // While a ticket is open, the reducer's thread uses it, and the caller must not.
   LocalHalf& local() noexcept;
   // The slot's exchange and the reason for it: Chooser::reason. Empty without a chooser.
   std::string_view decision(Slot slot) const noexcept;
