@@ -192,7 +192,8 @@ class ModelChooser final : public Chooser {
 
   void find_hosts(Communicator& comm) {
     comm.set_phase({"auto: hosts"});
-    const std::array<double, 1> mine{static_cast<double>(comm.host())};
+    // read() takes no negative numbers, and a host may have one.
+    const std::array<double, 1> mine{static_cast<double>(static_cast<std::uint32_t>(comm.host()))};
     comm.allgather(std::as_bytes(std::span(mine)), all_, sizeof mine);
     std::vector<double> hosts;
     for (std::size_t r = 0; r < all_.size(); ++r) {
@@ -203,7 +204,8 @@ class ModelChooser final : public Chooser {
     hosts_ = static_cast<int>(hosts.size());
     if (hosts_ == 1 || hosts_ == ranks_) return;
     // Every host measures its own; rank 0's counts.
-    const auto host = comm.split(comm.host());
+    const auto color = std::ranges::find(hosts, mine[0]) - hosts.begin();
+    const auto host = comm.split(static_cast<int>(color));
     Link link;
     if (host->size() > 1) link = measure(*host, 0.005);
     const auto numbers = from_rank_0(std::array{link.alpha_s, link.beta_s_per_byte}, comm);

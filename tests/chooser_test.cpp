@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <climits>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "allocations.hpp"
+#include "fault.hpp"
 #include "group.hpp"
 #include "message_of.hpp"
 #include "oracle.hpp"
@@ -113,6 +115,26 @@ TEST(chooser, predicts_for_the_entries_of_the_result) {
 }
 
 // The shortest exchange of any rank says nothing: the step ends with what all of them wait for.
+TEST(chooser, any_numbers_may_name_hosts) {
+  const ChooserOptions options{.among = {K::hierarchical, K::allgather}, .trial_share = 0.0};
+  const auto reason_on = [&](const std::array<int, 4>& hosts) {
+    std::array<std::string, 4> reasons;
+    test::run_simulated(4, {{1e-4, 1e-8}, false}, [&](Communicator& whole) {
+      const auto rank = static_cast<std::size_t>(whole.rank());
+      test::OnHost comm(whole, static_cast<std::size_t>(hosts[rank]));
+      const auto chooser = make_chooser({}, options);
+      chooser->choose({0, 0}, kN, {.k = kK}, comm);
+      reasons[rank] = chooser->reason(0);
+    });
+    for (const std::string& reason : reasons) EXPECT_EQ(reason, reasons[0]);
+    return reasons[0];
+  };
+  const std::string of_two_hosts = reason_on({0, 0, 1, 1});
+  EXPECT_NE(of_two_hosts.find("hierarchical"), std::string::npos) << of_two_hosts;
+  EXPECT_EQ(reason_on({-5, -5, 7, 7}), of_two_hosts);
+  EXPECT_EQ(reason_on({INT_MIN, INT_MIN, -1, -1}), of_two_hosts);
+}
+
 TEST(chooser, goes_by_what_the_step_waits_for) {
   const ChooserOptions options{
       .among = {K::gtopk, K::allgather}, .link = kSlow, .trial_share = 1.0};

@@ -184,7 +184,8 @@ TEST(exchange, is_its_oracle) {
 TEST(exchange, hierarchical_is_its_oracle_on_any_hosts) {
   const std::vector<test::ExchangeOracle::HostOf> hosts = {
       [](std::size_t r) { return r / 3; }, [](std::size_t r) { return r % 2; },
-      [](std::size_t r) { return r < 2 ? r : 7; }, [](std::size_t r) { return 100 - r; }};
+      [](std::size_t r) { return r < 2 ? r : 7; }, [](std::size_t r) { return 100 - r; },
+      [](std::size_t r) { return r / 2 - 5; }};  // also negative ones
   using K = ExchangeKind;
   std::vector<HierarchyOptions> parts;
   for (const K kind : {K::allgather, K::gtopk, K::global_topk, K::oktopk, K::sparcml}) {

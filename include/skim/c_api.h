@@ -77,7 +77,7 @@ typedef struct skim_transport {
   int (*send)(void* context, int to, const void* data, size_t bytes);
   int (*receive)(void* context, int from, void* data, size_t bytes);
   int rank, size; /* 0 <= rank < size */
-  int host;       /* equal for ranks of one machine: exchange=hierarchical reads it */
+  int host;       /* any number, equal for ranks of one machine: exchange=hierarchical reads it */
 } skim_transport;
 
 /* Makes this rank's communicator over a transport. *transport is copied. Does not communicate. */

@@ -146,8 +146,8 @@ class Communicator {
   // Returns a communicator for the ranks that give the same color >= 0, ordered by rank: the groups
   // of a hierarchy. Collective. No ticket of this communicator may be open.
   virtual std::unique_ptr<Communicator> split(int color) = 0;
-  // Returns a number that is equal for ranks that share memory: a color for split() by host. Not
-  // collective.
+  // Returns a number that is equal for ranks that share memory, and differs for others. It may be
+  // negative. Not collective.
   virtual int host() const noexcept = 0;
 
   // Unblocks the peers. Their current and later waits then throw a CommError that names the culprit

@@ -134,7 +134,7 @@ class Hierarchical final : public Exchange {
   }
 
   // Splits the group in its first run. Every rank sends the number of its host, and the complement
-  // as a check.
+  // as a check. Here a host is its lowest rank, because its own number may be no color.
   void join(Communicator& comm) {
     if (of_ == &comm) return;
     comm.set_phase({"hierarchical: hosts"});
@@ -147,7 +147,7 @@ class Hierarchical final : public Exchange {
     comm.add_traffic(before, after);
     host_.ranks.clear();
     leaders_.ranks.clear();
-    std::vector<int> hosts;
+    std::vector<int> numbers, hosts;  // [rank]
     for (int r = 0; r < comm.size(); ++r) {
       const Bytes word = all[static_cast<std::size_t>(r)];
       std::array<int, 2> its{};
@@ -155,16 +155,21 @@ class Hierarchical final : public Exchange {
       if (its[1] != ~its[0]) {
         refuse_message(comm, r, "message", "it does not tell its host");
       }
-      if (its[0] == mine[0]) host_.ranks.push_back(r);
-      if (std::ranges::find(hosts, its[0]) == hosts.end()) leaders_.ranks.push_back(r);
-      hosts.push_back(its[0]);
+      numbers.push_back(its[0]);
+      const auto lowest = std::ranges::find(numbers, its[0]) - numbers.begin();
+      hosts.push_back(static_cast<int>(lowest));
+      if (hosts.back() == r) leaders_.ranks.push_back(r);
     }
-    host_.comm = comm.split(mine[0]);
+    const int host = hosts[static_cast<std::size_t>(comm.rank())];
+    for (int r = 0; r < comm.size(); ++r) {
+      if (hosts[static_cast<std::size_t>(r)] == host) host_.ranks.push_back(r);
+    }
+    host_.comm = comm.split(host);
     // Color 1: the other ranks, which take no part.
     leaders_.comm = comm.split(host_.comm->rank() == 0 ? 0 : 1);
     most_on_a_host_ = 0;
-    for (const int host : hosts) {
-      const auto ranks = static_cast<std::size_t>(std::ranges::count(hosts, host));
+    for (const int leader : leaders_.ranks) {
+      const auto ranks = static_cast<std::size_t>(std::ranges::count(hosts, leader));
       most_on_a_host_ = std::max(most_on_a_host_, ranks);
     }
     of_ = &comm;
