@@ -503,6 +503,61 @@ TEST(oktopk, state_is_saved_and_rolled_back) {
   }
 }
 
+// When a run resumes, its ranks may be on other hosts. Then the parts begin anew. On the same hosts
+// the run continues bit by bit.
+TEST(exchange, hierarchical_goes_on_from_a_saved_state_on_any_hosts) {
+  const std::vector<test::ExchangeOracle::HostOf> placements = {
+      [](std::size_t r) { return r / 2; }, [](std::size_t r) { return r % 2; },
+      [](std::size_t r) { return r; }, [](std::size_t) { return 0U; }};
+  using K = ExchangeKind;
+  const ExchangeOptions options{.kind = K::hierarchical,
+                                .hierarchy = {.inside = K::oktopk, .between = K::oktopk}};
+  for (const int ranks : {4, 5}) {
+    run_group(ranks, [&](Communicator& whole) {
+      const auto me = static_cast<std::size_t>(whole.rank());
+      const auto run = [&](Exchange& exchange, std::uint64_t step, Communicator& comm) {
+        const SparseBuffer mine = test::top_k(drifting(300, step, me, false), 20);
+        GroupStats stats;
+        const ExchangeResult got = exchange.run({step, 3}, mine.view(), {.k = 20}, stats, comm);
+        std::array<SparseBuffer, 2> outcome;
+        outcome[0].assign(got.sum);
+        outcome[1].assign(got.returned);
+        exchange.end_step();
+        return outcome;
+      };
+      const auto saved = [](const Exchange& exchange) {
+        std::ostringstream out;
+        exchange.save(out);
+        return out.str();
+      };
+      for (std::size_t from = 0; from < placements.size(); ++from) {
+        for (std::size_t to = 0; to < placements.size(); ++to) {
+          SCOPED_TRACE("from hosts " + std::to_string(from) + " to hosts " + std::to_string(to));
+          test::OnHost before(whole, placements[from](me)), after(whole, placements[to](me));
+          const auto first = make_exchange(options), fresh = make_exchange(options);
+          std::uint64_t step = 0;
+          for (; step < 4; ++step) run(*first, step, before);
+          const std::string state = saved(*first);
+          // Also into an exchange that has run, and back.
+          const auto second = make_exchange(options);
+          run(*second, step, after);
+          std::istringstream in(state);
+          second->load(in);
+          EXPECT_EQ(saved(*second), state);
+          Exchange& expected = from == to ? *first : *fresh;
+          Communicator& on = from == to ? before : after;
+          for (; step < 8; ++step) {
+            const auto a = run(expected, step, on), b = run(*second, step, after);
+            EXPECT_TRUE(test::same(a[0].view(), b[0].view())) << "step " << step;
+            EXPECT_TRUE(test::same(a[1].view(), b[1].view())) << "step " << step;
+            EXPECT_EQ(saved(expected), saved(*second));
+          }
+        }
+      }
+    });
+  }
+}
+
 // A row says truly whether k_down counts: then it changes the result, and else it changes nothing.
 TEST(exchange, k_down_counts_where_the_row_says_so) {
   using K = ExchangeKind;

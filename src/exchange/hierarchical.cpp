@@ -10,6 +10,7 @@
 // too. (sender_keeps does not.)
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -19,14 +20,19 @@
 #include "numbers.hpp"
 #include "skim/error.hpp"
 #include "skim/exchange.hpp"
+#include "state.hpp"
 
 namespace skim {
 namespace {
 
+constexpr std::string_view kMagic = "SKIMHIER";
+constexpr std::uint32_t kVersion = 1;
+
 class Hierarchical final : public Exchange {
  public:
   explicit Hierarchical(const ExchangeOptions& options)
-      : inside_(make_part(options, options.hierarchy.inside)),
+      : options_(options),
+        inside_(make_part(options, options.hierarchy.inside)),
         between_(make_part(options, options.hierarchy.between)),
         codec_(options.codec),
         exact_({.index = options.codec.index}) {}
@@ -38,6 +44,7 @@ class Hierarchical final : public Exchange {
     if (comm.size() == 1) return {.sum = mine, .returned = returned_.view()};
     return or_abort(comm, [&] {
       join(comm);
+      place_parts();
       const ExchangeResult host = in(host_, comm, [&](Communicator& part) {
         return inside_->run(id, mine, keep, stats, part);
       });
@@ -102,13 +109,25 @@ class Hierarchical final : public Exchange {
     inside_->rollback_step();
     between_->rollback_step();
   }
+  // A section (state.hpp): the number of ranks; the host of each, as its lowest rank. Then the
+  // states of the parts.
   void save(std::ostream& out) const override {
+    SectionWriter section(out, kMagic, kVersion);
+    section.put(static_cast<std::uint64_t>(placed_.size()));
+    for (const int host : placed_) section.put(static_cast<std::int32_t>(host));
+    section.end();
     inside_->save(out);
     between_->save(out);
   }
   void load(std::istream& in) override {
+    SectionReader section(in, "hierarchical: the saved state", kMagic, kVersion);
+    std::vector<int> placed;
+    const auto ranks = section.get<std::uint64_t>();
+    for (std::uint64_t r = 0; r < ranks; ++r) placed.push_back(section.get<std::int32_t>());
+    section.end();
     inside_->load(in);
     between_->load(in);
+    placed_ = std::move(placed);
   }
 
  private:
@@ -147,7 +166,8 @@ class Hierarchical final : public Exchange {
     comm.add_traffic(before, after);
     host_.ranks.clear();
     leaders_.ranks.clear();
-    std::vector<int> numbers, hosts;  // [rank]
+    hosts_.clear();
+    std::vector<int> numbers;  // [rank]
     for (int r = 0; r < comm.size(); ++r) {
       const Bytes word = all[static_cast<std::size_t>(r)];
       std::array<int, 2> its{};
@@ -157,22 +177,34 @@ class Hierarchical final : public Exchange {
       }
       numbers.push_back(its[0]);
       const auto lowest = std::ranges::find(numbers, its[0]) - numbers.begin();
-      hosts.push_back(static_cast<int>(lowest));
-      if (hosts.back() == r) leaders_.ranks.push_back(r);
+      hosts_.push_back(static_cast<int>(lowest));
+      if (hosts_.back() == r) leaders_.ranks.push_back(r);
     }
-    const int host = hosts[static_cast<std::size_t>(comm.rank())];
+    const int host = hosts_[static_cast<std::size_t>(comm.rank())];
     for (int r = 0; r < comm.size(); ++r) {
-      if (hosts[static_cast<std::size_t>(r)] == host) host_.ranks.push_back(r);
+      if (hosts_[static_cast<std::size_t>(r)] == host) host_.ranks.push_back(r);
     }
     host_.comm = comm.split(host);
     // Color 1: the other ranks, which take no part.
     leaders_.comm = comm.split(host_.comm->rank() == 0 ? 0 : 1);
     most_on_a_host_ = 0;
     for (const int leader : leaders_.ranks) {
-      const auto ranks = static_cast<std::size_t>(std::ranges::count(hosts, leader));
+      const auto ranks = static_cast<std::size_t>(std::ranges::count(hosts_, leader));
       most_on_a_host_ = std::max(most_on_a_host_, ranks);
     }
     of_ = &comm;
+  }
+
+  // Ranks that share a host have the same state of the part inside, and leaders that of the part
+  // between. If the saved run had other hosts, this no longer holds, and both parts begin anew. All
+  // ranks have saved the hosts of all, so they decide alike.
+  void place_parts() {
+    if (placed_ == hosts_) return;
+    if (!placed_.empty()) {
+      inside_ = make_part(options_, options_.hierarchy.inside);
+      between_ = make_part(options_, options_.hierarchy.between);
+    }
+    placed_ = hosts_;
   }
 
   // Runs body on a part of the group. Counts its traffic in comm, and translates the ranks in its
@@ -213,11 +245,14 @@ class Hierarchical final : public Exchange {
     return entries_.view();
   }
 
+  ExchangeOptions options_;
   std::unique_ptr<Exchange> inside_, between_;
+  std::vector<int> placed_;  // hosts_ when the parts got their state; empty before the first run
   Codec codec_;
   Codec exact_;  // no rounding inside a host
   const Communicator* of_ = nullptr;
   Part host_, leaders_;
+  std::vector<int> hosts_;          // [rank]: the lowest rank of its host
   std::size_t most_on_a_host_ = 0;  // ranks
   std::vector<std::byte> message_;
   SparseBuffer entries_, host_sum_, error_, result_, returned_;
