@@ -55,6 +55,11 @@ struct LocalSteps::Impl {
     SKIM_EXPECTS(n == found->x.size(), "local steps: slot " + std::to_string(slot) + " has " +
                                            std::to_string(found->x.size()) + " entries, not " +
                                            std::to_string(n));
+    SKIM_EXPECTS(n == reducer.local().size(slot),
+                 "local steps: slot " + std::to_string(slot) + " has " +
+                     std::to_string(reducer.local().size(slot)) +
+                     " entries in the reducer's layout, and had " + std::to_string(n) +
+                     "; make LocalSteps anew after set_layout");
     return *found;
   }
 
@@ -137,6 +142,9 @@ bool LocalSteps::exchange(std::span<const std::span<float>> replicas, double epo
   for (std::size_t b = 0; b < replicas.size(); ++b) {
     self.part(self.parts[b].slot, replicas[b].size());
   }
+  SKIM_EXPECTS(self.reducer.is_between_steps(),
+               "local steps: exchange needs the whole step of the reducer, but the caller has "
+               "reduced or started a bucket; call end_step or rollback_step first");
   // All residuals are read before the first bucket starts. From then on the local half belongs to
   // the reducer's thread.
   for (std::size_t b = 0; b < replicas.size(); ++b) {

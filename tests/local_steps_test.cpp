@@ -314,6 +314,37 @@ TEST(local_steps, go_on_from_a_saved_state) {
   });
 }
 
+TEST(local_steps, an_exchange_that_cannot_begin_changes_nothing) {
+  const auto group = make_in_process_group(1);
+  Rank rank(*group[0], {.outer_lr = 1.0});
+  rank.step();
+  ASSERT_TRUE(rank.exchange());
+  rank.step();
+  Floats gradient(kSizes[1]);
+  const Floats residual = residual_of(rank.reducer, 0);
+  const auto refused = [&] {
+    const std::vector<Floats> replicas = rank.replicas, x{rank.x(0), rank.x(2)};
+    EXPECT_THROW(rank.exchange(), InvalidArgument);
+    EXPECT_EQ(rank.replicas, replicas);
+    EXPECT_EQ((std::vector<Floats>{rank.x(0), rank.x(2)}), x);
+  };
+  const BucketTicket ticket = rank.reducer.start(1, std::span(gradient));
+  refused();
+  rank.reducer.wait(ticket);
+  refused();
+  EXPECT_EQ(residual_of(rank.reducer, 0), residual);
+  rank.reducer.rollback_step(0.0);
+  std::vector<Bucket> others = buckets({kSizes[0], kSizes[1], 5});
+  others[2].parameters = {{"of another length", 0, 5}};
+  rank.reducer.set_layout(others);
+  const std::vector<Floats> replicas = rank.replicas;
+  EXPECT_THROW(rank.exchange(), InvalidArgument);
+  EXPECT_EQ(rank.replicas, replicas);
+  EXPECT_THROW(rank.local->start(2, rank.replicas[2]), InvalidArgument);
+  rank.reducer.set_layout(buckets(kSizes));
+  EXPECT_TRUE(rank.exchange());
+}
+
 TEST(local_steps, refuse_what_cannot_be) {
   const auto group = make_in_process_group(1);
   Communicator& comm = *group[0];

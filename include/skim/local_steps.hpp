@@ -50,7 +50,8 @@ double outer_lr_for(int ranks, double density);
 // Cost beyond the reducer's: O(n) for each bucket and round. Not thread-safe.
 class LocalSteps {
  public:
-  // The reducer must have its layout, and must outlive this object. Each of its steps is a round.
+  // The reducer must have its layout, keep it, and outlive this object. Each of its steps is a
+  // round, so the caller reduces no bucket.
   // It must not pass NaN on (NonFinite::pass_on), because the NaN would reach x.
   // Throws: InvalidArgument: an option is out of its range.
   LocalSteps(const LocalStepsOptions& options, Reducer& reducer);

@@ -128,6 +128,8 @@ class Reducer {
   void raise_signal(std::uint32_t bits) noexcept;
   std::uint32_t signals() const noexcept;
 
+  // Whether no bucket was reduced or started since the last step ended.
+  bool is_between_steps();
   int ranks() const noexcept;  // P
   // The number of steps ended so far, including skipped ones.
   std::uint64_t step() const noexcept;

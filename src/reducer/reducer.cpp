@@ -282,9 +282,11 @@ struct Reducer::Impl {
     SKIM_EXPECTS(open == 0, std::string(who) + ": " + std::to_string(open) +
                                 " tickets are open; wait() for them first");
   }
+  // While a ticket is open, the thread writes to `reduced`.
+  bool is_between_steps() { return thread.open() == 0 && reduced.empty(); }
   void expect_between_steps(const char* who) {
     expect_nothing_open(who);
-    SKIM_EXPECTS(reduced.empty(),
+    SKIM_EXPECTS(is_between_steps(),
                  std::string(who) + ": a step is open; call end_step or rollback_step first");
   }
 
@@ -412,6 +414,7 @@ void Reducer::abandon_step(double epoch) {
 
 void Reducer::raise_signal(std::uint32_t bits) noexcept { impl_->raised.fetch_or(bits); }
 std::uint32_t Reducer::signals() const noexcept { return impl_->ended_signals; }
+bool Reducer::is_between_steps() { return impl_->is_between_steps(); }
 int Reducer::ranks() const noexcept { return impl_->comm.size(); }
 std::uint64_t Reducer::step() const noexcept { return impl_->progress.step; }
 Density Reducer::density() const { return impl_->density; }
