@@ -76,7 +76,8 @@ CommOptions with_timeout(double timeout_s) {
   SKIM_EXPECTS(timeout_s > 0.0 && timeout_s < 1e9,
                "timeout_s: must be in (0, 1e9), not " + std::to_string(timeout_s));
   CommOptions options;
-  options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1e3));
+  options.timeout =
+      std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(timeout_s));
   return options;
 }
 

@@ -218,6 +218,8 @@ static void arguments_are_refused(void) {
   CHECK_FAILS(skim_in_process_group(1, 0.0, &alone), wrong, "timeout_s");
   CHECK_FAILS(skim_in_process_group(1, 60.0, NULL), wrong, "group is NULL");
   CHECK(alone == NULL);
+  CHECK(skim_in_process_group(1, 1e-9, &alone) == SKIM_OK);
+  skim_communicator_free(alone);
   CHECK(skim_in_process_group(1, 60.0, &alone) == SKIM_OK);
 
   CHECK_FAILS(skim_reducer_new(NULL, "", &none), wrong, "communicator is NULL");

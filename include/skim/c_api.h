@@ -55,7 +55,8 @@ const char* skim_last_error(void);
 typedef struct skim_communicator skim_communicator;
 
 /* Makes a whole group in this process. group[r] becomes rank r's; use each from a thread of its
- * own. timeout_s: the longest time of one wait, in seconds, in (0, 1e9). */
+ * own. timeout_s: the longest time of one wait, in seconds, in (0, 1e9), rounded up to whole
+ * milliseconds. */
 skim_status skim_in_process_group(int size, double timeout_s, skim_communicator** group);
 
 /* Joins MPI_COMM_WORLD: skim::connect(Backend::mpi). Collective. SKIM_INVALID_ARGUMENT if the
