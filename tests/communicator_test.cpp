@@ -993,6 +993,70 @@ TEST(mpi, message_over2_to31_bytes) {
 }
 #endif
 
+#ifdef SKIM_TEST_STREAMS
+// Rank 0 of 2. Rank 1's stream has these bytes and then breaks. `asked`: the most bytes that rank 0
+// has asked for beyond those that have arrived.
+std::unique_ptr<Communicator> over_a_stream_of(const Message& bytes, std::size_t& asked) {
+  ByteStreams streams;
+  streams.send = [](int, Bytes) { return 0; };
+  streams.receive = [&bytes, &asked, at = std::size_t{0}](int, std::span<std::byte> data) mutable {
+    asked = std::max(asked, data.size());
+    if (data.size() > bytes.size() - at) return 7;
+    std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(at), data.size(), data.begin());
+    at += data.size();
+    return 0;
+  };
+  return make_stream_communicator(0, 2, 0, std::move(streams));
+}
+// As src/communicator/streams.cpp writes it.
+void put_header(std::int32_t context, std::uint64_t length, Message& stream) {
+  struct {
+    std::uint32_t kind = 0x4d4b5331;
+    std::int32_t context = 0;
+    std::uint64_t length = 0;
+  } const header{.context = context, .length = length};
+  const auto bytes = std::as_bytes(std::span(&header, 1));
+  stream.insert(stream.end(), bytes.begin(), bytes.end());
+}
+
+TEST(streams, messages_of_any_length_arrive) {
+  Message stream;
+  const std::vector<std::size_t> lengths{0, 5'000'003, 1, 1 << 20, (1 << 20) + 1, 9'000'000, 7};
+  for (const std::size_t length : lengths) {
+    put_header(0, length, stream);
+    const Message message = message_of(length, length);
+    stream.insert(stream.end(), message.begin(), message.end());
+  }
+  std::size_t asked = 0;
+  const auto comm = over_a_stream_of(stream, asked);
+  Message message;
+  for (const std::size_t length : lengths) {
+    comm->wait(comm->ireceive(message, 1));
+    EXPECT_EQ(message, message_of(length, length));
+  }
+}
+
+TEST(streams, a_length_that_no_rank_sent_is_an_error_of_the_peer) {
+  for (const std::int32_t context : {0, 3}) {  // 3: for another communicator of the family
+    for (const int bits : {35, 46, 62}) {
+      Message stream;
+      put_header(context, std::uint64_t{1} << bits, stream);
+      stream.resize(stream.size() + 5'000'000);
+      std::size_t asked = 0;
+      const auto comm = over_a_stream_of(stream, asked);
+      Message message;
+      try {
+        comm->wait(comm->ireceive(message, 1));
+        ADD_FAILURE() << "a message of 2^" << bits << " bytes";
+      } catch (const CommError& e) {
+        EXPECT_EQ(e.peer(), 1);
+      }
+      EXPECT_LE(asked, 2 * stream.size());
+    }
+  }
+}
+#endif
+
 TEST(communicator, allocates_nothing_once_warm) {
   each_group(1, [](Communicator& comm) {
     std::vector<float> data(5000, 1.0F);

@@ -12,6 +12,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <thread>
@@ -23,6 +24,8 @@ namespace skim {
 namespace {
 
 enum class Kind : std::uint32_t { message = 0x4d4b5331, abort = 0x4d4b5332 };
+
+constexpr std::size_t kFirstPiece = std::size_t{1} << 20;  // bytes of a message
 
 struct Header {
   Kind kind = Kind::message;
@@ -223,15 +226,33 @@ class StreamCommunicator final : public Communicator {
       if (header.kind != Kind::message || header.context < 0) {
         refuse_message(*this, from, "header", "the stream has bytes that Skim did not send");
       }
-      const auto length = static_cast<std::size_t>(header.length);
-      if (header.context == context_) {
-        message.resize(length);
-        return read(from, message);
-      }
-      std::vector<std::byte> other(length);
-      read(from, other);
+      if (header.context == context_) return read_message(from, header.length, message);
+      std::vector<std::byte> other;
+      read_message(from, header.length, other);
       family_->aside[{root_rank(from), header.context}].push_back(std::move(other));
     }
+  }
+
+  // The length may be damaged. So the message grows beyond its capacity only to twice the bytes that
+  // have arrived.
+  void read_message(int from, std::uint64_t length, std::vector<std::byte>& message) {
+    std::size_t arrived = 0, room = std::max(kFirstPiece, message.capacity());
+    while (arrived < length) {
+      const auto end = static_cast<std::size_t>(std::min<std::uint64_t>(length, room));
+      try {
+        message.resize(end);
+      } catch (const std::bad_alloc&) {
+        const std::string text = phase().text();
+        throw CommError("rank " + std::to_string(rank()) + ": no memory for a message of " +
+                            std::to_string(length) + " bytes from rank " + std::to_string(from) +
+                            in_phase(text),
+                        from, text);
+      }
+      read(from, std::span(message).subspan(arrived));
+      arrived = end;
+      room = 2 * end;
+    }
+    message.resize(arrived);
   }
 
   void read(int from, std::span<std::byte> data) {
