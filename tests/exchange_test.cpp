@@ -253,6 +253,33 @@ TEST(exchange, conserves) {
   }
 }
 
+TEST(exchange, decode_frame_wants_statistics_if_the_caller_does) {
+  const auto group = make_in_process_group(2);
+  SparseBuffer entries, out;
+  entries.reset(10);
+  entries.append(3, 1.5F);
+  GroupStats stats, got;
+  stats.signals = 6;
+  const Codec codec;
+  std::vector<std::byte> with, without;
+  codec.encode(entries.view(), &stats, with);
+  codec.encode(entries.view(), nullptr, without);
+  decode_frame(codec, with, 10, out, got, *group[0], 1);
+  EXPECT_TRUE(test::same(out.view(), entries.view()));
+  EXPECT_EQ(got.signals, 6U);
+  for (const auto& frame : {with, without}) {
+    decode_frame(codec, frame, 10, out, *group[0], 1);
+    EXPECT_TRUE(test::same(out.view(), entries.view()));
+  }
+  try {
+    decode_frame(codec, without, 10, out, got, *group[0], 1);
+    ADD_FAILURE() << "a frame without statistics";
+  } catch (const CommError& e) {
+    EXPECT_EQ(e.peer(), 1);
+    EXPECT_NE(std::string(e.what()).find("without statistics"), std::string::npos) << e.what();
+  }
+}
+
 // Entries of one list that are, or are not, in another: across windows of 2^18 indices, and at
 // their ends.
 TEST(exchange, filter_is_set_intersection_and_difference) {

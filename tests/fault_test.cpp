@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <latch>
@@ -435,6 +436,59 @@ TEST(fault, every_byte_of_a_frame_counts) {
         EXPECT_NE(all[0].what.find("bad frame from rank 1"), std::string::npos) << all[0].what;
       }
     }
+  }
+}
+
+// Sends each frame that travels alone without its statistics, as another encoder might.
+class WithoutStatistics final : public test::ForwardingCommunicator {
+ public:
+  explicit WithoutStatistics(Communicator& to) : ForwardingCommunicator(to) {}
+  bool happened() const noexcept { return happened_; }
+
+ private:
+  Ticket do_isend(Bytes message, int peer) override {
+    std::uint32_t dim = 0;
+    if (message.size() >= kFrameHeaderBytes) std::memcpy(&dim, &message[8], sizeof dim);
+    SparseBuffer entries;
+    GroupStats stats;
+    stats.signals = 1;  // none of the ranks raises it
+    const DecodeResult got = Codec().decode(message, dim, entries, &stats);
+    if (!got || stats.signals == 1) return forward_isend(message, peer);
+    happened_ = true;
+    frame_.clear();
+    Codec().encode(entries.view(), nullptr, frame_);
+    return forward_isend(frame_, peer);
+  }
+  std::vector<std::byte> frame_;
+  bool happened_ = false;
+};
+
+TEST(fault, a_frame_without_statistics_is_refused_where_they_are_needed) {
+  for (const ExchangeKind kind : kKinds) {
+    using K = ExchangeKind;
+    const bool sends_frames_alone = kind == K::gtopk || kind == K::gtopk_tree ||
+                                    kind == K::oktopk || kind == K::sparcml ||
+                                    kind == K::param_server || kind == K::shared_indices;
+    if (!sends_frames_alone) continue;
+    SCOPED_TRACE(text_of(kind, false));
+    bool happened = false;
+    const auto all = endings(2, kLong, [&](Communicator& comm) {
+      if (comm.rank() == 0) {
+        Training(comm, kind, false).steps(2);
+        return;
+      }
+      WithoutStatistics bare(comm);
+      try {
+        Training(bare, kind, false).steps(2);
+      } catch (...) {
+        happened = bare.happened();
+        throw;
+      }
+    });
+    EXPECT_TRUE(happened);
+    for (int r = 0; r < 2; ++r) expect_named(all[static_cast<std::size_t>(r)], r);
+    EXPECT_EQ(all[0].peer, 1) << all[0].what;
+    EXPECT_NE(all[0].what.find("statistics"), std::string::npos) << all[0].what;
   }
 }
 

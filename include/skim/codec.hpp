@@ -73,6 +73,7 @@ std::string_view to_string(DecodeError e) noexcept;
 struct [[nodiscard]] DecodeResult {
   DecodeError error = DecodeError::none;
   std::size_t bytes_read = 0;  // length of the frame; 0 after an error
+  bool has_stats = false;      // the frame carries GroupStats
   explicit operator bool() const noexcept { return error == DecodeError::none; }
 };
 

@@ -193,10 +193,14 @@ inline int stream_of_hop(const Communicator& comm, int hop) noexcept {
   return comm.rank() + comm.size() * hop;
 }
 
-// Decodes `message` from rank `peer`. The message must be exactly one frame, with dense length dim.
+// Decodes `message` from rank `peer`. The message must be exactly one frame with statistics, with
+// dense length dim.
 // Throws: CommError that names the peer and this rank's phase.
 void decode_frame(const Codec& codec, Bytes message, std::size_t dim, SparseBuffer& out,
                   GroupStats& stats, const Communicator& comm, int peer);
+// The same for a frame that needs no statistics.
+void decode_frame(const Codec& codec, Bytes message, std::size_t dim, SparseBuffer& out,
+                  const Communicator& comm, int peer);
 
 // The facts about one exchange that the library, the command line and Python use. CONTRIBUTING.md
 // says how to add an exchange.

@@ -241,7 +241,7 @@ DecodeResult Codec::decode(Bytes in, std::size_t expected_dim, SparseBuffer& out
   if (!s.stats.empty() && stats != nullptr) {
     *stats = decode_stats(s.stats.first<kFrameStatsBytes>());
   }
-  return {.error = DecodeError::none, .bytes_read = s.length};
+  return {.error = DecodeError::none, .bytes_read = s.length, .has_stats = !s.stats.empty()};
 }
 
 DecodeResult Codec::decode_indices(Bytes in, std::size_t expected_dim, SparseBuffer& out) const {

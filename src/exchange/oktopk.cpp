@@ -482,8 +482,7 @@ class OkTopK final : public Exchange {
   // before the end of `to`.
   void take(Bytes frame, std::size_t from, std::size_t most, SparseBuffer& to,
             const Communicator& comm) {
-    GroupStats none;
-    decode_frame(codec_, frame, to.view().dim, share_of_peer_, none, comm, static_cast<int>(from));
+    decode_frame(codec_, frame, to.view().dim, share_of_peer_, comm, static_cast<int>(from));
     const SparseView share = share_of_peer_.view(), so_far = to.view();
     if (share.nnz() == 0) return;
     if (share.nnz() > most || (so_far.nnz() > 0 && share.index.front() <= so_far.index.back())) {

@@ -386,8 +386,7 @@ class ParamServer final : public Exchange, public HeldMass {
     comm.allgather(frame_down_, all_, most_share_bytes_);
     result_.reset(dim);
     for (std::size_t r = 0; r < ranks_; ++r) {
-      GroupStats none;
-      decode_frame(codec_, all_[r], dim, share_of_peer_, none, comm, static_cast<int>(r));
+      decode_frame(codec_, all_[r], dim, share_of_peer_, comm, static_cast<int>(r));
       const SparseView piece = share_of_peer_.view(), so_far = result_.view();
       if (piece.nnz() == 0) continue;
       if (so_far.nnz() > 0 && piece.index.front() <= so_far.index.back()) {

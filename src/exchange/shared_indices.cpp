@@ -234,8 +234,7 @@ class SharedIndicesExchange final : public Exchange, public SharedIndices {
     comm.allgather(frame_, all_, codec_.max_encoded_bytes(longest_, longest_));
     result_.reset(off_.view().dim);
     for (std::size_t r = 0; r < ranks_; ++r) {
-      GroupStats none;
-      decode_frame(codec_, all_[r], regions().size(r), part_, none, comm, static_cast<int>(r));
+      decode_frame(codec_, all_[r], regions().size(r), part_, comm, static_cast<int>(r));
       const SparseView part = part_.view();
       for (std::size_t e = 0; e < part.nnz(); ++e) {
         result_.append(list_.view().index[regions().begin(r) + part.index[e]], part.value[e]);
