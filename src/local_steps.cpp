@@ -80,7 +80,7 @@ struct LocalSteps::Impl {
     if (!follows_density) return outer_lr;
     if (report.n == 0) return 1.0F;
     const double density = static_cast<double>(report.k) / static_cast<double>(report.n);
-    return static_cast<float>(outer_lr_for(reducer.ranks(), density));
+    return static_cast<float>(outer_lr_for(reducer.ranks_of_mean(), density));
   }
 
   void outer_step(Part& p, std::span<const float> mean, float r) const {

@@ -212,6 +212,26 @@ TEST(local_steps, by_default_scale_the_mean_by_the_density) {
   }
 }
 
+TEST(local_steps, a_dedicated_server_does_not_count_in_the_default) {
+  ReducerOptions o = options_of(ExchangeKind::param_server);
+  o.exchange.server.placement = ServerPlacement::dedicated;
+  test::run_group(4, [&](Communicator& comm) {
+    Rank by_default(comm, {}, 0.05, o), mean(comm, {.outer_lr = 1.0}, 0.05, o);
+    for (Rank* rank : {&by_default, &mean}) {
+      EXPECT_EQ(rank->reducer.ranks_of_mean(), 3);
+      if (comm.rank() > 0) rank->step();
+      ASSERT_TRUE(rank->exchange());
+    }
+    for (const std::size_t s : {0U, 2U}) {
+      const double r = outer_lr_for(3, 0.05);
+      const Floats x = by_default.x(s), of_mean = mean.x(s);
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        ASSERT_FLOAT_EQ(x[i], static_cast<float>(r) * of_mean[i]);
+      }
+    }
+  });
+}
+
 TEST(local_steps, of_a_bucket_without_entries) {
   test::run_group(2, [&](Communicator& comm) {
     Reducer reducer(options_of(ExchangeKind::allgather), with_density(0.05), comm);

@@ -40,7 +40,8 @@ double outer_lr_for(int ranks, double density);
 //   u = (x - a e) - p                 exchange(): the reducer gets u as gradient
 //   m = mean over the ranks of the part of e + u that was sent;  e = the rest
 //   x = x - r m                       with b > 0:  v = b v + m;  x = x - r (m + b v)  (Nesterov)
-// Where r follows the density, it is that of the bucket in this round: k / n of its StepReport.
+// Where r follows the density, it is that of the bucket in this round: k / n of its StepReport. A
+// dedicated server does not count in P.
 // x is bitwise equal on all ranks after every round. Between rounds evaluate and save x, not p.
 //
 // Law: at r = 1, b = 0 no move is created or lost. Over P ranks, P x = sum of e - sum of all u so

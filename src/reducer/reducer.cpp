@@ -200,11 +200,13 @@ struct Reducer::Impl {
     gather_notes(comm, notes, stats);
   }
 
+  int ranks_of_mean() const noexcept {
+    return holder != nullptr ? holder->contributors(comm.size()) : comm.size();
+  }
   // grad becomes the mean. sum: a SparseView or a span of all entries.
   template <class Sum>
   bool apply(StepId id, const Sum& sum, const GradView& grad) {
-    const int ranks = holder != nullptr ? holder->contributors(comm.size()) : comm.size();
-    return local->apply(id, sum, grad.scale / static_cast<float>(ranks), grad);
+    return local->apply(id, sum, grad.scale / static_cast<float>(ranks_of_mean()), grad);
   }
   bool apply(StepId id, const ExchangeResult& result, const GradView& grad) {
     return result.dense_sum.empty() ? apply(id, result.sum, grad)
@@ -416,6 +418,7 @@ void Reducer::raise_signal(std::uint32_t bits) noexcept { impl_->raised.fetch_or
 std::uint32_t Reducer::signals() const noexcept { return impl_->ended_signals; }
 bool Reducer::is_between_steps() { return impl_->is_between_steps(); }
 int Reducer::ranks() const noexcept { return impl_->comm.size(); }
+int Reducer::ranks_of_mean() const noexcept { return impl_->ranks_of_mean(); }
 std::uint64_t Reducer::step() const noexcept { return impl_->progress.step; }
 Density Reducer::density() const { return impl_->density; }
 const DensitySchedule& Reducer::schedule() const noexcept { return *impl_->schedule; }
