@@ -530,6 +530,49 @@ TEST(oktopk, state_is_saved_and_rolled_back) {
   }
 }
 
+// Two hosts of four ranks have the same selections. Their sums are the same, but they must not be
+// rounded alike. If they were, the errors of many hosts would add up.
+TEST(exchange, hosts_do_not_round_alike) {
+  using K = ExchangeKind;
+  const std::size_t n = 400, k = 100;
+  for (const K inside : {K::gtopk, K::gtopk_tree, K::oktopk, K::sparcml}) {
+    for (const K between : {K::allgather, K::gtopk}) {
+      const ExchangeOptions options{
+          .kind = K::hierarchical,
+          .hierarchy = {.inside = inside, .between = between},
+          .codec = {.value = ValueCode::q4, .rounding = Rounding::stochastic}};
+      SCOPED_TRACE(std::string(name_of(inside)) + " inside, " + std::string(name_of(between)) +
+                   " between");
+      run_group(8, [&](Communicator& whole) {
+        const auto me = static_cast<std::size_t>(whole.rank());
+        test::OnHost comm(whole, me / 4);
+        SparseBuffer mine = test::top_k(drifting(n, 1, me % 4, false), k);
+        Codec(options.codec).quantize(mine, {1, 0}, static_cast<int>(me % 4));
+        const auto exchange = make_exchange(options);
+        GroupStats stats;
+        const ExchangeResult got = exchange->run({1, 0}, mine.view(), {.k = k}, stats, comm);
+        const std::vector<float> back = test::dense(got.returned);
+        std::vector<float> delivered = test::dense(mine.view());
+        for (std::size_t i = 0; i < n; ++i) delivered[i] -= back[i];
+        const std::vector<float> result = test::dense(sum_of(got).view());
+        std::vector<double> sum(n);
+        for (const auto& of_rank : test::gather(whole, delivered)) {
+          for (std::size_t i = 0; i < n; ++i) sum[i] += of_rank[i];
+        }
+        for (std::size_t i = 0; i < n; ++i) ASSERT_NEAR(result[i], sum[i], 1e-4);
+        for (const auto& other : test::gather(whole, result)) {
+          EXPECT_TRUE(test::same_bits(other, result));
+        }
+        const auto returned = test::gather(whole, back);
+        std::size_t alike = 0;
+        for (std::size_t r = 1; r < 4; ++r) alike += returned[r] == returned[r + 4] ? 1U : 0U;
+        // Not every rank rounds. A rank that does not gets back what was dropped.
+        EXPECT_LT(alike, 3U);
+      });
+    }
+  }
+}
+
 // When a run resumes, its ranks may be on other hosts. Then the parts begin anew. On the same hosts
 // the run continues bit by bit.
 TEST(exchange, hierarchical_goes_on_from_a_saved_state_on_any_hosts) {

@@ -188,7 +188,7 @@ class Exchange {
 };
 
 // The stream (Codec::quantize) for this rank's hop-th rounding in one run, hop >= 1. No other rank
-// uses it, and no selection does.
+// of comm uses it, and no selection does. (Each part of `hierarchical` runs with an id of its own.)
 inline int stream_of_hop(const Communicator& comm, int hop) noexcept {
   return comm.rank() + comm.size() * hop;
 }

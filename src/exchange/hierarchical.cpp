@@ -46,7 +46,7 @@ class Hierarchical final : public Exchange {
       join(comm);
       place_parts();
       const ExchangeResult host = in(host_, comm, [&](Communicator& part) {
-        return inside_->run(id, mine, keep, stats, part);
+        return inside_->run(id_of(host_, id), mine, keep, stats, part);
       });
       const bool leads = host_.comm->rank() == 0;
       SparseView between_returned{{}, {}, mine.dim};
@@ -59,7 +59,7 @@ class Hierarchical final : public Exchange {
         const ExchangeResult all = in(leaders_, comm, [&](Communicator& part) {
           Keep of_hosts = keep;
           of_hosts.most = std::min(mine.dim, most_entries(keep) * most_on_a_host_);
-          return between_->run(id, host_sum_.view(), of_hosts, stats, part);
+          return between_->run(id_of(leaders_, id), host_sum_.view(), of_hosts, stats, part);
         });
         between_returned = all.returned;
         message_.clear();
@@ -133,8 +133,16 @@ class Hierarchical final : public Exchange {
  private:
   struct Part {
     std::unique_ptr<Communicator> comm;
-    std::vector<int> ranks;  // [rank in the part]: rank in the whole group
+    std::vector<int> ranks;    // [rank in the part]: rank in the whole group
+    std::uint64_t number = 0;  // from 1; the same on all its ranks, and in no other part
   };
+
+  // A part's exchange numbers its roundings by ranks of the part (stream_of_hop), so other parts
+  // and the ranks' selections have the same streams. The part's number in the upper half of the
+  // step makes its draws its own.
+  static StepId id_of(const Part& part, StepId id) {
+    return {id.step ^ part.number << 32U, id.slot};
+  }
 
   static std::unique_ptr<Exchange> make_part(ExchangeOptions options, ExchangeKind kind) {
     SKIM_EXPECTS(row_of(kind).nests, "hierarchical: '" + std::string(row_of(kind).name) +
@@ -184,6 +192,8 @@ class Hierarchical final : public Exchange {
     for (int r = 0; r < comm.size(); ++r) {
       if (hosts_[static_cast<std::size_t>(r)] == host) host_.ranks.push_back(r);
     }
+    host_.number = 1 + static_cast<std::uint64_t>(host);
+    leaders_.number = 1 + static_cast<std::uint64_t>(comm.size());
     host_.comm = comm.split(host);
     // Color 1: the other ranks, which take no part.
     leaders_.comm = comm.split(host_.comm->rank() == 0 ? 0 : 1);
