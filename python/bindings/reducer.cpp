@@ -352,6 +352,9 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
           "schedules do not see the step's statistics, which may differ between ranks.")
       .def("set_total_steps", member(&Reducer::set_total_steps), "steps"_a)
       .def_prop_ro("step", [](const AnnotatedReducer& self) { return self.step(); })
+      .def_prop_ro(
+          "ranks_of_mean", [](const AnnotatedReducer& self) { return self.ranks_of_mean(); },
+          "The number of ranks that the mean is over: all but a dedicated server.")
       .def_prop_ro("density", [](const AnnotatedReducer& self) { return self.density().up; })
       .def(
           "decision",

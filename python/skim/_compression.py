@@ -291,7 +291,7 @@ class Compression:
         self._thread: threading.Thread | None = None
         self._set_layout(None)
         self.was_finite = True  # the last step that has ended
-        self.ranks_of_mean = self.comm.size  # that reduced the last step; an elastic group may have others by now
+        self.ranks_of_mean = self.reducer.ranks_of_mean  # that reduced the last step; an elastic group may have others by now
         self._residual_norms: dict[int, float] = {}  # by slot, after its last step
         self.elastic: ElasticSteps | None = None
         if is_elastic:
@@ -399,7 +399,7 @@ class Compression:
         def reduce(index: int) -> None:
             members = buckets[index]
             self.begin_bucket(index, members, opens_step=index == indices[0])
-            self.ranks_of_mean = self.comm.size
+            self.ranks_of_mean = self.reducer.ranks_of_mean
             tensors = [tensor_of[i] for i in members]
             whole = in_one(tensors)
             flat = torch.cat([t.reshape(-1) for t in tensors]) if whole is None else whole

@@ -73,9 +73,9 @@ class LocalSteps:
         x = x - outer_lr * (mean over the ranks of the entries sent)
 
     The default outer_lr is skim.outer_lr_for(P, density): an entry that few of the P ranks have sent counts little
-    in the mean, and this factor makes up for a part of it. For SGD with every > 1 it is 1, which trains better
-    (docs/results/quality.md). With outer_momentum, x follows Nesterov momentum over
-    these means, as torch.optim.SGD with nesterov=True.
+    in the mean, and this factor makes up for a part of it. A dedicated server does not count in P. For SGD with
+    every > 1 it is 1, which trains better (docs/results/quality.md). With outer_momentum, x follows Nesterov
+    momentum over these means, as torch.optim.SGD with nesterov=True.
 
         every=1, ahead=0, outer_lr=1
                             error feedback of updates
