@@ -332,26 +332,86 @@ TEST(param_server, a_dedicated_server_owes_as_much_on_another_number_of_ranks) {
   }
 }
 
-// Buckets that are declared anew: what was held joins the residual, and goes on by name.
-TEST(param_server, held_mass_survives_another_layout) {
-  run_threads(3, [](Communicator& comm) {
-    Reducer reducer(with_server(ServerPlacement::sharded), with_densities(0.05, 0.05), comm);
-    reducer.set_layout(buckets({60}));
-    for (std::uint64_t step = 0; step < 5; ++step) {
-      Floats g = test::integers(60, seed_of(static_cast<std::size_t>(comm.rank()), step), 100);
+// Buckets that are declared anew, the first of them shorter than before. A parameter that is gone
+// takes its mass with it.
+TEST(param_server, held_mass_follows_its_parameter_into_another_layout) {
+  const std::size_t n = 60, third = n / 3;
+  for (const ServerPlacement placement : kPlacements) {
+    run_threads(3, [&](Communicator& comm) {
+      const auto me = static_cast<std::size_t>(comm.rank());
+      const bool serves = placement == ServerPlacement::dedicated && me == 0;
+      Reducer reducer(with_server(placement), with_densities(0.1, 0.05), comm);
+      reducer.set_layout(buckets({n}));
+      for (std::uint64_t step = 0; step < 5; ++step) {
+        Floats g(n, 0.0F);
+        if (!serves) g = test::integers(n, seed_of(me, step), 100);
+        reducer.reduce(0, std::span(g));
+        reducer.end_step(0.0);
+      }
+      const Floats kept = test::kept_by(reducer, 0), residual = test::residual_of(reducer, 0);
+      const bool holds = placement == ServerPlacement::sharded || me == 0;
+      ASSERT_EQ(kept != residual, holds);
+      const Floats a(kept.begin(), kept.begin() + third), b(kept.begin() + third, kept.end());
+
+      const auto everywhere = [&](Slot slot) {
+        EXPECT_EQ(reducer.kept(slot), test::kept_by(reducer, slot)) << slot;
+        return test::kept_by(reducer, slot);
+      };
+      reducer.set_layout(
+          std::vector<Bucket>{{0, {{"0.a", 0, third}}}, {7, {{"0.b", 0, n - third}}}});
+      EXPECT_EQ(everywhere(0), a);
+      EXPECT_EQ(everywhere(7), b);
+      reducer.set_layout(
+          std::vector<Bucket>{{7, {{"0.b", 0, n - third}, {"0.a", n - third, third}}}});
+      Floats turned = everywhere(7);
+      std::ranges::rotate(turned, turned.begin() + static_cast<std::ptrdiff_t>(n - third));
+      EXPECT_EQ(turned, kept);
+      reducer.set_layout(std::vector<Bucket>{{0, {{"0.a", 0, third}}}});
+      reducer.set_layout(std::vector<Bucket>{{0, {{"0.a", 0, third}, {"0.b", third, n - third}}}});
+      Floats left = a;
+      left.resize(n, 0.0F);
+      EXPECT_EQ(everywhere(0), left);
+    });
+  }
+}
+
+// A dedicated server has no gradient, so none of the mass may come to rest in its residual.
+TEST(param_server, held_mass_is_delivered_after_another_layout) {
+  const std::size_t n = 60;
+  for (const ServerPlacement placement : kPlacements) {
+    run_threads(3, [&](Communicator& comm) {
+      const auto me = static_cast<std::size_t>(comm.rank());
+      const bool serves = placement == ServerPlacement::dedicated && me == 0;
+      Reducer reducer(with_server(placement), with_densities(0.1, 0.05), comm);
+      reducer.set_layout(buckets({n}));
+      for (std::uint64_t step = 0; step < 105; ++step) {
+        if (step == 5) reducer.set_layout(buckets({n}));
+        Floats g(n, 0.0F);
+        if (step < 5 && !serves) g = test::integers(n, seed_of(me, step), 100);
+        reducer.reduce(0, std::span(g));
+        reducer.end_step(0.0);
+      }
+      EXPECT_EQ(test::kept_by(reducer, 0), Floats(n, 0.0F)) << "rank " << me;
+    });
+  }
+}
+
+TEST(param_server, a_layout_that_is_refused_leaves_held_mass_where_it_is) {
+  const std::size_t n = 60;
+  for (const ServerPlacement placement : kPlacements) {
+    run_threads(3, [&](Communicator& comm) {
+      const auto me = static_cast<std::size_t>(comm.rank());
+      Reducer reducer(with_server(placement), with_densities(0.1, 0.05), comm);
+      reducer.set_layout(buckets({n}));
+      Floats g = test::integers(n, seed_of(me, 0), 100);
       reducer.reduce(0, std::span(g));
       reducer.end_step(0.0);
-    }
-    const Floats kept = test::kept_by(reducer, 0);
-    ASSERT_TRUE(
-        std::ranges::any_of(test::whole(reducer.held(0), 60), [](float v) { return v != 0.0F; }));
-    const std::size_t third = 60 / 3;
-    reducer.set_layout(
-        std::vector<Bucket>{{7, {{"0.b", 0, 60 - third}, {"0.a", 60 - third, third}}}});
-    Floats turned = test::kept_by(reducer, 7);
-    std::ranges::rotate(turned, turned.begin() + static_cast<std::ptrdiff_t>(60 - third));
-    EXPECT_EQ(turned, kept);
-  });
+      const Floats held = test::whole(reducer.held(0), n), residual = test::residual_of(reducer, 0);
+      EXPECT_THROW(reducer.set_layout(buckets({n + 1})), InvalidArgument);
+      EXPECT_EQ(test::whole(reducer.held(0), n), held);
+      EXPECT_EQ(test::residual_of(reducer, 0), residual);
+    });
+  }
 }
 
 // 22.87 +- 0.37 one way, 16.69 +- 1.35 both ways, 0 on the way down alone: means over 20 seeds,

@@ -104,8 +104,8 @@ struct ExchangeResult {
 };
 
 // Mass that an exchange keeps from one step to the next: the memory of a server. It counts in the
-// law of conservation (feedback.hpp). The Reducer saves it by parameter. Before a dense sum, and
-// before a change of layout or of the group, the mass cannot stay; the Reducer then flushes it.
+// law of conservation (feedback.hpp). The Reducer saves it by parameter, and so moves it to another
+// layout. In a dense sum the mass cannot stay; the Reducer then flushes it.
 class HeldMass {
  public:
   struct Piece {
@@ -116,8 +116,9 @@ class HeldMass {
   virtual ~HeldMass() = default;
   // The mass that this rank holds of a slot. Valid until the next call of any function.
   virtual Piece held(Slot slot) noexcept = 0;
-  // Replaces the held mass by that of a saved run. Between steps only. If the mass belongs on
-  // another rank, the next run() returns it.
+  // Replaces the held mass of the slot, whose length may have changed. An empty `mass` leaves none:
+  // held() is then empty. Between steps only. If the mass belongs on another rank, the next run()
+  // returns it.
   virtual void hold(Slot slot, std::size_t first, std::span<const float> mass) = 0;
   // Gives the slot's mass back, so that the caller can add it to this rank's residual. `returned`
   // has its dim on entry. It gets the mass, canonical.

@@ -77,8 +77,8 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // As ErrorFeedback::set_layout. Between steps only. Not collective, but all ranks must give the
-  // same layout.
+  // As ErrorFeedback::set_layout. Mass that the exchange holds moves with its parameter, like
+  // residuals. Between steps only. Not collective, but all ranks must give the same layout.
   void set_layout(std::span<const Bucket> buckets);
   // Tells the number of steps to schedules that plan ahead; 0: not known. Between steps only.
   void set_total_steps(std::uint64_t steps);

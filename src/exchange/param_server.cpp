@@ -101,6 +101,10 @@ class ParamServer final : public Exchange, public HeldMass {
     return {found->second.first, std::span(found->second.mass)};
   }
   void hold(Slot slot, std::size_t first, std::span<const float> mass) override {
+    if (mass.empty()) {
+      slots_.erase(slot);
+      return;
+    }
     slots_[slot] = {
         .first = first, .mass = {mass.begin(), mass.end()}, .leaves_out = true, .journal = {}};
   }

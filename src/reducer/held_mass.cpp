@@ -114,6 +114,10 @@ LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHal
   return result;
 }
 
+void drop_held(HeldMass& holder, std::span<const Slot> slots) {
+  for (const Slot slot : slots) holder.hold(slot, 0, {});
+}
+
 void hold_or_keep(const LoadedMass& loaded, LocalHalf& local, HeldMass* holder) {
   SparseBuffer nothing, mass;
   for (const auto& [slot, piece] : loaded.of) {

@@ -29,6 +29,8 @@ struct LoadedMass {
 // residuals. Call between steps only. Throws: StateError (nothing changed).
 LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHalf& local, int rank,
                      int size, float share);
+// Makes holder forget what it holds of the slots. Call between steps only.
+void drop_held(HeldMass& holder, std::span<const Slot> slots);
 // Gives the mass to holder. If holder is null, the mass joins the residual.
 void hold_or_keep(const LoadedMass& loaded, LocalHalf& local, HeldMass* holder);
 

@@ -6,11 +6,13 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "reducer/communication_thread.hpp"
+#include "reducer/held_mass.hpp"
 #include "reducer/keep.hpp"
 #include "reducer/saved_state.hpp"
 #include "reducer/step_report.hpp"
@@ -265,16 +267,14 @@ struct Reducer::Impl {
     combine(step_stats, report.group);
   }
 
-  // Adds the mass that the exchange holds of the slot to this rank's residual. Returns whether
-  // there was any.
-  bool take_held(Slot slot) {
-    if (holder == nullptr || holder->held(slot).mass.empty()) return false;
+  // Adds the mass that the exchange holds of the slot to this rank's residual.
+  void take_held(Slot slot) {
+    if (holder == nullptr || holder->held(slot).mass.empty()) return;
     mine.reset(local->size(slot));
     holder->flush(slot, mine);
     SparseBuffer nothing;
     nothing.reset(local->size(slot));
     local->commit(slot, nothing.view(), mine.view());
-    return true;
   }
 
   // ---- the step -------------------------------------------------------------------------------
@@ -361,10 +361,16 @@ Reducer::~Reducer() = default;
 
 void Reducer::set_layout(std::span<const Bucket> buckets) {
   impl_->expect_between_steps("set_layout");
-  bool taken = false;
-  for (const Slot slot : impl_->local->slots()) taken |= impl_->take_held(slot);
-  if (taken) impl_->commit_step();
-  impl_->local->set_layout(buckets);
+  LocalHalf& local = *impl_->local;
+  HeldMass* const holder = impl_->holder;
+  if (holder == nullptr) return local.set_layout(buckets);
+  std::stringstream held;
+  save_held(local, holder, held);
+  const std::vector<Slot> before(local.slots().begin(), local.slots().end());
+  local.set_layout(buckets);
+  drop_held(*holder, before);
+  const std::array<std::istream*, 1> own{&held};
+  hold_or_keep(load_held(own, local, 0, 1, 1.0F), local, holder);
 }
 
 void Reducer::set_total_steps(std::uint64_t steps) {
