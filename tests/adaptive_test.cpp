@@ -341,6 +341,106 @@ TEST(adaptive, a_run_that_goes_on_with_another_number_of_ranks_keeps_to_its_budg
   }
 }
 
+// The bytes of a step are known one step later. Steps that end otherwise must not hide them.
+enum class Gap { rolled_back, ended, abandoned };
+
+TEST(adaptive, the_law_holds_if_steps_reduce_nothing_or_are_abandoned) {
+  constexpr std::uint64_t kSteps = 20;
+  constexpr int kRanks = 3;
+  const ReducerOptions options{.dense_below = 0};
+  const StepCost cost = max_step_bytes(options, kRanks, {1500});
+  const double budget = kSteps * cost(0.02);
+  for (const AdaptiveForm form : kForms) {
+    for (const Gap gap : {Gap::rolled_back, Gap::ended, Gap::abandoned}) {
+      for (const std::uint64_t at : {0U, 1U, 9U, 17U, 18U}) {
+        std::vector<std::uint64_t> sent(kRanks);
+        test::run_threads(kRanks, [&](Communicator& comm) {
+          ReducerParts parts;
+          parts.schedule = adaptive_density({.form = form,
+                                             .budget = budget,
+                                             .cost = cost,
+                                             .density_min = 0.002,
+                                             .n = 1500,
+                                             .ranks = kRanks});
+          Reducer reducer(options, std::move(parts), comm);
+          reducer.set_layout(buckets({1500}));
+          reducer.set_total_steps(kSteps);
+          const auto me = static_cast<std::size_t>(comm.rank());
+          for (std::uint64_t step = 0; step < kSteps; ++step) {
+            const bool is_gap = step == at || step == at + 1;
+            if (is_gap && gap == Gap::rolled_back) {
+              reducer.rollback_step(0.0);
+              continue;
+            }
+            if (!is_gap || gap == Gap::abandoned) {
+              Floats g = test::normal(1500, 10 * step + me);
+              sent[me] += reducer.reduce(0, std::span(g)).sent_bytes;
+            }
+            if (is_gap && gap == Gap::abandoned) {
+              reducer.abandon_step(0.0);
+            } else {
+              EXPECT_TRUE(reducer.end_step(0.0));
+            }
+          }
+        });
+        EXPECT_LE(static_cast<double>(*std::ranges::max_element(sent)), budget)
+            << name_of(form) << ", gap " << static_cast<int>(gap) << " at step " << at;
+      }
+    }
+  }
+}
+
+// Each rank that is left knows its own bytes only, and a step cost more in the group before.
+TEST(adaptive, the_law_holds_when_ranks_leave_after_a_step_or_in_it) {
+  constexpr std::uint64_t kSteps = 20;
+  constexpr std::size_t kBefore = 4, kAfter = 2;
+  const ReducerOptions options{.dense_below = 0};
+  const double budget = kSteps * max_step_bytes(options, kBefore, {1500})(0.02);
+  for (const bool abandons : {false, true}) {
+    for (const std::uint64_t last : {0U, 9U, 18U}) {  // the last step of the group before
+      std::vector<std::string> states(kBefore);
+      std::vector<std::uint64_t> sent(kBefore);
+      const auto steps = [&](std::size_t ranks, std::uint64_t from, std::uint64_t to) {
+        test::run_threads(static_cast<int>(ranks), [&](Communicator& comm) {
+          const auto me = static_cast<std::size_t>(comm.rank());
+          ReducerParts parts;
+          parts.schedule = adaptive_density(
+              {.form = AdaptiveForm::even,
+               .budget = budget,
+               .cost = max_step_bytes(options, static_cast<int>(ranks), {1500}),
+               .density_min = 0.002,
+               .density_max = 0.9});
+          Reducer reducer(options, std::move(parts), comm);
+          reducer.set_layout(buckets({1500}));
+          reducer.set_total_steps(kSteps);
+          if (from > 0) {
+            std::istringstream mine(states[me]);
+            const std::array<std::istream*, 1> in{&mine};
+            reducer.take_over(in, 0.5F);
+          }
+          for (std::uint64_t step = from; step < to; ++step) {
+            Floats g = test::normal(1500, 10 * step + me);
+            sent[me] += reducer.reduce(0, std::span(g)).sent_bytes;
+            if (abandons && step == last) {
+              reducer.abandon_step(0.0);
+            } else {
+              EXPECT_TRUE(reducer.end_step(0.0));
+            }
+          }
+          std::ostringstream state;
+          reducer.save(state);
+          states[me] = state.str();
+        });
+      };
+      steps(kBefore, 0, last + 1);
+      steps(kAfter, last + 1, kSteps);
+      const auto busiest = static_cast<double>(std::max(sent[0], sent[1]));
+      EXPECT_LE(busiest, budget) << "abandons " << abandons << ", last step " << last;
+      EXPECT_GT(busiest, 0.9 * budget) << "abandons " << abandons << ", last step " << last;
+    }
+  }
+}
+
 // The measured form is one threshold: ranks send unequal numbers of entries.
 TEST(adaptive, the_measured_form_lets_ranks_differ) {
   Case c;

@@ -100,12 +100,16 @@ void take_over(Reducer& reducer, const std::vector<std::string>& states, float s
   reducer.take_over(pointers, share);
 }
 
-// Reduces every bucket. After a failure the gradients of the buckets that had been reduced are
+// Reduces every bucket. `busiest` becomes the bytes that the busiest rank sent before the step, as
+// the ranks told one another. After a failure the gradients of the buckets that had been reduced are
 // zeros, as the residual has them.
-bool reduce_all(Reducer& reducer, std::vector<Floats>& grads) {
+bool reduce_all(Reducer& reducer, std::vector<Floats>& grads, std::uint64_t* busiest = nullptr) {
   Slot s = 0;
   try {
-    for (; s < kSizes.size(); ++s) reducer.reduce(s, std::span(grads[s]));
+    for (; s < kSizes.size(); ++s) {
+      const StepReport report = reducer.reduce(s, std::span(grads[s]));
+      if (busiest != nullptr) *busiest = report.group.sent_bytes;
+    }
   } catch (const CommError&) {
     while (s > 0) std::ranges::fill(grads[--s], 0.0F);
     return false;
@@ -119,6 +123,7 @@ struct After {
   Sum kept;
   std::vector<Floats> untaken;
   std::uint64_t step = 0;
+  std::uint64_t sent_bytes = 0;  // in all steps
 };
 
 // The sends of a rank: those of the warm steps, and with those of the step after them.
@@ -159,7 +164,7 @@ std::vector<std::optional<After>> lose(ExchangeKind kind, int ranks, int victim,
     reducer->abandon_step(0.0);
     expect_equal(kept_by(*reducer) + in_a_row(grads), before + mine);
     all[static_cast<std::size_t>(rank)] = {saved(*reducer), kept_by(*reducer), grads,
-                                           reducer->step()};
+                                           reducer->step(), faulty.traffic().sent_bytes};
   });
   return all;
 }
@@ -172,6 +177,8 @@ void go_on(ExchangeKind kind, const std::vector<std::optional<After>>& before, i
   }
   const int ranks = static_cast<int>(left.size()) + joiners;
   const float share = static_cast<float>(ranks) / static_cast<float>(before.size());
+  std::uint64_t most = 0;
+  for (const After* a : left) most = std::max(most, a->sent_bytes);
   test::run_threads(ranks, [&](Communicator& comm) {
     const auto rank = static_cast<std::size_t>(comm.rank());
     const bool joins = rank >= left.size();
@@ -183,8 +190,10 @@ void go_on(ExchangeKind kind, const std::vector<std::optional<After>>& before, i
     expect_equal(owed, (joins ? 0.0 : double{share}) * mine.kept);
     auto grads = joins ? gradients(kWarmSteps, 77) : mine.untaken;
     const Sum given = in_a_row(grads);
-    ASSERT_TRUE(reduce_all(*reducer, grads));
+    std::uint64_t busiest = 0;
+    ASSERT_TRUE(reduce_all(*reducer, grads, &busiest));
     ASSERT_TRUE(reducer->end_step(0.0));
+    EXPECT_EQ(busiest, most);
 
     Sum all_given, all_kept, delivered = in_a_row(grads);
     const auto floats = [](const Sum& sum) { return Floats(sum.begin(), sum.end()); };

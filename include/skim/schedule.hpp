@@ -28,8 +28,14 @@ struct Density {
 struct Progress {
   std::uint64_t step = 0, total_steps = 0;  // total 0: not known
   double epoch = 0.0;                       // fractional
-  GroupStats last = {};        // of the previous step, over all slots, even if it was skipped
-  Density used = {.up = 0.0};  // density of the previous step; up 0: there was none
+  // Of the previous step, over all slots, even if it was skipped. If that step reduced no bucket,
+  // these are all 0, but for sent_bytes, which stays. After Reducer::abandon_step, these and `used`
+  // are of the step before the abandoned one.
+  GroupStats last = {};
+  Density used = {.up = 0.0};  // density of the last step that reduced a bucket; up 0: none did
+  // The most bytes that the busiest rank can have sent besides last.sent_bytes: the sum of
+  // DensitySchedule::max_bytes over the steps whose bytes are not known yet.
+  double unknown_bytes = 0.0;
 };
 
 class DensitySchedule {
@@ -45,6 +51,9 @@ class DensitySchedule {
   // The fraction of the budget that was spent before the step of the last answer, as far as it is
   // known. < 0: the schedule has no budget.
   virtual double spent() const noexcept { return -1.0; }
+  // The most bytes that the busiest rank can send in one step of this density, which density() has
+  // answered. 0: the schedule has no budget in bytes.
+  virtual double max_bytes(const Density&) const { return 0.0; }
 
   // The schedule's state, as part of a checkpoint. load needs the options that saved the state. A
   // run that resumes with another number of ranks starts without it.

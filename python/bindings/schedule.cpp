@@ -112,7 +112,8 @@ void bind_schedule(nb::module_& m) {
               "The number of steps of the run; 0: not known.")
       .def_ro("epoch", &Progress::epoch, "The epoch, with its fraction.")
       .def_ro("last", &Progress::last, "Statistics of the previous step, over all slots.")
-      .def_ro("used", &Progress::used, "The density of the previous step; up = 0: there was none.");
+      .def_ro("used", &Progress::used,
+              "The density of the last step that reduced a bucket; up = 0: there was none.");
 
   nb::class_<BoundSchedule>(
       m, "DensitySchedule",

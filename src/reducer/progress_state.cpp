@@ -10,7 +10,7 @@ namespace skim {
 namespace {
 
 constexpr std::string_view kMagic = "SKIMREDU";
-constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kVersion = 4;
 
 // Calls f for each field in the order of the file, to write or to read it.
 template <class Saved, class F>
@@ -26,6 +26,7 @@ void each_field(Saved& s, F f) {
   f(s.progress.used.up);
   f(s.progress.used.down);
   f(s.progress.used.threshold);
+  f(s.progress.unknown_bytes);
 }
 
 }  // namespace

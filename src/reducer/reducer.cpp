@@ -112,6 +112,7 @@ struct Reducer::Impl {
     } catch (...) {
       // For example from a user's selector. No peer must wait for this rank.
       comm.abort(comm.rank());
+      sent_bytes += comm.traffic().sent_bytes - before.sent_bytes;
       leave_untaken(report.id, grad);
       throw;
     }
@@ -293,8 +294,13 @@ struct Reducer::Impl {
   }
 
   void next_step(double epoch) {
-    progress.last = step_stats;
-    progress.used = density;
+    if (reduced.empty()) {
+      progress.last = {.sent_bytes = progress.last.sent_bytes};
+    } else {
+      progress.last = step_stats;
+      progress.used = density;
+      progress.unknown_bytes = schedule->max_bytes(density);
+    }
     open_step(epoch);
   }
   void open_step(double epoch) {
@@ -417,6 +423,7 @@ void Reducer::rollback_step(double epoch) {
 void Reducer::abandon_step(double epoch) {
   impl_->expect_nothing_open("abandon_step");
   impl_->undo_step();
+  impl_->progress.unknown_bytes += impl_->schedule->max_bytes(impl_->density);
   impl_->open_step(epoch);
 }
 

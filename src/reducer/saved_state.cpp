@@ -82,6 +82,7 @@ LoadedState load_state(std::span<std::istream* const> of_old_ranks, const Progre
   if (of_old_ranks.size() != static_cast<std::size_t>(size)) {
     loaded.saved.progress.last.sent_bytes = loaded.saved.sent_bytes;
     loaded.saved.progress.used = {.up = 0.0};
+    loaded.saved.progress.unknown_bytes = 0.0;
   }
   return loaded;
 }

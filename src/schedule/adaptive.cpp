@@ -189,6 +189,7 @@ class Adaptive final : public DensitySchedule {
   }
 
   double spent() const noexcept override { return share_; }
+  double max_bytes(const Density& d) const override { return o_.in_bytes ? o_.cost(d.up) : 0.0; }
 
   void save(std::ostream& out) const override {
     SectionWriter w(out, kMagic, kVersion);
@@ -236,13 +237,14 @@ class Adaptive final : public DensitySchedule {
     return p.total_steps > p.step ? static_cast<double>(p.total_steps - p.step) : 1.0;
   }
 
-  // The cost that is certain, and the largest possible cost of the last step, whose bytes are not
-  // known yet.
+  // The cost that is certain, and the largest possible cost of the last steps, whose bytes are not
+  // known yet. The group may have had another size in these steps, and so another cost.
   double known(const Progress& p) const {
     return o_.in_bytes ? static_cast<double>(p.last.sent_bytes) : spent_;
   }
   double unknown(const Progress& p) const {
-    return o_.in_bytes && p.used.up > 0.0 ? o_.cost(p.used.up) : 0.0;
+    if (!o_.in_bytes) return 0.0;
+    return std::max(p.unknown_bytes, p.used.up > 0.0 ? o_.cost(p.used.up) : 0.0);
   }
 
   void observe(const Progress& p) {
