@@ -332,6 +332,46 @@ TEST(param_server, a_dedicated_server_owes_as_much_on_another_number_of_ranks) {
   }
 }
 
+// Mass of before the load would be delivered on top of the state's.
+TEST(param_server, a_loaded_state_replaces_what_is_held) {
+  const std::size_t n = 60;
+  for (const ServerPlacement placement : kPlacements) {
+    run_threads(3, [&](Communicator& comm) {
+      const auto me = static_cast<std::size_t>(comm.rank());
+      Reducer reducer(with_server(placement), with_densities(0.1, 0.05), comm);
+      reducer.set_layout(buckets({n}));
+      std::ostringstream saved;
+      reducer.save(saved);
+      const auto train_a_step = [&] {
+        Floats g = test::integers(n, seed_of(me, 0), 100);
+        reducer.reduce(0, std::span(g));
+        reducer.end_step(0.0);
+      };
+      const auto load = [&](const std::vector<std::string>& states) {
+        std::vector<std::istringstream> streams(states.begin(), states.end());
+        std::vector<std::istream*> in;
+        for (auto& s : streams) in.push_back(&s);
+        train_a_step();
+        EXPECT_NE(test::kept_by(reducer, 0), Floats(n, 0.0F));
+        return in.size() == 1 ? reducer.take_over(in, 1.0F) : void(reducer.load(in));
+      };
+      const auto states = gather(comm, saved.str());
+      for (const std::size_t ranks : {3U, 2U, 1U}) {  // 1: take_over
+        load({states.begin(), states.begin() + static_cast<std::ptrdiff_t>(ranks)});
+        EXPECT_EQ(test::kept_by(reducer, 0), Floats(n, 0.0F)) << ranks;
+      }
+      // A damaged state leaves the mass where it is.
+      train_a_step();
+      const Floats held = test::whole(reducer.held(0), n), kept = test::kept_by(reducer, 0);
+      std::istringstream damaged(saved.str().substr(0, saved.str().size() / 2));
+      const std::array<std::istream*, 1> in{&damaged};
+      EXPECT_THROW(reducer.take_over(in, 1.0F), StateError);
+      EXPECT_EQ(test::whole(reducer.held(0), n), held);
+      EXPECT_EQ(test::kept_by(reducer, 0), kept);
+    });
+  }
+}
+
 // Buckets that are declared anew, the first of them shorter than before. A parameter that is gone
 // takes its mass with it.
 TEST(param_server, held_mass_follows_its_parameter_into_another_layout) {

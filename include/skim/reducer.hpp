@@ -150,9 +150,10 @@ class Reducer {
 
   // Saves and loads this rank's residuals and step, and the state of selector, exchange and
   // schedule. Between steps only. load takes the streams that every rank of the old run saved, in
-  // rank order. With another number of ranks, each rank's residual becomes (1/P) times the sum over
-  // the old P ranks, and the mass that exchanges held joins it. A dedicated server does not count
-  // in P, and takes nothing. Selector, exchange and schedule then start anew.
+  // rank order. They replace the residuals and the mass that this rank's exchange holds. With
+  // another number of ranks, each rank's residual becomes (1/P) times the sum over the old P ranks,
+  // and the mass that exchanges held joins it. A dedicated server does not count in P, and takes
+  // nothing. Selector, exchange and schedule then start anew.
   // strict: as in LoadOptions, also for the mass that exchanges held. Give all ranks the same. If it
   // is true, the report fits.
   // Throws: StateError; InvalidArgument: the schedule's budget is too small for the steps left, or
@@ -160,7 +161,8 @@ class Reducer {
   void save(std::ostream& out) const;
   LoadReport load(std::span<std::istream* const> of_old_ranks, bool strict = true);
   // Continues what ranks of another group have saved in the same step. This rank's residual becomes
-  // `share` times the sum of theirs, and the mass that their exchanges held joins it. Step and
+  // `share` times the sum of theirs, and the mass that their exchanges held joins it. The mass that
+  // this rank's own exchange holds is dropped. Step and
   // statistics are those of the first state. Selector, exchange and schedule start anew. If a group
   // of P ranks was one of Q, and each of its ranks takes its own state with the share P/Q, it owes
   // the same mean. With a share of 0 a new rank takes the step alone.

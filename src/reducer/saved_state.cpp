@@ -62,6 +62,7 @@ LoadedState load_all(std::span<std::istream* const> states, const Progress& now,
     throw;
   }
   const bool same_group = states.size() == static_cast<std::size_t>(size);
+  if (parts.holder != nullptr) drop_held(*parts.holder, parts.local.slots());
   hold_or_keep(held, parts.local, same_group ? parts.holder : nullptr);
   return loaded;
 }
