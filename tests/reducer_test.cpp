@@ -1516,6 +1516,56 @@ TEST(reducer, states_that_do_not_fit_are_refused) {
   });
 }
 
+// A schedule that refuses is the last to be asked, so all else must go back.
+TEST(reducer, what_the_schedule_refuses_changes_nothing) {
+  run_group(2, [&](Communicator& comm) {
+    const ReducerOptions options = options_of(ExchangeKind::param_server);
+    const StepCost cost = max_step_bytes(options, 2, {60});
+    const auto schedule = [&](double budget) {
+      ReducerParts parts;
+      parts.schedule = adaptive_density({.form = AdaptiveForm::even,
+                                         .budget = budget,
+                                         .cost = cost,
+                                         .density_min = 0.02});
+      return parts;
+    };
+    const auto train = [&](Reducer& reducer, std::uint64_t steps) {
+      for (std::uint64_t step = 0; step < steps; ++step) {
+        Floats g = test::integers(60, seed_of(comm.rank(), step, 0));
+        reducer.reduce(0, std::span(g));
+        reducer.end_step(0.0);
+      }
+    };
+    Reducer rich(options, schedule(1e6), comm);
+    rich.set_layout(buckets({60}));
+    rich.set_total_steps(10);
+    train(rich, 5);
+    const auto states = gather(comm, saved(rich));
+
+    Reducer poor(options, schedule(10.0 * cost(0.02)), comm);
+    poor.set_layout(buckets({60}));
+    EXPECT_THROW(poor.set_total_steps(11), InvalidArgument);
+    EXPECT_EQ(poor.density().up, 0.02);
+    poor.set_total_steps(10);
+    train(poor, 2);
+    const std::string before = saved(poor);
+    const Floats kept = poor.kept(0);
+    const double density = poor.density().up;
+    std::istringstream one(states[0]);
+    const std::array<std::istream*, 1> in{&one};
+    EXPECT_THROW(poor.take_over(in, 1.0F), InvalidArgument);
+    EXPECT_THROW(load(poor, states), InvalidArgument);
+    EXPECT_THROW(load(poor, {states[0], states[0], states[0]}), InvalidArgument);
+    EXPECT_THROW(poor.set_total_steps(1000), InvalidArgument);
+    EXPECT_TRUE(saved(poor) == before);
+    EXPECT_EQ(poor.kept(0), kept);
+    EXPECT_EQ(poor.density().up, density);
+    EXPECT_EQ(poor.step(), 2U);
+    train(poor, 8);
+    EXPECT_EQ(poor.step(), 10U);
+  });
+}
+
 TEST(reducer, a_new_layout_between_steps_keeps_the_residuals) {
   run_group(2, [&](Communicator& comm) {
     Reducer reducer(options_of(ExchangeKind::allgather), with_density(0.1), comm);

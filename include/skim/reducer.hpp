@@ -81,6 +81,7 @@ class Reducer {
   // residuals. Between steps only. Not collective, but all ranks must give the same layout.
   void set_layout(std::span<const Bucket> buckets);
   // Tells the number of steps to schedules that plan ahead; 0: not known. Between steps only.
+  // Throws: InvalidArgument (nothing changed): the schedule cannot take that many steps.
   void set_total_steps(std::uint64_t steps);
 
   // Replaces this rank's gradient with the group's mean. Collective.

@@ -55,6 +55,12 @@ SavedProgress load_progress(std::span<std::istream* const> of_old_ranks, const P
     const std::uint64_t sent = std::max(all.sent_bytes, counts ? one.sent_bytes : 0);
     all = {.progress = one.progress, .sent_bytes = sent};
   }
+  // This rank has read the bytes that all ranks sent, so none are unknown.
+  if (size > 0 && !same_group) {
+    all.progress.last.sent_bytes = all.sent_bytes;
+    all.progress.used = {.up = 0.0};
+    all.progress.unknown_bytes = 0.0;
+  }
   return all;
 }
 

@@ -326,10 +326,10 @@ struct Reducer::Impl {
       if (exchange) exchange->rollback_step();
     }
   }
-  void go_on_from(const SavedProgress& saved) {
-    progress = saved.progress;
-    sent_bytes = sent_before = saved.sent_bytes;
-    density = schedule->density(progress);
+  void go_on_from(const LoadedState& loaded) {
+    progress = loaded.saved.progress;
+    sent_bytes = sent_before = loaded.saved.sent_bytes;
+    density = loaded.density;
   }
   SavedParts saved_parts() { return {*local, holder, exchanges, *schedule}; }
 
@@ -381,8 +381,10 @@ void Reducer::set_layout(std::span<const Bucket> buckets) {
 
 void Reducer::set_total_steps(std::uint64_t steps) {
   impl_->expect_between_steps("set_total_steps");
-  impl_->progress.total_steps = steps;
-  impl_->density = impl_->schedule->density(impl_->progress);
+  Progress progress = impl_->progress;
+  progress.total_steps = steps;
+  impl_->density = impl_->schedule->density(progress);
+  impl_->progress = progress;
 }
 
 StepReport Reducer::reduce(Slot slot, GradView grad) {
@@ -461,7 +463,7 @@ LoadReport Reducer::load(std::span<std::istream* const> of_old_ranks, bool stric
   SKIM_EXPECTS(!of_old_ranks.empty(), "load: needs the state of at least one rank");
   LoadedState loaded = load_state(of_old_ranks, impl_->progress, impl_->saved_parts(),
                                   impl_->comm.rank(), impl_->comm.size(), strict);
-  impl_->go_on_from(loaded.saved);
+  impl_->go_on_from(loaded);
   return std::move(loaded.report);
 }
 

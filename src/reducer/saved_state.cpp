@@ -44,9 +44,10 @@ float share_of(HeldMass* holder, int old_size, int rank, int size) {
 // Size 0: the states are of single ranks, not of a whole group.
 LoadedState load_all(std::span<std::istream* const> states, const Progress& now,
                      const SavedParts& parts, int rank, int size, float share, bool strict) {
-  LoadedState loaded{.saved = load_progress(states, now, rank, size), .report = {}};
+  LoadedState loaded{
+      .saved = load_progress(states, now, rank, size), .density = {}, .report = {}};
   const LoadedMass held = load_held(states, parts.local, rank, size, share);
-  // One part may be damaged while those before it were not. Then all go back.
+  // One part may be damaged, or the schedule refuse, while those before did not. Then all go back.
   std::stringstream before;
   save_parts(parts, before);
   try {
@@ -56,6 +57,7 @@ LoadedState load_all(std::span<std::istream* const> states, const Progress& now,
       norm = std::hypot(norm, std::sqrt(norm2));
     }
     if (strict) expect_fits(loaded.report);
+    loaded.density = parts.schedule.density(loaded.saved.progress);
   } catch (...) {
     const std::array<std::istream*, 1> own{&before};
     load_parts(own, parts, 0, 1, {});
@@ -78,19 +80,12 @@ void save_state(const SavedProgress& progress, const SavedParts& parts, std::ost
 LoadedState load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
                        const SavedParts& parts, int rank, int size, bool strict) {
   const float share = share_of(parts.holder, static_cast<int>(of_old_ranks.size()), rank, size);
-  LoadedState loaded = load_all(of_old_ranks, now, parts, rank, size, share, strict);
-  // Every rank has read the bytes that all ranks sent, so none are unknown.
-  if (of_old_ranks.size() != static_cast<std::size_t>(size)) {
-    loaded.saved.progress.last.sent_bytes = loaded.saved.sent_bytes;
-    loaded.saved.progress.used = {.up = 0.0};
-    loaded.saved.progress.unknown_bytes = 0.0;
-  }
-  return loaded;
+  return load_all(of_old_ranks, now, parts, rank, size, share, strict);
 }
 
-SavedProgress take_over_state(std::span<std::istream* const> states, const Progress& now,
-                              const SavedParts& parts, float share) {
-  return load_all(states, now, parts, 0, 0, share, true).saved;
+LoadedState take_over_state(std::span<std::istream* const> states, const Progress& now,
+                            const SavedParts& parts, float share) {
+  return load_all(states, now, parts, 0, 0, share, true);
 }
 
 }  // namespace skim

@@ -23,11 +23,12 @@ struct SavedParts {
 void save_state(const SavedProgress& progress, const SavedParts& parts, std::ostream& out);
 struct LoadedState {
   SavedProgress saved;
+  Density density;  // of the step that comes next
   LoadReport report;
 };
 LoadedState load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
                        const SavedParts& parts, int rank, int size, bool strict);
-SavedProgress take_over_state(std::span<std::istream* const> states, const Progress& now,
-                              const SavedParts& parts, float share);
+LoadedState take_over_state(std::span<std::istream* const> states, const Progress& now,
+                            const SavedParts& parts, float share);
 
 }  // namespace skim
