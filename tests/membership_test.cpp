@@ -245,6 +245,39 @@ TEST(membership, who_leaves_hands_over_what_it_kept) {
   }
 }
 
+TEST(membership, step_and_statistics_are_those_of_the_first_state) {
+  const auto group = make_in_process_group(1);
+  Progress seen;
+  const auto train_one = [&](double epoch, int gradient) {
+    const auto reducer = reducer_of(ExchangeKind::allgather, *group[0]);
+    auto grads = gradients(0, gradient);
+    EXPECT_TRUE(reduce_all(*reducer, grads));
+    reducer->end_step(epoch);
+    return saved(*reducer);
+  };
+  const std::string a = train_one(1.5, 0), b = train_one(7.5, 1);
+  const auto after_taking = [&](const std::vector<std::string>& states) {
+    ReducerParts parts;
+    parts.schedule = std::make_unique<test::ScheduleBy>([&](const Progress& p) {
+      seen = p;
+      return Density{.up = 0.05};
+    });
+    Reducer reducer(options_of(ExchangeKind::allgather, 0.0F), std::move(parts), *group[0]);
+    reducer.set_layout(test::buckets(kSizes));
+    take_over(reducer, states, 0.5F);
+    return seen;
+  };
+  const Progress of_a = after_taking({a}), of_b = after_taking({b});
+  EXPECT_NE(of_a.last.gradient_norm2, of_b.last.gradient_norm2);
+  for (const auto& [states, first] : {std::pair(std::vector{a, b}, of_a),
+                                      std::pair(std::vector{b, a}, of_b)}) {
+    const Progress p = after_taking(states);
+    EXPECT_EQ(p.step, 1U);
+    EXPECT_EQ(p.epoch, first.epoch);
+    EXPECT_EQ(p.last.gradient_norm2, first.last.gradient_norm2);
+  }
+}
+
 TEST(membership, velocities_are_taken_over_like_residuals) {
   const auto group = make_in_process_group(1);
   const auto before = reducer_of(ExchangeKind::allgather, *group[0], 0.9F);

@@ -51,9 +51,9 @@ SavedProgress load_progress(std::span<std::istream* const> of_old_ranks, const P
       in.fail("it is of step " + std::to_string(one.progress.step) + ", rank 0's of step " +
               std::to_string(all.progress.step));
     }
+    if (old == 0) all.progress = one.progress;
     const bool counts = !same_group || old == static_cast<std::size_t>(rank);
-    const std::uint64_t sent = std::max(all.sent_bytes, counts ? one.sent_bytes : 0);
-    all = {.progress = one.progress, .sent_bytes = sent};
+    if (counts) all.sent_bytes = std::max(all.sent_bytes, one.sent_bytes);
   }
   // This rank has read the bytes that all ranks sent, so none are unknown.
   if (size > 0 && !same_group) {

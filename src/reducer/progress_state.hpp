@@ -15,9 +15,10 @@ struct SavedProgress {
 };
 
 void save_progress(const SavedProgress& saved, std::ostream& out);
-// Reads the progress that all ranks of the saving run wrote, in rank order. In a group of another
-// size, every rank continues with the bytes of the busiest one. Size 0: the states are of single
-// ranks, not of a whole group. now: the progress of the loading run. Throws: StateError.
+// Reads the progress that all ranks of the saving run wrote, in rank order. Step and statistics are
+// those of the first state. In a group of another size, every rank continues with the bytes of the
+// busiest one. Size 0: the states are of single ranks, not of a whole group. now: the progress of
+// the loading run. Throws: StateError.
 SavedProgress load_progress(std::span<std::istream* const> of_old_ranks, const Progress& now,
                             int rank, int size);
 
