@@ -7,6 +7,8 @@
 #include <cstring>
 #include <limits>
 #include <span>
+#include <sstream>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -69,7 +71,11 @@ class HostLocalHalf final : public LocalHalf {
  public:
   HostLocalHalf(const SelectOptions& select, const FeedbackOptions& feedback,
                 std::unique_ptr<Selector> selector)
-      : feedback_(feedback), selector_(selector ? std::move(selector) : make_selector(select)) {}
+      : feedback_(feedback), selector_(selector ? std::move(selector) : make_selector(select)) {
+    std::ostringstream fresh;
+    selector_->save(fresh);
+    fresh_ = fresh.str();
+  }
 
   void set_layout(std::span<const Bucket> buckets) override { feedback_.set_layout(buckets); }
   std::span<const Slot> slots() const noexcept override { return feedback_.slots(); }
@@ -156,7 +162,8 @@ class HostLocalHalf final : public LocalHalf {
                   const LoadOptions& options) override {
     const LoadReport report = feedback_.load(of_old_ranks, rank, size, options);
     const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
-    if (same_group) selector_->load(*of_old_ranks[static_cast<std::size_t>(rank)]);
+    std::istringstream fresh(fresh_);
+    selector_->load(same_group ? *of_old_ranks[static_cast<std::size_t>(rank)] : fresh);
     return report;
   }
 
@@ -191,6 +198,7 @@ class HostLocalHalf final : public LocalHalf {
 
   ErrorFeedback feedback_;
   std::unique_ptr<Selector> selector_;
+  std::string fresh_;        // the selector's state before its first step
   bool is_cleared_ = false;  // the bucket's gradient holds zeros (SelectReport::cleared)
   GradView accumulated_;     // the last gradient that accumulate() added
   AtMost at_most_;

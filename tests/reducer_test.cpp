@@ -1516,6 +1516,51 @@ TEST(reducer, states_that_do_not_fit_are_refused) {
   });
 }
 
+// Ranks that were there before and new ones must go on alike.
+TEST(reducer, after_a_state_of_another_group_nothing_depends_on_what_was_before) {
+  run_group(2, [&](Communicator& comm) {
+    ReducerOptions options = options_of(ExchangeKind::oktopk);
+    options.select.rule = SelectRule::gaussian;
+    const auto make = [&] {
+      ReducerParts parts;
+      parts.schedule = capture_density(0.5, 1e-3, 0.5);
+      auto reducer = std::make_unique<Reducer>(options, std::move(parts), comm);
+      reducer->set_layout(buckets({600}));
+      return reducer;
+    };
+    const auto train = [&](Reducer& reducer, std::uint64_t steps) {
+      for (std::uint64_t step = 0; step < steps; ++step) {
+        Floats g = test::normal(600, seed_of(comm.rank(), reducer.step(), 0));
+        reducer.reduce(0, std::span(g));
+        reducer.end_step(0.0);
+      }
+    };
+    const auto source = make();
+    train(*source, 3);
+    const std::string state = saved(*source);
+    for (const bool takes_over : {false, true}) {
+      const auto fresh = make(), used = make();
+      train(*used, 20);
+      for (Reducer* const reducer : {fresh.get(), used.get()}) {
+        std::istringstream stream(state), again(state), third(state);
+        if (takes_over) {
+          const std::array<std::istream*, 1> in{&stream};
+          reducer->take_over(in, 0.5F);
+        } else {
+          const std::array<std::istream*, 3> in{&stream, &again, &third};
+          reducer->load(in);
+        }
+      }
+      for (int step = 0; step < 3; ++step) {
+        EXPECT_EQ(used->density().up, fresh->density().up);
+        EXPECT_TRUE(saved(*used) == saved(*fresh)) << takes_over << ", after " << step << " steps";
+        train(*used, 1);
+        train(*fresh, 1);
+      }
+    }
+  });
+}
+
 // A schedule that refuses is the last to be asked, so all else must go back.
 TEST(reducer, what_the_schedule_refuses_changes_nothing) {
   run_group(2, [&](Communicator& comm) {

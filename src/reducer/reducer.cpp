@@ -76,6 +76,7 @@ struct Reducer::Impl {
         // Only a fixed exchange may hold mass.
         holder(exchanges.size() == 1 && exchanges[0] ? exchanges[0]->held_mass() : nullptr),
         schedule(p.schedule ? std::move(p.schedule) : constant_density(0.001)),
+        fresh(fresh_state(exchanges, *schedule)),
         thread([this](Slot slot, GradView grad) { return reduce(slot, grad); },
                [this] {
                  comm.set_phase({"reducer: destroyed with open tickets"});
@@ -331,7 +332,7 @@ struct Reducer::Impl {
     sent_bytes = sent_before = loaded.saved.sent_bytes;
     density = loaded.density;
   }
-  SavedParts saved_parts() { return {*local, holder, exchanges, *schedule}; }
+  SavedParts saved_parts() { return {*local, holder, exchanges, *schedule, fresh}; }
 
   ReducerOptions options;
   Communicator& comm;
@@ -341,6 +342,7 @@ struct Reducer::Impl {
   std::vector<std::unique_ptr<Exchange>> exchanges;  // as Chooser::candidates; null: dense
   HeldMass* holder;                                  // the exchange's; may be null
   std::unique_ptr<DensitySchedule> schedule;
+  std::string fresh;  // SavedParts
 
   Progress progress;
   Density density;

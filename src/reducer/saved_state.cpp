@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstddef>
 #include <sstream>
+#include <string>
 
 #include "feedback/load_report.hpp"
 #include "reducer/held_mass.hpp"
@@ -11,24 +12,29 @@
 namespace skim {
 namespace {
 
+void save_rest(std::span<const std::unique_ptr<Exchange>> exchanges,
+               const DensitySchedule& schedule, std::ostream& out) {
+  for (const auto& exchange : exchanges) {
+    if (exchange) exchange->save(out);
+  }
+  schedule.save(out);
+}
 // Without held mass, which is loaded last.
 void save_parts(const SavedParts& parts, std::ostream& out) {
   parts.local.save(out);
-  for (const auto& exchange : parts.exchanges) {
-    if (exchange) exchange->save(out);
-  }
-  parts.schedule.save(out);
+  save_rest(parts.exchanges, parts.schedule, out);
 }
 
 LoadReport load_parts(std::span<std::istream* const> of_old_ranks, const SavedParts& parts,
                       int rank, int size, const LoadOptions& options) {
   LoadReport report = parts.local.load(of_old_ranks, rank, size, options);
-  if (of_old_ranks.size() != static_cast<std::size_t>(size)) return report;
-  std::istream& own = *of_old_ranks[static_cast<std::size_t>(rank)];
+  const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
+  std::istringstream fresh(parts.fresh);
+  std::istream& in = same_group ? *of_old_ranks[static_cast<std::size_t>(rank)] : fresh;
   for (const auto& exchange : parts.exchanges) {
-    if (exchange) exchange->load(own);
+    if (exchange) exchange->load(in);
   }
-  parts.schedule.load(own);
+  parts.schedule.load(in);
   return report;
 }
 
@@ -70,6 +76,13 @@ LoadedState load_all(std::span<std::istream* const> states, const Progress& now,
 }
 
 }  // namespace
+
+std::string fresh_state(std::span<const std::unique_ptr<Exchange>> exchanges,
+                        const DensitySchedule& schedule) {
+  std::ostringstream out;
+  save_rest(exchanges, schedule, out);
+  return out.str();
+}
 
 void save_state(const SavedProgress& progress, const SavedParts& parts, std::ostream& out) {
   save_progress(progress, out);

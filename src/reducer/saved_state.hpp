@@ -4,6 +4,7 @@
 #include <iosfwd>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "reducer/progress_state.hpp"
 #include "skim/exchange.hpp"
@@ -17,7 +18,11 @@ struct SavedParts {
   HeldMass* holder;                                      // may be null
   std::span<const std::unique_ptr<Exchange>> exchanges;  // null: dense
   DensitySchedule& schedule;
+  const std::string& fresh;  // fresh_state() of exchanges and schedule before the first step
 };
+// Exchanges and schedule load it to start anew, which they do with a state of another group.
+std::string fresh_state(std::span<const std::unique_ptr<Exchange>> exchanges,
+                        const DensitySchedule& schedule);
 
 // Reducer::save, load and take_over have the contract. now: the progress of the loading run.
 void save_state(const SavedProgress& progress, const SavedParts& parts, std::ostream& out);
