@@ -342,6 +342,21 @@ TEST(reducer, shared_indices_need_a_residual) {
   });
 }
 
+TEST(reducer, a_bucket_without_entries_is_reduced_by_every_exchange) {
+  for (const ExchangeKind kind : kKinds) {
+    run_group(2, [&](Communicator& comm) {
+      Reducer reducer(options_of(kind), with_density(0.1), comm);
+      reducer.set_layout(std::vector<Bucket>{{0, {}}, {1, {{"w", 0, 60}}}});
+      const StepReport report = reducer.reduce(0, std::span<float>());
+      EXPECT_EQ(report.sent_entries, 0U) << name_of(kind);
+      EXPECT_EQ(report.sum_entries, 0U) << name_of(kind);
+      Floats g(60, 1.0F);
+      EXPECT_GT(reducer.reduce(1, std::span(g)).sum_entries, 0U) << name_of(kind);
+      EXPECT_TRUE(reducer.end_step(0.0));
+    });
+  }
+}
+
 TEST(reducer, loss_scale) {
   for (const ExchangeKind kind : kKinds) {
     for (const float scale : {1024.0F, 1.0F / 64.0F}) {

@@ -166,7 +166,7 @@ struct Reducer::Impl {
 
   // mine = this rank's entries at the indices that the ranks share.
   void gather(Slot slot, std::span<const Index> indices, SelectReport& chosen) {
-    SKIM_EXPECTS(local->keeps_residual(slot), kNeedsResidual);
+    SKIM_EXPECTS(local->size(slot) == 0 || local->keeps_residual(slot), kNeedsResidual);
     local->gather(slot, indices, mine);
     expect_entries("the local half's gather", mine.view(), local->size(slot));
     chosen.kept_norm2 = 0.0;
