@@ -1161,6 +1161,17 @@ TEST(reducer, reports_within_the_range_when_all_is_sent) {
   });
 }
 
+TEST(reducer, the_threshold_of_an_empty_selection_is_0) {
+  for (const ExchangeKind kind : kKinds) {
+    run_group(2, [&](Communicator& comm) {
+      Reducer reducer(options_of(kind), with_density(0.1), comm);
+      reducer.set_layout(buckets({60}));
+      Floats g(60, 0.0F);
+      EXPECT_EQ(reducer.reduce(0, std::span(g)).threshold, 0.0F) << name_of(kind);
+    });
+  }
+}
+
 TEST(reducer, capture_of_nothing_is_all) {
   run_group(2, [&](Communicator& comm) {
     Reducer reducer(options_of(ExchangeKind::allgather), with_density(0.1), comm);

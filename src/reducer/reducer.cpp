@@ -170,7 +170,7 @@ struct Reducer::Impl {
     local->gather(slot, indices, mine);
     expect_entries("the local half's gather", mine.view(), local->size(slot));
     chosen.kept_norm2 = 0.0;
-    chosen.threshold = std::numeric_limits<float>::max();
+    chosen.threshold = mine.nnz() > 0 ? std::numeric_limits<float>::max() : 0.0F;
     for (const float v : mine.view().value) {
       chosen.kept_norm2 += double{v} * double{v};
       chosen.threshold = std::min(chosen.threshold, std::abs(v));
