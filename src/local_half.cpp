@@ -36,7 +36,7 @@ bool scale_into(std::span<const float> sum, float factor, DType type, void* out)
     auto* const floats = static_cast<float*>(out);
     for (std::size_t i = 0; i < sum.size(); ++i) {
       bad |= is_bad(sum[i]);
-      floats[i] = sum[i] * factor;
+      floats[i] = product(sum[i], factor);
     }
   } else {
     for (std::size_t i = 0; i < sum.size(); ++i) {

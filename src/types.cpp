@@ -226,7 +226,7 @@ void scatter(const SparseView& s, float factor, GradView dense, bool is_zero) {
     for (std::size_t at = 0; at < out.size(); at += kPiece) {
       const std::size_t end = std::min(at + kPiece, out.size());
       std::memset(out.data() + at, 0, (end - at) * sizeof(float));
-      for (; e < nnz && s.index[e] < end; ++e) out[s.index[e]] = factor * s.value[e];
+      for (; e < nnz && s.index[e] < end; ++e) out[s.index[e]] = product(s.value[e], factor);
     }
     return;
   }
@@ -234,7 +234,7 @@ void scatter(const SparseView& s, float factor, GradView dense, bool is_zero) {
   constexpr std::size_t kAhead = 64;  // what is asked for early need not be waited for
   for (; e < nnz; ++e) {
     __builtin_prefetch(out.data() + s.index[std::min(e + kAhead, nnz - 1)], 1, 2);
-    out[s.index[e]] = factor * s.value[e];
+    out[s.index[e]] = product(s.value[e], factor);
   }
 }
 

@@ -475,6 +475,26 @@ TEST(reducer, a_mean_beyond_16_bits_is_the_largest_and_not_infinite) {
   }
 }
 
+// The sum fits into a float, but the sum times the loss scale does not.
+TEST(reducer, a_mean_beyond_32_bits_is_the_largest_and_not_infinite) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  for (const ExchangeKind kind : kKinds) {
+    run_group(2, [&](Communicator& comm) {
+      Reducer reducer(options_of(kind), with_density(0.1), comm);
+      reducer.set_layout(buckets({10}));
+      std::ranges::fill(reducer.local().residual(0).span().subspan(3, 1), 1e38F);
+      Floats g(10, 0.0F);
+      GradView grad(g);
+      grad.scale = 65536.0F;
+      const StepReport report = reducer.reduce(0, grad);
+      EXPECT_TRUE(report.finite);
+      EXPECT_EQ(g[3], kMax) << name_of(kind);
+      EXPECT_TRUE(std::ranges::all_of(g, [](float v) { return std::isfinite(v); }));
+      EXPECT_TRUE(reducer.end_step(0.0));
+    });
+  }
+}
+
 TEST(reducer, non_finite_16_bit_gradients) {
   for (const ExchangeKind kind : kKinds) {
     for (const DType type : {DType::f16, DType::bf16}) {

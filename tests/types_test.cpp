@@ -289,6 +289,21 @@ TEST(types, scatter_rounds_to_the_gradients_type) {
   }
 }
 
+TEST(types, scatter_keeps_finite_values_finite) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  for (const std::size_t n : {std::size_t{4}, std::size_t{4000}}) {  // few and many zeros between
+    for (const bool is_zero : {false, true}) {
+      const std::vector<Index> index{0, 1, 2, 3};
+      const std::vector<float> value{3e38F, -3e38F, kInf, 0.5F};
+      std::vector<float> dense(n, 0.0F);
+      scatter({index, value, n}, 1024.0F, std::span(dense), is_zero);
+      dense.resize(4);
+      EXPECT_EQ(dense, (std::vector<float>{kMax, -kMax, kInf, 512.0F}));
+    }
+  }
+}
+
 TEST(types, scatter_refuses_what_it_cannot_write) {
   std::vector<float> dense(6, 9.0F);
   const std::vector<float> before = dense;

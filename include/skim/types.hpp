@@ -170,8 +170,8 @@ void entries_in(const SparseView& s, const SparseView& other, SparseBuffer& out)
 void entries_not_in(const SparseView& s, const SparseView& other, SparseBuffer& out);
 
 // dense = 0, then dense[index] = factor * value. In a 16-bit gradient each entry is rounded to the
-// nearest number of its type, ties to even. A finite entry stays finite: beyond the type's range it
-// becomes the type's largest number.
+// nearest number of its type, ties to even. A finite value stays finite: beyond the range of the
+// gradient's type its entry becomes the type's largest number.
 // is_zero: dense already holds zeros, so the cost is O(nnz). Otherwise the cost is O(n).
 // Requires: dense is on the CPU. Throws: InvalidArgument if dense.n != s.dim.
 void scatter(const SparseView& s, float factor, GradView dense, bool is_zero = false);

@@ -542,9 +542,9 @@ def finite_sum(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.ND
 
 
 def rounded(values: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
-    """values * factor in dtype. In 16 bits, what is finite stays finite."""
+    """values * factor in dtype. What is finite stays finite."""
     product = values * factor
-    if dtype == torch.float32:
+    if dtype == torch.float32 and abs(factor) <= 1.0:  # cannot overflow
         return product
     largest = torch.finfo(dtype).max
     return torch.where(values.isfinite(), product.clamp(-largest, largest), product).to(dtype)
