@@ -332,6 +332,55 @@ TEST(param_server, a_dedicated_server_owes_as_much_on_another_number_of_ranks) {
   }
 }
 
+// The server's mass has no residual to go to, so a dense sum must take it along.
+TEST(param_server, without_feedback_a_dense_sum_delivers_held_mass) {
+  const std::size_t n = 60;
+  for (const ServerPlacement placement : {ServerPlacement::rank0, ServerPlacement::sharded}) {
+    run_threads(4, [&](Communicator& comm) {
+      const auto me = static_cast<std::size_t>(comm.rank());
+      ReducerOptions options = with_server(placement);
+      options.feedback.enabled = false;
+      ReducerParts parts;
+      parts.schedule = std::make_unique<test::ScheduleBy>([](const Progress& p) {
+        return p.step < 3 ? Density{.up = 0.1, .down = 0.05} : Density{.up = 1.0};
+      });
+      Reducer reducer(options, std::move(parts), comm);
+      reducer.set_layout(buckets({n}));
+      for (std::uint64_t step = 0; step < 3; ++step) {
+        Floats g = test::integers(n, seed_of(me, step), 100);
+        reducer.reduce(0, std::span(g));
+        reducer.end_step(0.0);
+      }
+      const auto held_now = [&] { return test::whole(reducer.held(0), n); };
+      const Floats held = held_now();
+      reducer.set_layout(buckets({n}));
+      EXPECT_EQ(held_now(), held);
+
+      Floats expected(n, 0.0F);
+      for (const Floats& of_rank : gather(comm, held)) {
+        for (std::size_t i = 0; i < n; ++i) expected[i] += of_rank[i];
+      }
+      EXPECT_NE(expected, Floats(n, 0.0F));
+      for (std::size_t r = 0; r < 4; ++r) {
+        const Floats g = test::integers(n, seed_of(r, 3), 100);
+        for (std::size_t i = 0; i < n; ++i) expected[i] += g[i];
+      }
+      for (float& x : expected) x /= 4.0F;
+      for (const bool rolls_back : {true, false}) {
+        Floats mean = test::integers(n, seed_of(me, 3), 100);
+        EXPECT_TRUE(reducer.reduce(0, std::span(mean)).dense);
+        EXPECT_EQ(mean, expected);
+        if (rolls_back) {
+          reducer.rollback_step(0.0);
+        } else {
+          reducer.end_step(0.0);
+        }
+        EXPECT_EQ(held_now(), rolls_back ? held : Floats(n, 0.0F));
+      }
+    });
+  }
+}
+
 // Mass of before the load would be delivered on top of the state's.
 TEST(param_server, a_loaded_state_replaces_what_is_held) {
   const std::size_t n = 60;

@@ -120,8 +120,8 @@ class HeldMass {
   // held() is then empty. Between steps only. If the mass belongs on another rank, the next run()
   // returns it.
   virtual void hold(Slot slot, std::size_t first, std::span<const float> mass) = 0;
-  // Gives the slot's mass back, so that the caller can add it to this rank's residual. `returned`
-  // has its dim on entry. It gets the mass, canonical.
+  // Gives the slot's mass back, so that the caller can add it to a dense sum or to this rank's
+  // residual. `returned` has its dim on entry. It gets the mass, canonical.
   virtual void flush(Slot slot, SparseBuffer& returned) = 0;
 
   // The number of ranks that have gradients: the divisor of the mean. The others are the first

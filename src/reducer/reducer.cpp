@@ -177,14 +177,14 @@ struct Reducer::Impl {
     }
   }
 
-  // Sums residual and gradient together, with all entries.
+  // Sums residual, gradient and held mass together, with all entries.
   void reduce_dense(StepReport& report, GradView grad, Phases& phases) {
     phases.enter("select", report.select_ns);
     const SelectReport accumulated =
         local->accumulate({.id = report.id, .grad = grad, .keep = {}, .ranks = comm.size()});
     was_taken = true;
-    take_held(report.id.slot);
     const std::span<float> data = local->whole(report.id, grad);
+    take_held(report.id.slot, data);
     tell_group(report, accumulated, accumulated.total_norm2);
     phases.enter("exchange", report.exchange_ns);
     or_abort(comm, [&] { sum_densely(data, report.group); });
@@ -269,14 +269,12 @@ struct Reducer::Impl {
     combine(step_stats, report.group);
   }
 
-  // Adds the mass that the exchange holds of the slot to this rank's residual.
-  void take_held(Slot slot) {
+  // Moves the mass that the exchange holds of the slot into data [n].
+  void take_held(Slot slot, std::span<float> data) {
     if (holder == nullptr || holder->held(slot).mass.empty()) return;
-    mine.reset(local->size(slot));
+    mine.reset(data.size());
     holder->flush(slot, mine);
-    SparseBuffer nothing;
-    nothing.reset(local->size(slot));
-    local->commit(slot, nothing.view(), mine.view());
+    for (std::size_t e = 0; e < mine.nnz(); ++e) data[mine.indices()[e]] += mine.values()[e];
   }
 
   // ---- the step -------------------------------------------------------------------------------
