@@ -202,7 +202,7 @@ class LocalSteps:
         self._kept_updates: list[torch.Tensor] = []  # with every=1: room for them
         self._flights: dict[int, _Flight] = {}  # by fragment
         self._steps = 0  # of the open round
-        self._is_shared = False  # inside shared()
+        self._own: list[torch.Tensor] | None = None  # inside shared(): this rank's replica
         self._finished = False
         self._loads: torch.nn.Module | None = None  # what load_state_dict was called for
         self._loaded: set[int] = set()  # the parameters that it has loaded
@@ -389,7 +389,7 @@ class LocalSteps:
         self._reshard()
 
     def _expect_training(self, what: str) -> None:
-        if self._is_shared:
+        if self._own is not None:
             raise _core.InvalidArgument(f"skim.LocalSteps: {what} inside shared(): the model holds x, not this rank's replica")
         if self._finished:
             raise _core.InvalidArgument(f"skim.LocalSteps: {what} after finish()")
@@ -405,18 +405,17 @@ class LocalSteps:
     @torch.no_grad()
     def shared(self) -> Iterator[torch.nn.Module]:
         """In the block, the model's parameters are x, which is equal on all ranks. After it, they are this rank's own."""
-        if self._is_shared or self._finished:
+        if self._own is not None or self._finished:
             yield self.model
             return
-        own = [p.detach().clone() for p in self._parameters]
-        self._is_shared = True
+        self._own = own = [p.detach().clone() for p in self._parameters]
         self._put(self._shared)
         try:
             yield self.model
         finally:
             with torch.no_grad():
                 self._put(own)
-            self._is_shared = False
+            self._own = None
 
     def _put(self, values: Iterable[torch.Tensor]) -> None:
         for p, value in zip(self._parameters, values):
@@ -433,7 +432,7 @@ class LocalSteps:
 
         @torch.no_grad()
         def is_replica() -> bool:
-            if self._is_shared or self._finished:
+            if self._own is not None or self._finished:
                 return False
             pairs = ((local(self._of_model[i]), self._shared[i]) for i in places.values())
             return not all(torch.equal(p, x.to(p.dtype)) for p, x in pairs)
@@ -515,7 +514,7 @@ class LocalSteps:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state from which a run continues, without the optimizer's: x, the residual, the place in the round.
 
-        Every rank must save its own, and its optimizer's state too.
+        Every rank must save its own, and its optimizer's state too. It is the same inside shared() and outside.
         """
         rank, size = self._aggregator.comm.rank, self._aggregator.comm.size
         arrived = {f: flight.arrived.result() for f, flight in self._flights.items()}
@@ -528,7 +527,8 @@ class LocalSteps:
         if self._momentum:
             found["outer_momentum"] = _flat(self._momentum)
         if self._steps > 0 or self._flights or len(self._fragments) > 1:
-            found[f"replica_{rank}_{size}"] = _flat([p.detach().to(torch.float32) for p in self._parameters])
+            own = self._parameters if self._own is None else self._own
+            found[f"replica_{rank}_{size}"] = _flat([p.detach().to(torch.float32) for p in own])
         if self._flights:
             found["applied"] = torch.tensor([arrived[f].applied for f in sorted(arrived)], device="cpu")
             found["means"] = _flat([mean for f in sorted(arrived) for mean in arrived[f].means])

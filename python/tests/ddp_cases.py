@@ -1810,6 +1810,20 @@ def case_local_steps_resume_bit_by_bit():
         assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+def case_the_state_of_local_steps_is_the_same_inside_shared():
+    for options in ({"every": 4}, {"every": 4, "fragments": 2, "delay": 3}):
+        model, local = local_steps(**options)
+        for step in range(6):  # the second round is open
+            one_local_step(model, local, step)
+        outside = local.state_dict()
+        with local.shared():
+            inside = local.state_dict()
+        assert inside.keys() == outside.keys()
+        for key, value in outside.items():
+            assert torch.equal(inside[key], value), key
+        assert not torch.equal(inside[f"replica_{RANK}_{SIZE}"], inside["shared"])
+
+
 def case_local_steps_go_on_on_another_number_of_ranks():
     for stop, late in ((4, {}), (5, {}), (4, {"fragments": 2, "delay": 2})):
         model, local = local_steps(every=2, **late)
