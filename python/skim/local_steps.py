@@ -388,9 +388,12 @@ class LocalSteps:
                     p.copy_(self._start(i, e, p))
         self._reshard()
 
-    def _expect_training(self, what: str) -> None:
+    def _expect_replica(self, what: str) -> None:
         if self._own is not None:
             raise _core.InvalidArgument(f"skim.LocalSteps: {what} inside shared(): the model holds x, not this rank's replica")
+
+    def _expect_training(self, what: str) -> None:
+        self._expect_replica(what)
         if self._finished:
             raise _core.InvalidArgument(f"skim.LocalSteps: {what} after finish()")
         if trained := next((name for name, p in self._frozen if p.requires_grad), None):
@@ -404,7 +407,10 @@ class LocalSteps:
     @contextlib.contextmanager
     @torch.no_grad()
     def shared(self) -> Iterator[torch.nn.Module]:
-        """In the block, the model's parameters are x, which is equal on all ranks. After it, they are this rank's own."""
+        """In the block, the model's parameters are x, which is equal on all ranks. After it, they are this rank's own.
+
+        step(), exchange(), finish() and both load_state_dict() raise InvalidArgument in the block.
+        """
         if self._own is not None or self._finished:
             yield self.model
             return
@@ -489,6 +495,7 @@ class LocalSteps:
         """
         if self._finished:
             return
+        self._expect_replica("finish")
         self._land(self._flights)
         is_open = self._steps > 0 or len(self._fragments) > 1
         if self._elastic is None:  # in an elastic group all ranks have taken equally many steps
