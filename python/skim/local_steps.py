@@ -555,6 +555,7 @@ class LocalSteps:
 
         Raises StateError if the state does not fit; nothing has changed then.
         """
+        self._expect_replica("load_state_dict")
         if self._shard is not None:
             state = self._shard.own(state)
         state = self._fitted(state, strict)

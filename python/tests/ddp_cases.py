@@ -1723,6 +1723,7 @@ def case_a_replica_is_never_saved_by_mistake():
         expect(skim.InvalidArgument, "inside shared()", local.step)
         expect(skim.InvalidArgument, "load_state_dict inside shared()", model.load_state_dict, ones(model))
         expect(skim.InvalidArgument, "finish inside shared()", local.finish)
+        expect(skim.InvalidArgument, "load_state_dict inside shared()", local.load_state_dict, local.state_dict())
     assert torch.equal(flat(model.parameters()), own) and torch.equal(shared(local), x)
     with local.shared(), warnings.catch_warnings():
         warnings.simplefilter("error")
