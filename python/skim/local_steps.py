@@ -7,7 +7,7 @@ import dataclasses
 import re
 import time
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +94,8 @@ class LocalSteps:
     the steps of a round. The exchange of a part takes less time, so a smaller delay is enough.
 
     Between rounds the ranks' parameters differ. `shared()` and model.state_dict() give x, so that nobody
-    evaluates or saves one rank's replica by mistake; model.load_state_dict() loads x. Buffers, such as those of
-    batch norm, stay each rank's own.
+    evaluates or saves one rank's replica by mistake; model.load_state_dict() loads x. Both may be called on a part
+    of the model, or on a module that contains it. Buffers, such as those of batch norm, stay each rank's own.
 
     x and e are float32. A rank with parameters in 16 bits starts at x - ahead * e, rounded. What rounding takes off is
     not exchanged, except that of moves which a rank has made beside an exchange (delay).
@@ -204,8 +204,6 @@ class LocalSteps:
         self._steps = 0  # of the open round
         self._own: list[torch.Tensor] | None = None  # inside shared(): this rank's replica
         self._finished = False
-        self._loads: torch.nn.Module | None = None  # what load_state_dict was called for
-        self._loaded: set[int] = set()  # the parameters that it has loaded
         place_of = {p: i for i, p in enumerate(self._of_model)}
         self._hooks = [hook for module in model.modules() for hook in self._hooks_of(module, place_of)]
 
@@ -380,12 +378,14 @@ class LocalSteps:
         return torch.sub(x, residual.view(x.shape).to(x.device), alpha=self.ahead, out=out)
 
     @torch.no_grad()
-    def _restart(self, which: Container[int]) -> None:
-        for f, members in enumerate(self._fragments):
-            for i, e in zip(members, self._residuals(f)):
-                if i in which:
-                    p = local(self._of_model[i])
-                    p.copy_(self._start(i, e, p))
+    def _restart(self, which: set[int]) -> None:
+        residuals: Mapping[str, torch.Tensor] = {}
+        if self.ahead > 0.0:
+            buckets = [b for b, members in enumerate(self._aggregator.buckets or ()) if not which.isdisjoint(members)]
+            residuals = self._aggregator.residuals_of_buckets(buckets, copied=False)
+        for i in which:
+            p = local(self._of_model[i])
+            p.copy_(self._start(i, residuals.get(self._names[i]), p))
         self._reshard()
 
     def _expect_replica(self, what: str) -> None:
@@ -435,6 +435,7 @@ class LocalSteps:
     def _hooks_of(self, module: torch.nn.Module, place_of: Mapping[torch.Tensor, int]) -> list[RemovableHandle]:
         """Makes x of what a module saves and loads. Each module has them, because it may be saved and loaded by itself."""
         places = {name: place_of[p] for name, p in module._parameters.items() if p is not None and p in place_of}
+        loaded: set[int] = set()  # those of them that are in the state
 
         @torch.no_grad()
         def is_replica() -> bool:
@@ -451,35 +452,32 @@ class LocalSteps:
 
         @torch.no_grad()
         def begin_load(state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-            if prefix == "":  # the modules in this one follow
-                self._expect_training("load_state_dict")
+            self._expect_training("load_state_dict")
+            if self._flights:
                 self._land(self._flights)
-                self._loads, self._loaded = module, set()
-            for i in (i for name, i in places.items() if prefix + name in state):
+            loaded.clear()
+            loaded.update(i for name, i in places.items() if prefix + name in state)
+            for i in loaded:
                 local(self._of_model[i]).copy_(self._shared[i])  # in case that what is in the state does not fit
-                self._loaded.add(i)
 
+        @torch.no_grad()
         def end_load(_module: Any, _keys: Any) -> None:
             if any(module._parameters[name] is not self._of_model[i] for name, i in places.items()):
                 raise _core.InvalidArgument(
                     "skim.LocalSteps: load_state_dict has put new parameters into the model, which the optimizer does not "
                     "train; load without assign=True"
                 )
-            if module is self._loads:
-                self._take_loaded()
+            if loaded:
+                for i in loaded:
+                    self._shared[i].copy_(local(self._of_model[i]))
+                self._steps = 0
+                self._restart(loaded)
 
         return [
             module._register_state_dict_hook(_Hook(replace, is_replica)),
             module._register_load_state_dict_pre_hook(_Hook(begin_load)),
             module.register_load_state_dict_post_hook(_Hook(end_load)),
         ]
-
-    @torch.no_grad()
-    def _take_loaded(self) -> None:
-        for i in self._loaded:
-            self._shared[i].copy_(local(self._of_model[i]))
-        self._steps = 0
-        self._restart(self._loaded)
 
     def _discard_flights(self) -> None:
         """Discards open exchanges, because their means belong to an x that has been replaced."""
@@ -580,7 +578,7 @@ class LocalSteps:
             _into(self._momentum, state["outer_momentum"])
         self._steps = int(state["round"])
         if replica is None:
-            self._restart(range(len(self._of_model)))
+            self._restart({*range(len(self._of_model))})
         else:
             _into(self._parameters, replica)
         if not steps_left or sent_from is None:

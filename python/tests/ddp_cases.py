@@ -1775,6 +1775,27 @@ def case_a_replica_is_never_saved_by_mistake():
         expect(skim.InvalidArgument, "without assign=True", model.load_state_dict, ones(model), assign=True)
 
 
+def case_what_is_loaded_through_a_wrapper_is_x():
+    for options in ({"every": 1}, {"every": 3, "ahead": 0.5}, {"every": 1, "delay": 1}):
+        for wrap in (lambda m: m, nn.Sequential, lambda m: nn.Sequential(nn.Sequential(m)), compiled_eagerly):
+            model, local = local_steps(**options)
+            for step in range(4):
+                one_local_step(model, local, step)
+            wrapper = wrap(model)
+            wrapper.load_state_dict(ones(wrapper))
+            x, e = shared(local), flat(local.residuals().values())
+            assert torch.equal(x, torch.ones_like(x))
+            assert torch.equal(flat(model.parameters()), (x.float() - local.ahead * e.float()).double())
+            one_local_step(model, local, 4)
+            local.finish()
+            now = flat(local.residuals().values())
+            same(total(flat(gradients(4))), total(now - e) - SIZE * (flat(model.parameters()) - x))
+
+
+def compiled_eagerly(model):
+    return torch.compile(model, backend="eager")
+
+
 def adamw(p):
     return torch.optim.AdamW(p, lr=0.01)
 
