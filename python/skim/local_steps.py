@@ -436,6 +436,7 @@ class LocalSteps:
         """Makes x of what a module saves and loads. Each module has them, because it may be saved and loaded by itself."""
         places = {name: place_of[p] for name, p in module._parameters.items() if p is not None and p in place_of}
         loaded: set[int] = set()  # those of them that are in the state
+        is_trained = any(p in place_of for p in module.parameters())
 
         @torch.no_grad()
         def is_replica() -> bool:
@@ -451,8 +452,13 @@ class LocalSteps:
                     local(replaced).copy_(self._shared[i])
 
         @torch.no_grad()
-        def begin_load(state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        def begin_load(state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
             self._expect_training("load_state_dict")
+            if is_trained and metadata.get("assign_to_params_buffers"):
+                raise _core.InvalidArgument(
+                    "skim.LocalSteps: load_state_dict with assign=True would put new parameters into the model, which the "
+                    "optimizer does not train; load without assign=True"
+                )
             if self._flights:
                 self._land(self._flights)
             loaded.clear()
@@ -462,11 +468,6 @@ class LocalSteps:
 
         @torch.no_grad()
         def end_load(_module: Any, _keys: Any) -> None:
-            if any(module._parameters[name] is not self._of_model[i] for name, i in places.items()):
-                raise _core.InvalidArgument(
-                    "skim.LocalSteps: load_state_dict has put new parameters into the model, which the optimizer does not "
-                    "train; load without assign=True"
-                )
             if loaded:
                 for i in loaded:
                     self._shared[i].copy_(local(self._of_model[i]))

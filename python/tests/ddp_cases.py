@@ -1772,7 +1772,12 @@ def case_a_replica_is_never_saved_by_mistake():
 
     model, local = local_steps()
     if "assign" in inspect.signature(model.load_state_dict).parameters:  # PyTorch 2.1 or later
-        expect(skim.InvalidArgument, "without assign=True", model.load_state_dict, ones(model), assign=True)
+        had = [*model.parameters()]
+        for module in (model, nn.Sequential(model)):
+            expect(skim.InvalidArgument, "without assign=True", module.load_state_dict, ones(module), assign=True)
+            assert [*map(id, model.parameters())] == [*map(id, had)] and torch.equal(flat(had), shared(local))
+        one_local_step(model, local, 0)
+        model.load_state_dict(ones(model))
 
 
 def case_what_is_loaded_through_a_wrapper_is_x():
