@@ -480,12 +480,6 @@ class LocalSteps:
             module.register_load_state_dict_post_hook(_Hook(end_load)),
         ]
 
-    def _discard_flights(self) -> None:
-        """Discards open exchanges, because their means belong to an x that has been replaced."""
-        for flight in self._flights.values():
-            flight.arrived.exception()  # waits
-        self._flights.clear()
-
     def finish(self) -> None:
         """Ends an open round, and leaves x in the model. Collective. Training is over after it.
 
@@ -572,8 +566,10 @@ class LocalSteps:
         if steps_left and sent_from is None:
             comm = self._aggregator.comm
             self._expect_in_state(state, {f"sent_from_{comm.rank}_{comm.size}": under_way})
+        for flight in self._flights.values():
+            flight.arrived.exception()  # waits, because an exchange changes the residual
         report = self._aggregator.load_state_dict(state, strict)
-        self._discard_flights()
+        self._flights.clear()  # their means belong to the x that is replaced
         _into(self._shared, state["shared"])
         if self._momentum and "outer_momentum" in state:
             _into(self._momentum, state["outer_momentum"])

@@ -1838,6 +1838,35 @@ def case_local_steps_resume_bit_by_bit():
         assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+class BeforeWaiting:
+    """A future that calls f when somebody is about to use it."""
+
+    def __init__(self, future, f):
+        self.future, self.f = future, f
+
+    def __getattr__(self, name):
+        self.f()
+        return getattr(self.future, name)
+
+
+def case_a_loaded_state_is_not_changed_by_exchanges_that_began_before():
+    model, local = local_steps(every=2, delay=1)
+    for step in range(6):
+        one_local_step(model, local, step)
+    saved = local.state_dict()
+    one_local_step(model, local, 6)
+    gate = threading.Event()
+    local._aggregator.submit(gate.wait)
+    one_local_step(model, local, 7)  # its exchange is queued
+    [flight] = local._flights.values()
+    flight.arrived = BeforeWaiting(flight.arrived, gate.set)
+    local.load_state_dict(saved)
+    again = local.state_dict()
+    assert saved.keys() == again.keys()
+    for key, value in saved.items():
+        assert torch.equal(again[key], value), key
+
+
 def case_the_state_of_local_steps_is_the_same_inside_shared():
     for options in ({"every": 4}, {"every": 4, "fragments": 2, "delay": 3}):
         model, local = local_steps(**options)
