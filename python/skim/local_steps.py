@@ -227,13 +227,18 @@ class LocalSteps:
         self.after_step()
 
     def after_step(self) -> None:
-        """Call it instead of step() if the optimizer has already made its step, as after GradScaler.step."""
+        """Call it instead of step() if the optimizer has already made its step, as after GradScaler.step.
+
+        With delay it may wait. If a signal handler raises meanwhile, x and the round are as they were before this call.
+        Then save a state, or call after_step() again to go on.
+        """
         self._expect_training("step")
         self._meet_before_round()
+        # First the wait: if something is raised meanwhile, the step has not been counted, and this may be called again.
+        self._land(f for f, flight in self._flights.items() if flight.steps_left == 1)
         self._steps += 1
         for flight in self._flights.values():
             flight.steps_left -= 1
-        self._land(f for f, flight in self._flights.items() if flight.steps_left == 0)
         count = len(self._fragments)
         due = [f for f in range(count) if self._steps == -(-(f + 1) * self.every // count)]
         if self._steps >= self.every:
@@ -276,8 +281,8 @@ class LocalSteps:
         instead.
         """
         self._expect_training("exchange")
-        self._steps = 0
         applied = self._land(self._flights)
+        self._steps = 0
         for f in range(len(self._fragments)):
             applied = self._depart(f, 0) and applied
         return applied
@@ -339,10 +344,14 @@ class LocalSteps:
         """Waits for the exchanges of these fragments and applies their means. Returns as exchange()."""
         applied, error = True, None
         for f in sorted(fragments):
-            flight = self._flights.pop(f)
+            flight = self._flights[f]
             began = time.perf_counter()
-            arrived = flight.arrived.result()
+            failure = flight.arrived.exception()  # waits; the flight stays if something is raised meanwhile
             self._aggregator.statistics.exposed_s += time.perf_counter() - began
+            if failure is not None:
+                del self._flights[f]
+                raise failure
+            arrived = flight.arrived.result()
             for place, (i, mean, e) in enumerate(zip(self._fragments[f], arrived.means, arrived.residuals)):
                 p = local(self._of_model[i])
                 if arrived.applied:
@@ -354,6 +363,7 @@ class LocalSteps:
                 if not arrived.applied:
                     since.nan_to_num_(0.0, 0.0, 0.0)  # a replica with NaN goes on without it
                 p.copy_(since.add_(self._start(i, e)))
+            del self._flights[f]
             applied, error = applied and arrived.applied, error or arrived.error
         self._reshard()
         if error is not None:

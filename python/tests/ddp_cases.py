@@ -1867,6 +1867,46 @@ def case_a_loaded_state_is_not_changed_by_exchanges_that_began_before():
         assert torch.equal(again[key], value), key
 
 
+def case_an_exception_while_a_mean_is_awaited_loses_nothing():
+    for everywhere_too in (False, True):
+        for options in ({"every": 1, "delay": 1}, {"every": 4, "fragments": 2, "delay": 1}):
+            check_an_exception(interrupted=everywhere_too or RANK == SIZE - 1, saves=everywhere_too, ahead=0.5, **options)
+
+
+def check_an_exception(interrupted, saves, **options):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    runs = [local_steps(**options)]
+    for step in range(6):
+        one_local_step(*runs[0], step)
+    [flight] = runs[0][1]._flights.values()
+    assert flight.steps_left == 1
+    if interrupted:
+        flight.arrived.exception()
+        flight.arrived = BeforeWaiting(flight.arrived, interrupt)
+        try:
+            one_local_step(*runs[0], 6)
+            raise AssertionError("it was not awaited")
+        except KeyboardInterrupt:
+            flight.arrived = flight.arrived.future
+        if saves:
+            runs.append(local_steps(**options))
+            for of, again in zip(*runs):
+                again.load_state_dict(of.state_dict())
+        for _, local in runs:
+            local.after_step()  # goes on with the step
+    else:
+        one_local_step(*runs[0], 6)
+    for model, local in runs:
+        for step in range(7, 10):
+            one_local_step(model, local, step)
+        local.finish()
+        x, moved = flat(model.parameters()), sum(flat(gradients(step)) for step in range(10))
+        assert all(torch.equal(x, of_rank) for of_rank in everywhere(x)), "ranks have different x"
+        same(total(moved), total(flat(local.residuals().values())) - SIZE * x)
+
+
 def case_the_state_of_local_steps_is_the_same_inside_shared():
     for options in ({"every": 4}, {"every": 4, "fragments": 2, "delay": 3}):
         model, local = local_steps(**options)
