@@ -281,6 +281,7 @@ class Compression:
         self.error: BaseException | None = None
         self.lock = threading.RLock()  # guards the reducer and the members below
         self.buckets: list[tuple[int, ...]] | None = None  # indices of each bucket's parameters; None: not known yet
+        self._is_detached = False
         self._step_open = False
         self._finite = True
         self._give_back: list[tuple[int, int, torch.Tensor, float]] = []
@@ -367,7 +368,7 @@ class Compression:
         self.raise_failure()
         if opens_step:
             self.finish_step()
-            if self.options.optimizer is not None:
+            if self.options.optimizer is not None and not self._is_detached:
                 expect_taken_out(self.options.optimizer, self.momentum, self.options.of_updates)
             if self.buckets is not None and (index >= len(self.buckets) or self.buckets[index] != members):
                 self._set_layout(None)
@@ -629,6 +630,7 @@ class Compression:
         """Ends the last step, and gives the optimizer its momentum back."""
         self.finish_step()
         self.close()
+        self._is_detached = True
         if self.options.optimizer is not None:
             put_back(self.options.optimizer, self.options.of_updates)
 

@@ -12,7 +12,8 @@ import torch
 from skim import _core
 
 # A key of a parameter group, and so of the optimizer's state_dict. Its value is the momentum, dampening and
-# Nesterov form that the optimizer had. A group with this key has no momentum of its own any more.
+# Nesterov form that the optimizer had, and the factor by which its weight_decay was multiplied. Old states lack the
+# factor. A group with this key has no momentum of its own any more.
 KEY = "skim_momentum"
 
 
@@ -77,34 +78,36 @@ def take_out(optimizer: Any, of_updates: bool) -> None:
 
     SGD's momentum also sums up the weight decay, to (1 - dampening) / (1 - momentum) of it. So the group's
     weight_decay is multiplied by this factor, unless updates are compressed, because updates contain the
-    decay.
+    decay. If momentum was taken out for the other case, weight_decay is converted.
     """
     for group in optimizer.param_groups:
+        had, before = _of_group(group), 1.0
         if KEY in group:
-            continue
-        had = _of_group(group)
-        group[KEY] = dataclasses.astuple(had)
-        if "betas" in group:
+            before = _decay_factor(group, of_updates)
+        elif "betas" in group:
             group["betas"] = (0.0, group["betas"][1])
-            continue
-        group["momentum"], group["dampening"], group["nesterov"] = 0.0, 0.0, False
-        if not of_updates:
-            group["weight_decay"] *= (1.0 - had.momentum_dampening) / (1.0 - had.momentum_correction)
+        else:
+            group["momentum"], group["dampening"], group["nesterov"] = 0.0, 0.0, False
+        factor = _factor_for(group, had, of_updates)
+        if factor != before:
+            group["weight_decay"] *= factor / before
+        group[KEY] = (*dataclasses.astuple(had), factor)
 
 
 def put_back(optimizer: Any, of_updates: bool) -> None:
-    """Undoes take_out(). The optimizer's sums of gradients begin at 0."""
-    for group in optimizer.param_groups:
+    """Undoes take_out(). The optimizer's sums of gradients begin at 0. of_updates: for old states, which lack the factor."""
+    for group in getattr(optimizer, "param_groups", ()):
         if KEY not in group:
             continue
-        had = Correction(*group.pop(KEY))
+        had, factor = _of_group(group), _decay_factor(group, of_updates)
+        del group[KEY]
+        if factor != 1.0:
+            group["weight_decay"] /= factor
         if "betas" in group:
             group["betas"] = (had.momentum_correction, group["betas"][1])
-            continue
-        group["momentum"], group["dampening"] = had.momentum_correction, had.momentum_dampening
-        group["nesterov"] = had.nesterov_correction
-        if not of_updates:
-            group["weight_decay"] *= (1.0 - had.momentum_correction) / (1.0 - had.momentum_dampening)
+        else:
+            group["momentum"], group["dampening"] = had.momentum_correction, had.momentum_dampening
+            group["nesterov"] = had.nesterov_correction
 
 
 def expect_taken_out(optimizer: Any, correction: Correction, of_updates: bool) -> None:
@@ -127,9 +130,22 @@ def expect_taken_out(optimizer: Any, correction: Correction, of_updates: bool) -
     take_out(optimizer, of_updates)
 
 
-def _of_group(group: dict[str, Any]) -> Correction:
+def _of_group(group: Mapping[str, Any]) -> Correction:
     if KEY in group:
-        return Correction(*group[KEY])
+        return Correction(*group[KEY][:3])
     if "betas" in group:  # the first moment is a mean of gradients, not a sum
         return Correction(float(group["betas"][0]), float(group["betas"][0]))
     return Correction(float(group["momentum"]), float(group["dampening"]), bool(group["nesterov"]))
+
+
+def _factor_for(group: Mapping[str, Any], had: Correction, of_updates: bool) -> float:
+    """What take_out() multiplies the weight decay by."""
+    if of_updates or "betas" in group:
+        return 1.0
+    return (1.0 - had.momentum_dampening) / (1.0 - had.momentum_correction)
+
+
+def _decay_factor(group: Mapping[str, Any], of_updates: bool) -> float:
+    """What the weight decay of a group with KEY has been multiplied by."""
+    had = group[KEY]
+    return float(had[3]) if len(had) > 3 else _factor_for(group, _of_group(group), of_updates)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from skim import _core
 from skim._checks import expect_whole
 from skim._compression import packed, unpacked
-from skim._momentum import correction_for, expect_trains, inner_optimizer
+from skim._momentum import correction_for, expect_trains, inner_optimizer, put_back
 from skim._report import Report
 from skim._shards import Shard, local, make_equal, reshard
 from skim.aggregator import Aggregator
@@ -179,6 +179,8 @@ class LocalSteps:
             zip(self._names, self._parameters), density=density, exchange=exchange, process_group=process_group,
             fragments=fragments, optimizer=corrected, of_updates=True, **options,
         )  # fmt: skip
+        if corrected is None:  # attach, or every=1, may have taken the momentum out, and it is needed here
+            put_back(inner_optimizer(optimizer), of_updates=True)
         if self._shard is not None:
             self._aggregator.inside = self._shard.connect(options.get("timeout", 1800.0))
         self._elastic = self._aggregator.elastic
@@ -493,6 +495,7 @@ class LocalSteps:
     def finish(self) -> None:
         """Ends an open round, and leaves x in the model. Collective. Training is over after it.
 
+        The optimizer gets its momentum back, if momentum correction has replaced it.
         The mass in the residuals is lost. A last exchange at density 1 would deliver it, but usually does not
         help.
         """
@@ -507,6 +510,7 @@ class LocalSteps:
             self.exchange()
         with torch.no_grad():
             self._put(self._shared)
+        self._aggregator.detach()
         self._finished = True
         for hook in self._hooks:
             hook.remove()

@@ -2023,6 +2023,71 @@ def case_momentum_of_sgd_moves_before_the_exchange_of_every_step():
     assert local.optimizer.param_groups[0]["momentum"] == 0.75, "several steps need it"
 
 
+def case_momentum_comes_back_and_weight_decay_with_it():
+    def sgd(model, **options):
+        return torch.optim.SGD(model.parameters(), lr=0.1, **{"momentum": 0.9, "weight_decay": 1e-4, **options})
+
+    def group_of(optimizer):
+        return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+    plain, taken, summed = (0.9, 1e-4), (0.0, 1e-4), (0.0, 1e-3)
+
+    def expect_group(optimizer, expected):
+        group = optimizer.param_groups[0]
+        assert group["momentum"] == expected[0] and math.isclose(group["weight_decay"], expected[1], rel_tol=1e-12), group
+
+    # finish() leaves the optimizer as it was, also if others of an elastic group go on; then it can be given to attach.
+    inner = Linear()
+    optimizer = sgd(inner, nesterov=True)
+    before = group_of(optimizer)
+    model, local = local_steps(inner, lambda p: optimizer)
+    one_local_step(model, local, 0)
+    expect_group(optimizer, taken)
+    local.finish()
+    assert group_of(optimizer) == before
+    local._last_exchange()
+    assert group_of(optimizer) == before
+    ddp = attached(inner, attach={"optimizer": optimizer})
+    expect_group(optimizer, summed)
+    skim.detach(ddp)
+    expect_group(optimizer, plain)
+
+    # The state of an optimizer under attach, and one without the factor of the weight decay.
+    attached(inner, attach={"optimizer": optimizer})
+    saved = copy.deepcopy(optimizer.state_dict())
+    old = copy.deepcopy(saved)
+    old["param_groups"][0]["skim_momentum"] = old["param_groups"][0]["skim_momentum"][:3]
+
+    def resumed(state):
+        model = Linear()
+        optimizer = sgd(model)
+        optimizer.load_state_dict(state)
+        return model, optimizer
+
+    for every, expected in ((1, taken), (2, plain)):
+        model, optimizer = resumed(saved)
+        local = local_steps(model, lambda p: optimizer, every=every)[1]
+        expect_group(optimizer, expected)
+        one_local_step(model, local, 0)
+        of_updates = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)  # while it trains
+        if every == 1:
+            one_local_step(model, local, 1)
+            expect_group(optimizer, expected)
+    for state in (saved, of_updates, old):
+        model, optimizer = resumed(state)
+        ddp = attached(model, attach={"optimizer": optimizer})
+        expect_group(optimizer, summed)
+        skim.detach(ddp)
+        expect_group(optimizer, plain)
+
+    model = Linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    attached(model, attach={"optimizer": optimizer})
+    local_steps(model, lambda p: optimizer)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
 def case_local_steps_refuse():
     wrong, inner = skim.InvalidArgument, Linear()
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
