@@ -105,7 +105,9 @@ class LocalSteps:
     optimizer: any optimizer. Its state is never exchanged. With every=1, momentum correction replaces the
         momentum of an SGD, as in skim.attach(optimizer=...): the velocity of an entry becomes 0 when it is sent.
     every: the number of steps of a round, at least 1.
-    density: the fraction of entries that each rank sends in a round, or a schedule (skim.attach).
+    density: the fraction of entries that each rank sends in a round, or a schedule (skim.attach). For a schedule that goes
+        by epochs set `epoch` at the start of each epoch, on every rank: local.epoch = 3. It counts from the second
+        exchange afterwards, because an exchange chooses the density of the next one.
     ahead: in [0, 1]: the part of its residual that a rank applies to its own parameters at once [1].
     outer_lr: >= 0; 0: skim.outer_lr_for() with the density of each bucket, but 1 with outer_momentum, and for SGD
         with every > 1 [0].
@@ -204,6 +206,7 @@ class LocalSteps:
         self._kept_updates: list[torch.Tensor] = []  # with every=1: room for them
         self._flights: dict[int, _Flight] = {}  # by fragment
         self._steps = 0  # of the open round
+        self.epoch = 0.0  # for density schedules that go by it
         self._own: list[torch.Tensor] | None = None  # inside shared(): this rank's replica
         self._finished = False
         place_of = {p: i for i, p in enumerate(self._of_model)}
@@ -295,9 +298,11 @@ class LocalSteps:
         here = [local(self._of_model[i]).detach().to(torch.float32, copy=delay > 0) for i in self._fragments[f]]
         flight = self._flights[f] = _Flight(delay, here if delay > 0 else None, Future())
         streams = streams_of(p.device for p in here)
+        epoch = self.epoch  # now, because it may be set on some ranks before the job ends, and on others later
 
         def job() -> None:
             try:
+                self._aggregator.epoch = epoch
                 with on_streams(streams):
                     arrived = self._reduce(f, here)
                 flight.arrived.set_result(arrived)

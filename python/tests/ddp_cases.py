@@ -1687,6 +1687,32 @@ def case_the_outer_rate_follows_the_density():
     assert torch.equal(*(shared(local) for _, local in of_both))
 
 
+def case_densities_of_local_steps_go_by_the_epoch():
+    for options in ({"every": 1}, {"every": 1, "delay": 1}, {"every": 2, "delay": 2}, {"every": 2, "fragments": 2}):
+        model, local = local_steps(density=skim.listed_density([0.5, 0.25, 0.125], 0.0625), dense_below=0, **options)
+        assert local.epoch == 0
+        reduce, found = local._aggregator.reduce, []
+
+        def recorded(tensors, *, fragment, reduce=reduce, local=local, found=found):
+            applied = reduce(tensors, fragment=fragment)
+            found.append(local._aggregator.densities(fragment)[0])
+            return applied
+
+        local._aggregator.reduce = recorded
+        per_epoch = 2 * local.every  # steps
+        for step in range(4 * per_epoch):
+            local.epoch = step // per_epoch
+            one_local_step(model, local, step)
+        local.finish()
+        # An exchange chooses the density of the next one.
+        epochs = [epoch for epoch in range(4) for _ in range(2 * options.get("fragments", 1))]
+        wanted = [0.5, *(0.5 ** (1 + epoch) for epoch in epochs)][: len(epochs)]
+        for density, of_epoch in zip(found, wanted):
+            assert math.isclose(density, of_epoch, rel_tol=0.01), (options, found, wanted)
+        assert len(found) >= len(wanted)
+        expect_equal_everywhere(flat(model.parameters()), "x")
+
+
 def case_ranks_may_take_unequal_numbers_of_local_steps():
     model, local = local_steps(every=4)
     moved = torch.zeros(sum(LENGTHS)).double()
