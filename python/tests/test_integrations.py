@@ -106,6 +106,22 @@ class Frameworks(unittest.TestCase):
     def test_lightning(self):
         self.check("lightning", "*step=60.ckpt")
 
+    def test_schedules_go_by_the_epoch(self):
+        by_epoch = (
+            "class ByEpoch:\n"
+            "    def density(self, progress):\n"
+            "        pathlib.Path(f'epoch_{progress.epoch}').touch()\n"
+            "        return 0.05\n"
+        )
+        for name, epochs in (("trainer", 4), ("lightning", 2)):  # of 15 and 30 steps
+            with self.subTest(name):
+                script = self.script(name).replace("4000", "480").replace("density=0.05", "density=ByEpoch()")
+                script = script.replace("torch.manual_seed(0)", by_epoch + "torch.manual_seed(0)", 1)
+                with tempfile.TemporaryDirectory() as folder:
+                    self.run_script(script, folder)
+                    seen = sorted(file.name for file in pathlib.Path(folder).glob("epoch_*"))
+                self.assertEqual(seen, [f"epoch_{epoch}.0" for epoch in range(epochs)])
+
     def test_ray(self):
         script = self.script("ray").replace("density=0.05", 'density=0.05, exchange="allgather"')
 

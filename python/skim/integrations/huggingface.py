@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from typing import Any
 
@@ -20,6 +21,7 @@ class SkimCallback(TrainerCallback):  # type: ignore[misc]
         trainer.train()
 
     options: of skim.attach. optimizer is the Trainer's, unless they say otherwise. With one rank nothing happens.
+    A density schedule that goes by epochs gets the Trainer's.
     strict: as of skim.load_state_dict, when a run resumes. To resume, checkpoints must be in the Trainer's output_dir.
     Raises StateError if one was saved without Skim.
     """
@@ -36,6 +38,11 @@ class SkimCallback(TrainerCallback):  # type: ignore[misc]
         self.is_attached = True
         if state.global_step > 0:
             load_from(self._folder(args, state), model, self.strict)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.is_attached:
+            # A run that resumes inside an epoch tells its fraction.
+            ddp.compression_of(self.trainer.model_wrapped).epoch = math.floor(state.epoch or 0.0)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.is_attached:

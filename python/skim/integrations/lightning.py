@@ -24,7 +24,7 @@ class SkimCallback(Callback):  # type: ignore[misc]
 
     options: of skim.attach. optimizer is the module's, if it has one. With one rank nothing happens. strict: as of
     skim.load_state_dict, when a run resumes. Rank 0 gathers the residuals of all ranks to save them. Raises StateError
-    if a run resumes from a checkpoint without residuals.
+    if a run resumes from a checkpoint without residuals. A density schedule that goes by epochs gets the trainer's.
     """
 
     def __init__(self, *, strict: bool = True, **options: Any) -> None:
@@ -45,6 +45,10 @@ class SkimCallback(Callback):  # type: ignore[misc]
                 raise without_residuals(trainer.ckpt_path)
             load(model, self._loaded, self.strict)
             self._loaded, self._resumes = None, False
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._attached is not None:
+            ddp.compression_of(self._attached).epoch = trainer.current_epoch
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self._attached is not None:
