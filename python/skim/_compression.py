@@ -470,7 +470,7 @@ class Compression:
         """A copy of this rank's residual of each parameter: a flat float32 tensor on the CPU, by name.
 
         Ends the open step, if there is one. Summed over the P ranks, the residuals are all gradients so
-        far minus P times the means that were delivered.
+        far minus P times the means that were delivered. They are zeros with feedback=False.
         """
         found = {name: residual.cpu() for name, residual in self.residuals_of_buckets().items()}
         return {name: found[name] for name in self.names}
@@ -498,7 +498,10 @@ class Compression:
                     kept = torch.from_numpy(self.reducer._residual_view(slot))
                 else:
                     kept = torch.from_numpy(self.reducer.residual(slot))
-                for i, part in zip(members, torch.split(kept, [self.lengths[i] for i in members])):
+                lengths = [self.lengths[i] for i in members]
+                if len(kept) == 0:  # feedback=False
+                    kept = torch.zeros(sum(lengths), dtype=torch.float32, device="cpu")
+                for i, part in zip(members, torch.split(kept, lengths)):
                     found[self.names[i]] = part
             return found
 

@@ -108,7 +108,8 @@ class LocalSteps:
     density: the fraction of entries that each rank sends in a round, or a schedule (skim.attach). For a schedule that goes
         by epochs set `epoch` at the start of each epoch, on every rank: local.epoch = 3. It counts from the second
         exchange afterwards, because an exchange chooses the density of the next one.
-    ahead: in [0, 1]: the part of its residual that a rank applies to its own parameters at once [1].
+    ahead: in [0, 1]: the part of its residual that a rank applies to its own parameters at once [1]. 0 with feedback=False,
+        which keeps no residual: a rank starts every round at x, and the entries that it does not send are lost.
     outer_lr: >= 0; 0: skim.outer_lr_for() with the density of each bucket, but 1 with outer_momentum, and for SGD
         with every > 1 [0].
     outer_momentum: in [0, 1) [0].
@@ -162,6 +163,8 @@ class LocalSteps:
         self.model, self.optimizer = model, optimizer
         self.every, self.delay = every, delay
         self.ahead, self.outer_lr, self.outer_momentum = own["ahead"], own["outer_lr"], own["outer_momentum"]
+        if options.get("feedback") is False:
+            self.ahead = 0.0
         takes_mean = self.outer_momentum > 0.0 or (every > 1 and isinstance(inner_optimizer(optimizer), torch.optim.SGD))
         self._follows_density = self.outer_lr == 0.0 and not takes_mean
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}

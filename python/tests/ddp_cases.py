@@ -1713,6 +1713,36 @@ def case_densities_of_local_steps_go_by_the_epoch():
         expect_equal_everywhere(flat(model.parameters()), "x")
 
 
+def case_without_feedback_the_rest_is_lost():
+    model = attached(attach={"feedback": False})
+    for step in range(5):  # through the rebuild of buckets
+        model(gradients(step)).backward()
+        means(model)
+        assert not kept(model).any() and len(kept(model)) == sum(LENGTHS)
+
+    n, k = 5000, 100
+    for options in ({}, {"ahead": 0.0}, {"every": 2, "delay": 1}):
+        model, local = local_steps(Linear([n]), feedback=False, density=(k + 0.5) / n, **options)
+        x, u = torch.zeros(n), torch.zeros(n)
+        for step in range(4):
+            [g] = gradients(step, lengths=[n])
+            local.optimizer.zero_grad()
+            model([g]).backward()
+            local.step()
+            u += g
+            if (step + 1) % local.every == 0:
+                largest = torch.argsort(-u.abs(), stable=True)[:k]
+                sent = torch.zeros(n)
+                sent[largest] = u[largest]
+                x -= total(sent) / SIZE
+                u = torch.zeros(n)
+        local.finish()
+        if not local.delay:  # a late mean meets moves that were made in the meantime
+            same(flat(model.parameters()), x.double())
+        expect_equal_everywhere(flat(model.parameters()), "x")
+        assert not local.residuals()["w.0"].any() and len(local.residuals()["w.0"]) == n
+
+
 def case_ranks_may_take_unequal_numbers_of_local_steps():
     model, local = local_steps(every=4)
     moved = torch.zeros(sum(LENGTHS)).double()
