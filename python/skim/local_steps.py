@@ -161,7 +161,7 @@ class LocalSteps:
             **{name: options.pop(name) for name in _core.local_steps_options() if name in options}
         )
         self.model, self.optimizer = model, optimizer
-        self.every, self.delay = every, delay
+        self.every, self.delay = every, delay = int(every), int(delay)
         self.ahead, self.outer_lr, self.outer_momentum = own["ahead"], own["outer_lr"], own["outer_momentum"]
         if options.get("feedback") is False:
             self.ahead = 0.0
@@ -182,7 +182,7 @@ class LocalSteps:
         expect_trains(corrected, named)
         self._aggregator = Aggregator(
             zip(self._names, self._parameters), density=density, exchange=exchange, process_group=process_group,
-            fragments=fragments, optimizer=corrected, of_updates=True, **options,
+            fragments=int(fragments), optimizer=corrected, of_updates=True, **options,
         )  # fmt: skip
         if corrected is None:  # attach, or every=1, may have taken the momentum out, and it is needed here
             put_back(inner_optimizer(optimizer), of_updates=True)
