@@ -162,6 +162,8 @@ class LocalSteps:
         )
         self.model, self.optimizer = model, optimizer
         self.every, self.delay = every, delay = int(every), int(delay)
+        if own["outer_lr"] > (most := torch.finfo(torch.float32).max):
+            raise _core.InvalidArgument(f"skim.LocalSteps: outer_lr: must be at most {most:.3g}, not {own['outer_lr']}")
         self.ahead, self.outer_lr, self.outer_momentum = own["ahead"], own["outer_lr"], own["outer_momentum"]
         if options.get("feedback") is False:
             self.ahead = 0.0

@@ -2149,6 +2149,7 @@ def case_local_steps_refuse():
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
     expect(wrong, "give the model without it", skim.LocalSteps, DDP(inner), optimizer)
     for name, value in (("every", 0), ("every", 1.5), ("ahead", 1.5), ("outer_lr", -1.0), ("outer_momentum", 1.0),
+                        ("outer_lr", math.inf), ("outer_lr", 1e300),
                         ("delay", 2), ("delay", -1), ("fragments", 0), ("fragments", 2)):  # fmt: skip
         expect(wrong, f"{name}: must be", skim.LocalSteps, inner, optimizer, **{name: value})
     expect(wrong, "no momentum_correction here", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)
