@@ -139,6 +139,11 @@ class LocalSteps:
         **keywords: Unpack[LocalStepsOptions],
     ) -> None:
         options: dict[str, Any] = dict(keywords)
+        if not isinstance(model, torch.nn.Module):
+            raise _core.InvalidArgument(
+                f"skim.LocalSteps: model must be a torch.nn.Module, not {type(model).__name__}; for a list of tensors use "
+                "skim.Aggregator"
+            )
         if isinstance(model, DistributedDataParallel):
             raise _core.InvalidArgument(
                 "skim.LocalSteps: DistributedDataParallel exchanges the gradients of every step; give the model "

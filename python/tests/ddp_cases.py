@@ -2152,6 +2152,8 @@ def case_local_steps_refuse():
                         ("outer_lr", math.inf), ("outer_lr", 1e300),
                         ("delay", 2), ("delay", -1), ("fragments", 0), ("fragments", 2)):  # fmt: skip
         expect(wrong, f"{name}: must be", skim.LocalSteps, inner, optimizer, **{name: value})
+    for other, what in ((None, "NoneType"), ([*inner.parameters()], "list"), (inner.parameters(), "generator")):
+        expect(wrong, f"model must be a torch.nn.Module, not {what}", skim.LocalSteps, other, optimizer)
     expect(wrong, "no momentum_correction here", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)
     for what, other in (
         ("optimizer must be an optimizer, with step(), not 'sgd'", "sgd"),
