@@ -53,7 +53,7 @@ def make_equal(model: torch.nn.Module, group: dist.ProcessGroup | None, comm: _c
             dist.broadcast(local(p), first, group=group)
         else:
             others.append(p)
-    others = [local(t) for t in others if not t.is_meta and local(t).numel()]
+    others = [_without_repeats(local(t)) for t in others if not t.is_meta and local(t).numel()]
     if are_equal(others, comm):
         return
     for t in others:
@@ -69,8 +69,16 @@ def are_equal(tensors: Iterable[torch.Tensor], comm: _core.Communicator) -> bool
     return len(set(comm.allgather(digest.digest()))) == 1
 
 
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor that expand() has repeated, so that it can be written to."""
+    for d, stride in enumerate(tensor.stride()):
+        tensor = tensor.narrow(d, 0, 1) if stride == 0 else tensor
+    return tensor
+
+
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    bytes_of: npt.NDArray[np.uint8] = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    dense = tensor.detach().cpu().contiguous()
+    bytes_of: npt.NDArray[np.uint8] = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
     return bytes_of
 
 

@@ -1555,6 +1555,9 @@ def case_local_steps_begin_with_one_model():
     model.register_buffer("mask", torch.rand(9, device=DEVICE) < 0.5)
     model.register_buffer("count", torch.tensor(10 + RANK, device=DEVICE))
     model.register_buffer("nothing", torch.zeros(0, device=DEVICE))
+    model.register_buffer("repeated", torch.randn(1, device=DEVICE).expand(6))
+    model.register_buffer("repeated_rows", torch.randn(1, 4, device=DEVICE).expand(3, 4))
+    model.register_buffer("spread", torch.randn(10, device=DEVICE)[::2])
     model.to(DEVICE)
     skim.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=1.0), timeout=60.0)
     state = {name: t.cpu() for name, t in model.state_dict().items()}
