@@ -1,7 +1,8 @@
 // Local steps: every rank trains by itself, and the ranks exchange how far their parameters have
 // moved. The options give published methods. With outer_lr = 1: with one step a round, error
-// feedback of updates (ahead = 0) and step-ahead (ahead = 1; arXiv 2008.05823, 2601.20738); with 15
-// to 50 steps, SparseLoCo (2508.15706). At density 1 with outer_momentum: DiLoCo (2311.08105).
+// feedback of updates (ahead = 0) and step-ahead (ahead = 1; arXiv 2008.05823, 2601.20738); with 30
+// steps a round and ahead = 0, SparseLoCo (2508.15706). At density 1 with outer_momentum: DiLoCo
+// (2311.08105). docs/pytorch.md ("Local steps") has all their options.
 #pragma once
 
 #include <cstdint>

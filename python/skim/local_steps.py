@@ -81,9 +81,9 @@ class LocalSteps:
                             error feedback of updates
         every=1, ahead=1, outer_lr=1
                             step-ahead (arXiv 2008.05823, 2601.20738), as in CocktailSGD
-        every=15 to 50, density 0.01 to 0.03, value_code="q2", residual_decay=0.95, ahead=0, outer_lr=1
-                            SparseLoCo (arXiv 2508.15706)
-        every=50 to 500, density=1.0, exchange="dense", outer_lr=0.7, outer_momentum=0.9
+        every=30, density=0.0156, value_code="q2", residual_decay=0.95, ahead=0, outer_lr=1
+                            SparseLoCo (arXiv 2508.15706), without its chunks
+        every=100, density=1.0, exchange="dense", outer_lr=0.7, outer_momentum=0.9
                             DiLoCo (arXiv 2311.08105)
         the same with fragments=3, delay=5
                             Streaming DiLoCo (arXiv 2501.18512), without its mixing factor

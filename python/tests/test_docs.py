@@ -51,6 +51,17 @@ class Page(unittest.TestCase):
         self.assertEqual(output_of(compile(text, "docs/python.md", "exec")).splitlines(), expected)
 
 
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Contracts(unittest.TestCase):
+    def test_published_local_steps_have_the_options_of_the_page(self):
+        section = (ROOT / "docs/pytorch.md").read_text().split("\n## Local steps\n")[1].split("\n## ")[0]
+        options = re.findall(r"\| `(every=.*)` \|", section)
+        self.assertEqual(len(options), 4)
+        contract = " ".join(skim.LocalSteps.__doc__.split())
+        for text in options:
+            self.assertIn(text, contract)
+
+
 class Programs(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
