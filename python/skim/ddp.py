@@ -338,7 +338,8 @@ class DdpCompression(Compression):
         # the buckets of the saved run.
         self._collects = elastic is not None
         self._gradients: dict[int, torch.Tensor] = {}  # by the index of the parameter
-        self.held_back: list[Callable[[], None]] = []  # tell DDP that a bucket is reduced
+        # What DDP waits for, with its result, until the step is reduced.
+        self.held_back: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         if elastic is not None:
             parameters = list(named.values())
             self._set_layout(buckets_of(parameters, range(len(parameters)), BUCKET_BYTES))
@@ -372,21 +373,26 @@ class DdpCompression(Compression):
         ready = None if devices is None else getattr(torch, flat.device.type).current_stream(flat.device).record_event()
         start = time.perf_counter_ns()
 
+        def end() -> None:
+            """Completes the futures, whether or not the bucket was reduced. Otherwise backward would wait for ever."""
+            if last:
+                self._used.clear()
+            self.held_back.append((done, flat))
+            while self.held_back and (last or not self._collects):
+                future, mean = self.held_back.pop(0)
+                if not future.done():
+                    future.set_result(mean)
+
         def job() -> None:
-            with self.after(ready, flat.device):
-                try:
+            try:
+                with self.after(ready, flat.device):
                     self._reduce_bucket(index, last, members, flat)
                     if last:
                         self.statistics.exposed_s += (time.perf_counter_ns() - start) * 1e-9
-                except BaseException as e:  # noqa: BLE001 - backward raises it
-                    self.fail(e)
-                if last:
-                    self._used.clear()
-                self.held_back.append(lambda: done.set_result(flat))
-                if last or not self._collects:
-                    held_back, self.held_back = self.held_back, []
-                    for tell in held_back:
-                        tell()
+                    end()  # the future notes the stream of this block
+            except BaseException as e:  # noqa: BLE001 - backward raises it
+                self.fail(e)
+                end()
 
         answer = raising_at_the_end(done, self.raise_failure) if last else done
         if last and len(_attached) == 1:

@@ -109,11 +109,11 @@ class FsdpCompression(Compression):
         ready = None if of_device is None else of_device.current_stream(device).record_event()
 
         def job() -> None:
-            with self.after(ready, device):
-                try:
+            try:
+                with self.after(ready, device):
                     self._reduce(name, index, flat)
-                except BaseException as e:  # noqa: BLE001 - backward raises it
-                    self.fail(e)
+            except BaseException as e:  # noqa: BLE001 - backward raises it
+                self.fail(e)
 
         # Every module queues it, because what a failed backward had queued never runs.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._wait(device))

@@ -173,6 +173,32 @@ def case_backward_raises_the_error_itself():
         assert RANK < SIZE - 1 and e.peer == SIZE - 1, e
 
 
+def case_backward_raises_an_error_of_the_wait_for_a_gradient():
+    """The first bucket of a step is reduced by Skim's thread, the last one by backward's own."""
+    for place in ("first", "last"):
+        model = attached()
+        train(model, range(4))
+        compression, waits = skim.compression_of(model), []
+        wait, fails = compression.after, 0 if place == "first" else len(compression.buckets) - 1
+
+        @contextlib.contextmanager
+        def after(ready, device):
+            waits.append(device)
+            if RANK == SIZE - 1 and len(waits) == fails + 1:
+                raise ZeroDivisionError("mine")
+            with wait(ready, device):
+                yield
+
+        compression.after = after
+        try:
+            model(gradients(4)).backward()
+            raise AssertionError("backward did not raise")
+        except ZeroDivisionError as e:
+            assert RANK == SIZE - 1 and str(e) == "mine", e
+        except skim.CommError as e:
+            assert RANK < SIZE - 1 and e.peer == SIZE - 1, e
+
+
 def case_trainable_parameters_that_change():
     """Ranks would diverge without a word, as with plain DDP."""
     inner = Linear()

@@ -6,6 +6,7 @@ Gradients are what the test says, as in ddp_cases.py. The law is one of each sha
     sum over islands of gradients  ==  P * mean  +  sum over islands of residuals
 """
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -202,6 +203,33 @@ def case_backward_goes_on_while_a_module_is_exchanged():
         returned = watched(model, holds=False)
         train(model, range(1))
         assert returned == [1, 2, 3, 4], returned
+
+
+def case_backward_raises_an_error_of_the_wait_for_a_gradient():
+    """The first module of a step is exchanged by Skim's thread, the last one by backward's own."""
+    group = MESH["between"].get_group()
+    for place in (1, 4):
+        model = attached()
+        train(model, range(2))
+        compression, waits = skim.compression_of(model), []
+        wait, fails = compression.after, MESH["between"].get_local_rank() == MESH["between"].size() - 1
+
+        @contextlib.contextmanager
+        def after(ready, device):
+            waits.append(device)
+            if fails and len(waits) == place:
+                raise ZeroDivisionError("mine")
+            with wait(ready, device):
+                yield
+
+        compression.after = after
+        try:
+            model(coefficients(2)).backward()
+            raise AssertionError("backward did not raise")
+        except ZeroDivisionError as e:
+            assert fails and str(e) == "mine", e
+        except skim.CommError as e:
+            assert not fails and e.peer == group.size() - 1, e
 
 
 def case_islands_begin_with_one_model():
