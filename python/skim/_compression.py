@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 import typing
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -214,6 +215,30 @@ class Unit:
         # entries that such a step sends change no parameter.
         self._rate = max(float(group["lr"]) for group in self._updates_of.param_groups) or self._rate
         return scale / self._rate
+
+
+class Trainable:
+    """Which parameters require a gradient. Warns once if that changes, because the layout stays as it is.
+
+    advice: what to do then.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]], advice: str) -> None:
+        self._parameters = [(name, p, p.requires_grad) for name, p in parameters]
+        self._advice = advice
+        self._has_warned = False
+
+    def warn_of_changes(self) -> None:
+        if self._has_warned:
+            return
+        changed = [name for name, p, trainable in self._parameters if p.requires_grad != trainable]
+        if changed:
+            self._has_warned = True
+            warnings.warn(
+                f"skim: requires_grad has changed since attach for {len(changed)} parameters, '{changed[0]}' among them: "
+                f"their gradients are not exchanged as you may expect; {self._advice}",
+                stacklevel=3,
+            )
 
 
 class Compression:

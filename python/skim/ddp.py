@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options, Unit, buckets_of, packed, unpacked
+from skim._compression import STATE, Compression, Options, Trainable, Unit, buckets_of, packed, unpacked
 from skim._hook import raising_at_the_end, set_hook
 from skim._momentum import expect_trains
 from skim._report import Report
@@ -319,12 +319,10 @@ class DdpCompression(Compression):
         super().__init__(named, options, ranks, timeout, writer, also_equal=unit.described())
         self._index_of = {p: i for i, p in enumerate(named.values())}
         self._unit = unit
-        self._has_warned = False
-        self._trainable = [
-            (name, p, p.requires_grad)
-            for name, p in ddp.module.named_parameters()
-            if name not in ddp.parameters_to_ignore
-        ]
+        self._trainable = Trainable(
+            ((name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore),
+            "call skim.detach, wrap the model in DDP anew, and attach",
+        )
         self._scale_now = 1.0  # of this step
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._used: set[int] = set()  # the parameters that have got a gradient since the last step, if it does
@@ -456,7 +454,7 @@ class DdpCompression(Compression):
             if self.elastic is None and (self.buckets is None or self._collects):
                 self._settle()
             self._seen_before, self._seen = self._seen, []
-            self._warn_of_changes()
+            self._trainable.warn_of_changes()
 
     def _settle(self) -> None:
         """DDP rebuilds its buckets after the first step. They are settled once two steps in a row had the same buckets, or
@@ -467,20 +465,6 @@ class DdpCompression(Compression):
             self._set_layout(list(self._seen))
             self.statistics.buckets_stand()
             self._collects = False
-
-    def _warn_of_changes(self) -> None:
-        """Warns once if other parameters are trainable than at attach(): DDP does not exchange their gradients."""
-        if self._has_warned:
-            return
-        changed = [name for name, p, trainable in self._trainable if p.requires_grad != trainable]
-        if changed:
-            self._has_warned = True
-            warnings.warn(
-                f"skim: requires_grad has changed since attach for {len(changed)} parameters, '{changed[0]}' among them: "
-                "their gradients are not exchanged as you may expect; call skim.detach, wrap the model in DDP anew, and "
-                "attach",
-                stacklevel=2,
-            )
 
     def _reduce_bucket(self, index: int, last: bool, members: tuple[int, ...], flat: torch.Tensor) -> None:
         if index == 0:

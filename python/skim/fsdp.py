@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from skim import _core
-from skim._compression import Compression, Options, Unit
+from skim._compression import Compression, Options, Trainable, Unit
 from skim._momentum import expect_trains
 from skim._shards import Shard, is_sharded, make_equal
 
@@ -56,6 +56,7 @@ class FsdpCompression(Compression):
         super().__init__(shards, options, between, timeout, writer, also_equal=[*unit.described(), self._shard.prefix])
         self.inside = shard.connect(timeout)
         self._unit = unit
+        self._trainable = Trainable(((name, p) for p, name in names.items()), "call skim.detach, and attach anew")
         self._scale_now = 1.0  # of this step
         self._reduced: set[int] = set()  # buckets of this step
         self._begun: set[int] = set()  # buckets of this backward
@@ -94,10 +95,13 @@ class FsdpCompression(Compression):
 
     def finish_step(self, *, skip: bool = False) -> None:
         with self.lock:
-            if self.step_is_open and len(self._reduced) < len(self.buckets or ()):
+            was_open = self.step_is_open
+            if was_open and len(self._reduced) < len(self.buckets or ()):
                 self.end_of_step()  # some modules had no gradient in this step
             super().finish_step(skip=skip)
             self._reduced.clear()
+            if was_open:
+                self._trainable.warn_of_changes()
 
     def reduce_bucket(self, name: str, index: int, flat: torch.Tensor) -> None:
         """Replaces the gradient of a module's shards by its mean over the islands. Collective over the islands.

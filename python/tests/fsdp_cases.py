@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import unittest.mock
+import warnings
 
 import numpy as np
 import skim
@@ -653,6 +654,29 @@ def case_detach():
 
 
 # ---- mistakes
+
+
+def case_trainable_parameters_that_change():
+    """Islands would diverge without a word."""
+    model = Whole().to(DEVICE)
+    model.parts[2].requires_grad_(False)
+    for part in model.parts:
+        fully_shard(part, mesh=MESH["inside"])
+    fully_shard(model, mesh=MESH["inside"])
+    group = MESH["between"].get_group()
+    skim.attach(model, between=group, **EXACT, timeout=60.0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train(model, range(3))
+        assert not any("skim" in str(w.message) for w in seen), [str(w.message) for w in seen]
+        model.parts[2].requires_grad_(True)
+        train(model, range(3, 6))
+    told = [str(w.message) for w in seen if "skim" in str(w.message)]
+    assert len(told) == 1 and "for 3 parameters, 'parts.2.w.0' among them" in told[0], told
+    assert "call skim.detach, and attach anew" in told[0], told
+    skim.detach(model)
+    skim.attach(model, between=group, **EXACT, timeout=60.0)
+    check_law(model, *train(model, range(3)))
 
 
 def case_mistakes():
