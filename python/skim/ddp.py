@@ -315,6 +315,7 @@ class DdpCompression(Compression):
                 raise _core.InvalidArgument(
                     f"skim.attach: '{name}' makes sparse gradients, which the hook cannot take; use sparse=False"
                 )
+        _expect_found_by(ddp, self._parameters)
         ranks = ddp.process_group if elastic is None else elastic
         super().__init__(named, options, ranks, timeout, writer, also_equal=unit.described())
         self._index_of = {p: i for i, p in enumerate(named.values())}
@@ -519,6 +520,18 @@ class DdpCompression(Compression):
             if i in unused:
                 self.give_back(slot, offset, means[i].clone(), scale)
             offset += self.lengths[i]
+
+
+def _expect_found_by(ddp: DistributedDataParallel, trainable: Mapping[str, torch.Tensor]) -> None:
+    """Raises InvalidArgument if DDP exchanges the gradients of other parameters."""
+    found = {p for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    names = {p: name for name, p in ddp.module.named_parameters()}
+    if changed := found.symmetric_difference(trainable.values()):
+        first = next((f"'{name}'" for p, name in names.items() if p in changed), "one that was replaced")
+        raise _core.InvalidArgument(
+            f"skim.attach: requires_grad has changed since DDP was made for {len(changed)} parameters, {first} among them; "
+            "wrap the model in DDP anew"
+        )
 
 
 def _noting(i: int, used: set[int]) -> Callable[[torch.Tensor | None], None]:

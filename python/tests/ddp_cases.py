@@ -216,6 +216,22 @@ def case_trainable_parameters_that_change():
     assert len(told) == 1 and "call skim.detach" in told[0], [str(w.message) for w in seen]
 
 
+def case_trainable_parameters_that_changed_before_attach():
+    """DDP exchanges the gradients of those that it found, and Skim would look for others."""
+    for frozen in (False, True):
+        inner = Linear()
+        inner.w[2].requires_grad_(not frozen)
+        model = DDP(inner, bucket_cap_mb=BUCKET_MB)
+        inner.w[2].requires_grad_(frozen)
+        text = "requires_grad has changed since DDP was made for 1 parameters, 'w.2' among them; wrap the model in DDP anew"
+        expect(skim.InvalidArgument, text, skim.attach, model, **EXACT)
+        inner.w[2].requires_grad_(not frozen)
+        for _ in range(2):  # DDP forms its buckets anew
+            model(gradients(0)).backward()
+        skim.attach(model, **EXACT)
+        model(gradients(0)).backward()
+
+
 def case_state_that_rank_0_saves():
     model = attached()
     train(model, range(4))
