@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import re
 import socket
 import threading
@@ -19,11 +18,6 @@ from torch.distributed import distributed_c10d
 
 from skim import _core
 from skim._checks import expect_positive
-
-# Counts the groups that this process has made for each list of ranks. All ranks make them in the same
-# order, so the names of their stores agree.
-_made: dict[str, itertools.count[int]] = {}
-
 
 _NOBODY = -1
 
@@ -115,7 +109,10 @@ class GlooTransport:
     """The transport for _core.communicator_over, which has the contract of its methods."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
-        """store: only this group writes to it. timeout: in seconds, to connect and for every wait."""
+        """store: only this group writes to it. timeout: in seconds, to connect and for every wait.
+
+        Raises CommError, which names a rank that has not come.
+        """
         self.rank = rank
         self.size = size
         self._store = store
@@ -125,12 +122,31 @@ class GlooTransport:
         self.host = rank
         if self.size == 1:
             return
-        self._gloo = dist.ProcessGroupGloo(store, rank, self.size, datetime.timedelta(seconds=timeout))
+        try:
+            store.add(f"came{rank}", 1)
+            self._gloo = dist.ProcessGroupGloo(store, rank, self.size, datetime.timedelta(seconds=timeout))
+        except RuntimeError as e:
+            raise self._not_connected(e) from None
         self._waits = _Waits(store, rank, size, timeout)
         weakref.finalize(self, self._waits.close)
         store.set(f"host{rank}", socket.gethostname())  # after what _Waits has set
         hosts = [store.get(f"host{r}") for r in range(self.size)]
         self.host = hosts.index(hosts[rank])
+
+    def _not_connected(self, error: RuntimeError) -> _core.CommError:
+        missing = []
+        with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
+            missing = [r for r in range(self.size) if self._store.add(f"came{r}", 0) == 0]
+        if missing:
+            why = (
+                f"rank {missing[0]} did not make this group in {self._timeout:g} s; all ranks make their groups of Skim in "
+                "one order"
+            )
+        else:
+            why = f"the ranks could not connect: {str(error).splitlines()[0]}"
+        failure = _core.CommError(f"rank {self.rank}: {why}")
+        failure.peer = missing[0] if missing else -1
+        return failure
 
     def send(self, memory: memoryview, to: int, tag: int) -> Any:
         return self._open().send([torch.frombuffer(memory, dtype=torch.uint8)], to, tag), to
@@ -201,7 +217,8 @@ def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Comm
     process_group: of any backend, because Skim sends from host memory. None: the default process group.
     timeout: seconds that a rank waits for another. A rank that ends is noticed in about a second.
 
-    Raises InvalidArgument if torch.distributed has no process group yet, or an argument cannot work.
+    Raises InvalidArgument if torch.distributed has no process group yet, or an argument cannot work. Raises CommError,
+    which names the rank, if a rank does not call it within the timeout.
     """
     expect_positive("skim: timeout", timeout)
     if not dist.is_available() or not dist.is_initialized():
@@ -216,6 +233,9 @@ def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Comm
         )
     ranks = dist.get_process_group_ranks(group)
     name = ",".join(map(str, ranks))
-    number = next(_made.setdefault(name, itertools.count()))
-    store = distributed_c10d.PrefixStore(f"skim/{name}/{number}", distributed_c10d._get_default_store())
-    return _core.communicator_over(GlooTransport(store, dist.get_rank(group), len(ranks), timeout))
+    rank, store = dist.get_rank(group), distributed_c10d._get_default_store()
+    # All ranks make the groups of one list of ranks in the same order, so their counts agree. The counts are in the store,
+    # because a process may leave its default group and join another one, in which other processes are new.
+    number = store.add(f"skim/{name}/made by {rank}", 1)
+    of_group = distributed_c10d.PrefixStore(f"skim/{name}/{number}", store)
+    return _core.communicator_over(GlooTransport(of_group, rank, len(ranks), timeout))

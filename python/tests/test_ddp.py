@@ -222,6 +222,72 @@ class Blame(unittest.TestCase):
         self.assertTrue(comes_to_be([0, 1, 0]), "a ring")
 
 
+# Rank 0 stays, and makes its default group anew with a rank 1 that is another process.
+GROUPS = """
+import subprocess, sys, datetime, torch, torch.distributed as dist, skim
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(rank, port, others):
+    for_all = datetime.timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=for_all, wait_for_workers=False)
+    if others:
+        others.append(subprocess.Popen([sys.executable, *others[0], str(store.port)]))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=for_all)
+    for _ in range(2):
+        model = DDP(nn.Linear(50, 50))
+        skim.attach(model, timeout=5.0)
+        model(torch.ones(3, 50)).sum().backward()
+    print(f"rank {rank} has taken a step", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if len(sys.argv) > 1:
+    train(1, int(sys.argv[1]), [])
+else:
+    for _ in range(2):
+        others = [sys.argv[:1]]
+        train(0, 0, others)
+        assert others[1].wait() == 0
+"""
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Groups(unittest.TestCase):
+    def test_a_process_that_makes_its_group_anew_finds_a_peer_that_is_new(self):
+        with tempfile.TemporaryDirectory() as folder:
+            script = pathlib.Path(folder) / "script.py"
+            script.write_text(GROUPS)
+            done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for rank in range(2):
+            self.assertEqual(done.stdout.count(f"rank {rank} has taken a step"), 2, done.stdout)
+
+    def test_a_rank_that_makes_no_group_is_named(self):
+        import torch.distributed as dist
+
+        from skim import CommError
+        from skim._transport import GlooTransport
+
+        store = dist.HashStore()
+        errors = {}
+
+        def rank(r):
+            try:
+                GlooTransport(store, r, 4, 2.0)
+            except CommError as e:
+                errors[r] = e
+
+        threads = [threading.Thread(target=rank, args=[r]) for r in (0, 1, 3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        self.assertEqual({r: e.peer for r, e in errors.items()}, {0: 2, 1: 2, 3: 2})
+        self.assertIn("rank 0: rank 2 did not make this group in 2 s", str(errors[0]))
+        self.assertNotIn("\n", str(errors[0]))
+
+
 class Waits(unittest.TestCase):
     @unittest.skipUnless(HAS_TORCH, "torch is not installed")
     def test_a_rank_that_stays_slow_is_named_once(self):
