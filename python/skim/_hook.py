@@ -17,10 +17,22 @@ Call = Callable[[Any], "torch.futures.Future[torch.Tensor]"]
 
 
 class State:
-    """The state that DDP keeps for the hook. DDP gives a copy of the model no hook, so a copy has no call."""
+    """The state that DDP keeps for the hook. DDP gives a copy of the model no hook, so a copy has no call.
 
-    def __init__(self, group: Any = None, call: Call | None = None) -> None:
-        self.group, self.call = group, call
+    It does not keep alive the object that the call is a method of. Python's garbage collector does not see what DDP keeps,
+    and the object may refer to the model.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self._call: weakref.WeakMethod[Call] | None = None
+
+    @property
+    def call(self) -> Call | None:
+        return None if self._call is None else self._call()
+
+    def set_call(self, call: Call | None) -> None:
+        self._call = None if call is None else weakref.WeakMethod(call)
 
     def __reduce__(self) -> Any:
         return State, ()
@@ -30,14 +42,16 @@ _states: weakref.WeakKeyDictionary[DistributedDataParallel, State] = weakref.Wea
 
 
 def set_hook(ddp: DistributedDataParallel, call: Call | None) -> None:
-    """From now on `call` gets every bucket. None: buckets are averaged whole, as DDP does without a hook.
+    """From now on `call`, a method, gets every bucket, as long as its object lives. None: buckets are averaged whole, as DDP
+    does without a hook.
 
     Raises InvalidArgument if DDP refuses the hook, because it has another one.
     """
     if ddp in _states:
-        _states[ddp].call = call
+        _states[ddp].set_call(call)
         return
-    state = State(ddp.process_group, call)
+    state = State(ddp.process_group)
+    state.set_call(call)
     try:
         ddp.register_comm_hook(state, _hook)
     except RuntimeError as e:
@@ -47,8 +61,8 @@ def set_hook(ddp: DistributedDataParallel, call: Call | None) -> None:
 
 # No annotations: DDP compares them with types, but here they would be strings (see the __future__ import).
 def _hook(state, bucket):  # type: ignore[no-untyped-def]
-    if state.call is not None:
-        return state.call(bucket)
+    if (call := state.call) is not None:
+        return call(bucket)
     flat = bucket.buffer().div_(dist.get_world_size(state.group))
     return dist.all_reduce(flat, group=state.group, async_op=True).get_future().then(lambda future: future.value()[0])
 

@@ -37,7 +37,30 @@ FSDP_ADVICE = (
     "use skim.LocalSteps"
 )
 
-_attached: weakref.WeakKeyDictionary[torch.nn.Module, DdpCompression | FsdpCompression] = weakref.WeakKeyDictionary()
+# All that are attached, until Python frees them.
+_attached: weakref.WeakSet[DdpCompression | FsdpCompression] = weakref.WeakSet()
+
+
+class _Attachment:
+    """What attach() made of a model. The model keeps it, so that Python frees both, even if each refers to the other. A copy
+    of the model gets an empty one."""
+
+    NAME = "_skim"  # of the model's attribute
+
+    def __init__(self, made: DdpCompression | FsdpCompression | DryRun | None = None) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return _Attachment, ()
+
+    @staticmethod
+    def of(model: torch.nn.Module) -> DdpCompression | FsdpCompression | DryRun | None:
+        found = model.__dict__.get(_Attachment.NAME)
+        return None if found is None else found.made
+
+    @staticmethod
+    def set(model: torch.nn.Module, made: DdpCompression | FsdpCompression | DryRun | None) -> None:
+        model.__dict__[_Attachment.NAME] = _Attachment(made)
 
 
 @overload
@@ -145,7 +168,7 @@ def attach(
     Raises InvalidArgument if the model or an option cannot work. The message says what to do instead.
     """
     inner = _unwrapped(model)
-    if inner in _attached:
+    if isinstance(_Attachment.of(inner), Compression):
         raise _core.InvalidArgument("skim.attach: this model has been attached already")
     is_ddp = isinstance(inner, DistributedDataParallel)
     if is_ddp == (between is not None):
@@ -155,7 +178,9 @@ def attach(
     if dry_run:
         if not isinstance(inner, DistributedDataParallel):
             raise _core.InvalidArgument("skim.attach: dry_run needs DistributedDataParallel")
-        return DryRun(inner, 20 if dry_run is True else dry_run, timeout, total_steps)
+        watcher = DryRun(inner, 20 if dry_run is True else dry_run, timeout, total_steps)
+        _Attachment.set(inner, watcher)
+        return watcher
     compressed = Options(
         density=density, optimizer=optimizer, total_steps=total_steps, selector=selector, local=local,
         offload=offload, replay=replay, non_finite=non_finite, others={"exchange": exchange, **options},
@@ -181,7 +206,8 @@ def attach(
         if process_group is not None:
             raise _core.InvalidArgument("skim.attach: no ElasticGroup for a model with fully_shard")
         compression = FsdpCompression(cast("FSDPModule", inner), between, compressed, unit, timeout, writer)
-    _attached[inner] = compression
+    _Attachment.set(inner, compression)
+    _attached.add(compression)
     if compression.comm.rank == 0 and total_steps > 0 and isinstance(density, (int, float)):
         if density * total_steps < _core.level_sends:
             warnings.warn("skim.attach: " + _core.quality_note(density, total_steps), stacklevel=2)
@@ -208,8 +234,8 @@ def _expect_elastic(ddp: DistributedDataParallel, group: Any) -> None:
 
 def compression_of(model: torch.nn.Module) -> DdpCompression | FsdpCompression:
     """What attach(model) returned. Raises InvalidArgument if the model is not attached."""
-    found = _attached.get(_unwrapped(model))
-    if found is None:
+    found = _Attachment.of(_unwrapped(model))
+    if found is None or isinstance(found, DryRun):
         raise _core.InvalidArgument("skim: this model has not been attached; call skim.attach(model) first")
     return found
 
@@ -256,8 +282,10 @@ def detach(model: torch.nn.Module) -> None:
     The optimizer that attach got has its own momentum again, which begins at 0. The gradients that the residuals
     hold are lost: use density 1 for a last step if they matter. Not in an ElasticGroup.
     """
-    compression_of(model).detach()
-    del _attached[_unwrapped(model)]
+    compression = compression_of(model)
+    compression.detach()
+    _attached.discard(compression)
+    _Attachment.set(_unwrapped(model), None)
 
 
 def state_template(checkpoint_id: str | os.PathLike[str], prefix: str = "skim") -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ numbers that are multiples of the number of ranks all sums are exact, so the law
 
 import contextlib
 import copy
+import gc
 import inspect
 import json
 import math
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import unittest.mock
 import warnings
+import weakref
 
 import numpy as np
 import skim
@@ -141,6 +143,38 @@ def case_detach_and_attach_anew():
         skim.attach(model, **EXACT, density=0.02, timeout=60.0)
         train(model, range(4))
         assert skim.report(model).steps == 4
+
+
+class Knowing:
+    """A schedule of one's own that refers to the model."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def density(self, progress):
+        return 0.02
+
+
+def case_a_model_that_nobody_uses_is_freed():
+    def dry_run(model):
+        return skim.attach(model, dry_run=2)
+
+    def number(model):
+        return skim.attach(model, **EXACT, density=0.02, timeout=60.0)
+
+    def own_schedule(model):
+        return skim.attach(model, **EXACT, density=Knowing(model), timeout=60.0)
+
+    for attach in (dry_run, number, own_schedule):
+        model = DDP(Linear(), bucket_cap_mb=BUCKET_MB)
+        made = weakref.ref(attach(model))
+        for step in range(4):
+            model(gradients(step)).backward()
+        gc.collect()
+        assert made() is not None, "the model keeps what attach returned"
+        model = weakref.ref(model)
+        gc.collect()
+        assert model() is None and made() is None, attach
 
 
 def case_a_dry_run_and_then_attach():

@@ -7,6 +7,7 @@ Gradients are what the test says, as in ddp_cases.py. The law is one of each sha
 """
 
 import contextlib
+import gc
 import os
 import pathlib
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import threading
 import unittest.mock
 import warnings
+import weakref
 
 import numpy as np
 import skim
@@ -651,6 +653,18 @@ def case_detach():
         torch.testing.assert_close(between(g) / MESH["between"].size(), got[name])
     skim.attach(model, between=MESH["between"].get_group(), **EXACT)
     check_law(model, *train(model, range(3)))
+
+
+def case_a_model_that_nobody_uses_is_freed():
+    for detaches in (False, True):
+        model = attached()
+        train(model, range(2))
+        compression = weakref.ref(skim.compression_of(model))
+        if detaches:
+            skim.detach(model)
+        model = weakref.ref(model)
+        gc.collect()
+        assert model() is None and compression() is None, (model(), compression())
 
 
 # ---- mistakes
