@@ -297,8 +297,6 @@ class Compression:
         self._equal = [f"{name}={_text(value)}" for name, value in given.items()] + list(also_equal)
         self.expect_equal()
         self.options = options
-        if options.optimizer is not None:
-            take_out(options.optimizer, options.of_updates)
         self.writer = writer
         self.epoch = 0.0
         self.statistics = Report(self.comm.rank, self.comm.size)
@@ -323,6 +321,11 @@ class Compression:
         if is_elastic:
             self.elastic = ElasticSteps(self, process_group)
             self.elastic.start()
+
+    def take_over_momentum(self) -> None:
+        """Ends the making of a compression. An error before that leaves the optimizer as it was."""
+        if self.options.optimizer is not None:
+            take_out(self.options.optimizer, self.options.of_updates)
 
     def expect_equal(self, like: int | None = None) -> None:
         """Raises InvalidArgument if options or parameters differ between ranks. Collective. like: see expect_same."""

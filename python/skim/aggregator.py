@@ -94,6 +94,7 @@ class Aggregator(Compression):
             buckets += buckets_of(self.tensors, members, bucket_mb * 1e6)
             self._buckets_of.append(range(first, len(buckets)))
         self._set_layout(buckets)
+        self.take_over_momentum()
         frozen = [name for name, t in named.items() if isinstance(t, torch.nn.Parameter) and not t.requires_grad]
         if frozen and self.comm.rank == 0:
             warnings.warn(

@@ -355,9 +355,6 @@ class DdpCompression(Compression):
         self._scale_now = 1.0  # of this step
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._used: set[int] = set()  # the parameters that have got a gradient since the last step, if it does
-        self._notes = [
-            p.register_hook(_noting(i, self._used)) for i, p in enumerate(named.values()) if self._finds_unused
-        ]
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
         self._seen_before: list[tuple[int, ...]] = []
         # Whether the whole step is reduced at once, in self.buckets, whatever buckets DDP has. In an elastic group, because
@@ -372,6 +369,10 @@ class DdpCompression(Compression):
             self._set_layout(buckets_of(parameters, range(len(parameters)), BUCKET_BYTES))
         self._ddp = weakref.ref(ddp)
         set_hook(ddp, self._on_bucket)
+        self._notes = [
+            p.register_hook(_noting(i, self._used)) for i, p in enumerate(named.values()) if self._finds_unused
+        ]
+        self.take_over_momentum()
 
     def residuals(self) -> dict[str, torch.Tensor]:
         in_memory = super().residuals().values()

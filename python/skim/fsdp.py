@@ -67,6 +67,7 @@ class FsdpCompression(Compression):
             module.set_all_reduce_hook(_hook_of(me, name, index))
         self._modules = weakref.WeakSet(module for _, module, _ in hooked)
         self._between = between
+        self.take_over_momentum()
 
     def rollback(self) -> None:
         """Call it on every rank or on none, if your loop skips the step whose backward has just ended. Nothing of the

@@ -1291,6 +1291,17 @@ def case_refusals():
         expect(wrong, "rank 0 has updates_of=None", skim.attach, DDP(Linear()), updates_of=sgd if RANK else None)
 
 
+def case_a_refused_model_and_its_optimizer_stay_as_they_were():
+    inner = Linear()
+    model = DDP(inner, find_unused_parameters=True)
+    model.register_comm_hook(None, lambda state, bucket: None)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
+    before = copy.deepcopy(optimizer.state_dict())
+    expect(skim.InvalidArgument, "DDP refused the hook", skim.attach, model, optimizer=optimizer, local_clip=1.0)
+    assert optimizer.state_dict() == before, optimizer.state_dict()
+    assert not any(p._backward_hooks for p in inner.parameters())
+
+
 def case_fsdp_is_refused():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
