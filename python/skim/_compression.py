@@ -307,6 +307,7 @@ class Compression:
         self._is_detached = False
         self._step_open = False
         self._finite = True
+        self._raises = False  # raise_if_taken_back() does
         self._give_back: list[tuple[int, int, torch.Tensor, float]] = []
         self._moved_before = 0
         self.inside: list[_core.Communicator] = []  # if the parameters are shards: among the ranks that share them
@@ -584,9 +585,21 @@ class Compression:
 
     def raise_if_not_finite(self) -> None:
         """Call it after end_of_step. With non_finite="raise", takes back a step with NaN or infinity, and raises."""
+        self.take_back_if_not_finite()
+        self.raise_if_taken_back()
+
+    def take_back_if_not_finite(self) -> None:
+        """Call it after end_of_step. With non_finite="raise", takes back a step with NaN or infinity. raise_if_taken_back()
+        then raises."""
         finite = self._finite if self._step_open else self.was_finite
         if not finite and self.options.non_finite == "raise":
             self.finish_step()
+            self._raises = True
+
+    def raise_if_taken_back(self) -> None:
+        """Raises NonFiniteError if take_back_if_not_finite() has taken a step back since the last call."""
+        if self._raises:
+            self._raises = False
             raise _core.NonFiniteError("skim: a gradient entry of the group is NaN or infinite")
 
     def fail(self, error: BaseException) -> None:

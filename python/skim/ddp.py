@@ -125,7 +125,7 @@ def attach(
         density is a number, rank 0 warns of a run in which the average entry is sent too rarely.
     non_finite: if a gradient of any rank holds NaN or infinity, the step is taken back on all ranks.
         "pass-on": the mean then holds a NaN, for a GradScaler or your loop to see. "raise": backward
-        raises on all ranks.
+        raises NonFiniteError on all ranks. Set the gradients to None then, and go on if you like.
     selector: an object of your own that selects the entries (skim.protocols).
     local: where residuals are kept and entries are selected. "device": where the gradients are
         (skim.TensorLocalHalf; it selects as select="exact" does). "host": in host memory, to which each
@@ -422,7 +422,7 @@ class DdpCompression(Compression):
                 self.fail(e)
                 end()
 
-        answer = raising_at_the_end(done, self.raise_failure) if last else done
+        answer = raising_at_the_end(done, self._raise_what_failed) if last else done
         if last and len(_attached) == 1:
             # Backward has nothing left to overlap with, so a change of threads would only cost time. With a
             # second attached model this could deadlock: two ranks might reach the models' last buckets in
@@ -431,6 +431,11 @@ class DdpCompression(Compression):
         else:
             self.submit(job)
         return answer
+
+    def _raise_what_failed(self) -> None:
+        """At the end of backward, when DDP is ready for the next one."""
+        self.raise_failure()
+        self.raise_if_taken_back()
 
     def rollback(self) -> None:
         """Call this if your loop skips the step whose backward has just ended. Nothing of the step then
@@ -507,7 +512,7 @@ class DdpCompression(Compression):
                 with self.lock:
                     self._reduce_collected(gradients)
                     self.end_of_step()
-                    self.raise_if_not_finite()
+                    self.take_back_if_not_finite()
             return
         with self.lock:
             self.begin_bucket(index, members, opens_step=index == 0)
@@ -523,7 +528,7 @@ class DdpCompression(Compression):
                 self._give_back_unused(slot, of_slot, gradients, unused, scale)
             if last:
                 self.end_of_step()
-                self.raise_if_not_finite()
+                self.take_back_if_not_finite()
 
     def _reduce_collected(self, gradients: dict[int, torch.Tensor]) -> None:
         assert self.buckets is not None

@@ -121,7 +121,7 @@ class FsdpCompression(Compression):
                 self.fail(e)
 
         # Every module queues it, because what a failed backward had queued never runs.
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._wait(device))
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(device))
         self._begun.add(index)
         # Backward has nothing left to overlap with the last bucket, so a change of threads would only cost time.
         if len(self._begun) < len(self._groups) and self._may_come_late(index, flat):
@@ -146,14 +146,19 @@ class FsdpCompression(Compression):
             for p in _trainable(group)
         )
 
-    def _wait(self, device: torch.device, job: Callable[[], None] | None = None) -> None:
-        """Waits for all exchanges that have begun. Then runs the job, if there is one. Raises what failed."""
+    def _wait(self, device: torch.device, job: Callable[[], None]) -> None:
+        """Waits for all exchanges that have begun. Then runs the job. Raises what failed."""
         start = time.perf_counter()
-        self.run_after_others(job or self._begun.clear)
+        self.run_after_others(job)
         if self._stream is not None:
             getattr(torch, device.type).current_stream(device).wait_stream(self._stream)
         self.statistics.exposed_s += time.perf_counter() - start
         self.raise_failure()
+
+    def _end_backward(self, device: torch.device) -> None:
+        """FSDP is ready for the next backward by now, so a step that was taken back does not end the run."""
+        self._wait(device, self._begun.clear)
+        self.raise_if_taken_back()
 
     def _reduce(self, name: str, index: int, flat: torch.Tensor) -> None:
         assert self.buckets is not None
@@ -176,7 +181,7 @@ class FsdpCompression(Compression):
                 self.reduce_part(slot, flat[offset : offset + length], self._scale_now)
             if len(self._reduced) == len(self.buckets):
                 self.end_of_step()
-                self.raise_if_not_finite()
+                self.take_back_if_not_finite()
                 if not self._finite:  # also where another shard was not finite
                     flat[:1].fill_(math.nan)
 

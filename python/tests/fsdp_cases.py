@@ -325,6 +325,12 @@ def case_steps_that_are_taken_back():
     if dist.get_rank() == 0:
         c[0][0][0, 0] = torch.nan
     expect(skim.NonFiniteError, "is NaN or infinite", raising(c).backward)
+    for p in raising.parameters():
+        p.grad = None
+    spoilt = skim.compression_of(raising).residuals()
+    given, got = train(raising, range(2))
+    check_law(raising, {n: g + spoilt[n][: g.numel()].double() for n, g in given.items()}, got)
+    assert skim.report(raising).steps == 3, skim.report(raising)
 
 
 def case_grad_scaler():
