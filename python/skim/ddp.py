@@ -196,6 +196,10 @@ def attach(
         raise _core.InvalidArgument(
             f"skim.attach: updates_of must be an optimizer, with param_groups, not {type(updates_of).__name__}"
         )
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise _core.InvalidArgument(
+            f"skim.attach: scaler must be a GradScaler, with get_scale(), not {type(scaler).__name__}"
+        )
     unit = Unit(scaler, updates_of)
     compression: DdpCompression | FsdpCompression
     if isinstance(inner, DistributedDataParallel):

@@ -1290,6 +1290,7 @@ def case_refusals():
     expect(wrong, "decay", skim.attach, DDP(Linear()), residual_decay=1.5)
     expect(wrong, "no 'ignore'; there are: pass-on, raise", skim.attach, DDP(Linear()), non_finite="ignore")
     expect(wrong, "updates_of must be an optimizer", skim.attach, DDP(Linear()), updates_of=0.1)
+    expect(wrong, "scaler must be a GradScaler, with get_scale(), not float", skim.attach, DDP(Linear()), scaler=1024.0)
     sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     expect(wrong, "updates_of and local_clip exclude", skim.attach, DDP(Linear()), updates_of=sgd, local_clip=1.0)
     hooked = DDP(Linear())
