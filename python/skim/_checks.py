@@ -8,6 +8,8 @@ from typing import Any
 
 from skim import _core
 
+MOST_STEPS = 2**53  # of a run: a float has all whole numbers up to it
+
 
 def expect_whole(name: str, value: Any, least: int, most: int | None = None, words: str = "") -> None:
     """words: for `most` in the message, if it is another argument."""
@@ -21,3 +23,12 @@ def expect_positive(name: str, value: Any) -> None:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0.0 < value < math.inf:
         raise _core.InvalidArgument(f"{name}: must be a number above 0, not {value!r}")
+
+
+def expect_steps_of_run(name: str, value: Any) -> None:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise _core.InvalidArgument(f"{name}: must be a whole number, not {value!r}")
+    if value < 0:
+        raise _core.InvalidArgument(f"{name}: must be 0 (not known) or more, not {value}")
+    if value > MOST_STEPS:
+        raise _core.InvalidArgument(f"{name}: must be at most {MOST_STEPS}, not {value}")

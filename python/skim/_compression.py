@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from skim import _core
+from skim._checks import expect_steps_of_run
 from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, put_back, take_out
 from skim._options import CompressionOptions, FeedbackOptions
 from skim._report import Report
@@ -75,7 +76,7 @@ class Options:
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keywords of skim.Reducer
 
     def __post_init__(self) -> None:
-        own = {name: getattr(self, name) for name in ("total_steps", "non_finite", "offload")}
+        own = {name: getattr(self, name) for name in ("non_finite", "offload")}
         for name, value in {**own, **self.others}.items():
             what, kinds = KINDS.get(TYPES.get(name), ("", ()))
             if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
@@ -84,8 +85,7 @@ class Options:
             raise _core.InvalidArgument(
                 "skim: residual_decay: 0 would forget what is not sent; use feedback=False for that, or a number in (0, 1]"
             )
-        if self.total_steps < 0:
-            raise _core.InvalidArgument(f"skim: total_steps: must be 0 (not known) or more, not {self.total_steps}")
+        expect_steps_of_run("skim: total_steps", self.total_steps)
         if self.non_finite not in ("pass-on", "raise"):
             raise _core.InvalidArgument(f"non_finite: no '{self.non_finite}'; there are: pass-on, raise")
         if self.local not in (None, "device", "host") and not callable(self.local):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
+from skim._checks import expect_steps_of_run
 from skim._compression import Options, array
 from skim._hook import set_hook
 from skim._transport import connect
@@ -37,6 +38,7 @@ class DryRun:
     def __init__(self, ddp: DistributedDataParallel, steps: int, timeout: float, total_steps: int = 0) -> None:
         if not isinstance(steps, int) or steps < 1:
             raise _core.InvalidArgument(f"skim.attach: dry_run must be True or a number of steps >= 1, not {steps!r}")
+        expect_steps_of_run("skim.attach: total_steps", total_steps)
         self.comm = connect(ddp.process_group, timeout=timeout)
         self.steps, self.total_steps = steps, total_steps
         # Medians over the steps, in seconds: of the slowest rank, and exposed_s of the quickest one.

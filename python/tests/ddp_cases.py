@@ -1255,6 +1255,7 @@ def case_refusals():
         ("value_code", 4, "must be a string, not 4"),
         ("total_steps", "x", "must be a whole number, not 'x'"),
         ("total_steps", -1, "must be 0 (not known) or more, not -1"),
+        ("total_steps", 10**30, f"must be at most {2**53}, not {10**30}"),
         ("dense_below", 0.5, "must be a whole number, not 0.5"),
         ("residual_decay", "0.9", "must be a number, not '0.9'"),
         ("residual_decay", 0, "0 would forget what is not sent; use feedback=False for that, or a number in (0, 1]"),
@@ -1407,6 +1408,10 @@ def case_dry_run_trains_as_before():
     assert "speed-up" in str(watcher) and len(str(watcher).splitlines()) == 9
     for wrong in (-3, 2.5, "20"):
         expect(skim.InvalidArgument, "dry_run must be True or", skim.attach, DDP(Linear()), dry_run=wrong)
+
+    for wrong, what in ((None, "must be a whole number, not None"), (-5, "must be 0 (not known) or more, not -5")):
+        text = f"total_steps: {what}"
+        expect(skim.InvalidArgument, text, skim.attach, DDP(Linear()), dry_run=3, total_steps=wrong)
 
     rare = skim.attach(DDP(Linear()), dry_run=3, total_steps=1000)._quality(0.003)
     assert "S = density x steps = 3:" in rare and "density 0.028" in rare, rare
