@@ -304,13 +304,14 @@ def state_template(checkpoint_id: str | os.PathLike[str], prefix: str = "skim") 
     Raises StateError if the checkpoint has no such state.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     known = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
     found = {}
     for key, value in known.items():
         head, _, name = key.rpartition(".")
-        if head == prefix:
-            found[name] = torch.empty(value.size, dtype=value.properties.dtype, device="cpu")  # type: ignore[union-attr]
+        if head == prefix and isinstance(value, TensorStorageMetadata):
+            found[name] = torch.empty(value.size, dtype=value.properties.dtype, device="cpu")
     if not any(map(STATE.search, found)):
         raise _core.StateError(f"skim: no state of Skim is called '{prefix}' in '{checkpoint_id}'")
     return found

@@ -1052,7 +1052,9 @@ def case_distributed_checkpoint():
     train(model, range(4))
     folder = [tempfile.mkdtemp() if RANK == 0 else None]
     dist.broadcast_object_list(folder)
-    dcp.save({"model": model.module.state_dict(), "skim": skim.state_dict(model)}, checkpoint_id=folder[0])
+    beside = {"step": 4, "note": "no tensors"}  # of the user's
+    state = {"model": model.module.state_dict(), "skim": {**skim.state_dict(model), **beside}}
+    dcp.save(state, checkpoint_id=folder[0])
     other = attached()
     train(other, range(20, 23))
     state = {"skim": skim.state_template(folder[0])}
