@@ -584,8 +584,10 @@ def _noting(i: int, used: set[int]) -> Callable[[torch.Tensor | None], None]:
 
 
 def _order_of(p: torch.Tensor) -> str:
-    """ "": the entries are in memory in the order of their indices. Otherwise the order of dimensions."""
-    return "" if p.is_contiguous() else f" in the order {sorted(range(p.dim()), key=lambda d: -p.stride(d))}"
+    """ "": the gradient's entries are in memory in the order of their indices. Otherwise the order of dimensions, which DDP
+    takes from a parameter without gaps in memory."""
+    order = sorted(range(p.dim()), key=lambda d: -p.stride(d))
+    return f" in the order {order}" if not p.is_contiguous() and p.permute(order).is_contiguous() else ""
 
 
 def _unwrapped(model: Any) -> torch.nn.Module:

@@ -525,6 +525,22 @@ def case_channels_last():
     expect(skim.StateError, "'w.0 in the order [0, 2, 3, 1]'", skim.load_state_dict, other, skim.state_dict(model))
 
 
+def case_parameters_with_gaps_in_memory():
+    """DDP keeps their gradients in the order of indices."""
+    inner = Linear()
+    inner.w[1] = nn.Parameter(torch.zeros(90, 200, device=DEVICE)[:, :100])
+    inner.w[3] = nn.Parameter(torch.zeros(100, 400, device=DEVICE).t()[::2])
+    model = attached(inner)
+    shapes = [w.shape for w in inner.w]
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in range(6):
+        c = gradients(step)
+        model([g.view(shape) for g, shape in zip(c, shapes)]).backward()
+        given += flat(c)
+        got += means(model)
+    check_law(model, given, got)
+
+
 def case_copies_are_not_attached():
     watched, model = DDP(Linear()), attached()
     skim.attach(watched, dry_run=3)
