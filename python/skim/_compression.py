@@ -636,9 +636,13 @@ class Compression:
         return {f"rank_{r}_of_{self.comm.size}": torch.frombuffer(s, dtype=torch.uint8) for r, s in states}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
+        expect_state(state)
         found: dict[int, dict[int, torch.Tensor]] = {}
         for key, value in state.items():
-            if match := STATE.search(key):
+            if isinstance(key, str) and (match := STATE.search(key)):
+                _expect_bytes(key, value)
+                if int(match[1]) >= int(match[2]):
+                    raise _core.StateError(f"skim: '{key}': there is no such rank")
                 found.setdefault(int(match[2]), {})[int(match[1])] = value
         if not found:
             raise _core.StateError(
@@ -715,13 +719,30 @@ def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((sum(t.numel() for t in tensors),), (1,))
 
 
+def expect_state(state: Any) -> None:
+    """Raises StateError if it is no dict. Only the entries with a name of Skim are looked at, and checked where they are."""
+    if not isinstance(state, Mapping):
+        raise _core.StateError(
+            f"skim: a state is a dict of tensors, as state_dict() returns it, not {type(state).__name__}"
+        )
+
+
+def _expect_bytes(key: str, value: Any) -> None:
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or value.dtype != torch.uint8 or value.dim() != 1:
+        found = f"{value.dtype} of shape {list(value.shape)}" if is_tensor else type(value).__name__
+        raise _core.StateError(f"skim: '{key}' must be a tensor of bytes (uint8) of one dimension, not {found}")
+
+
 def packed(value: Any) -> torch.Tensor:
     """A value in JSON as a tensor of bytes, for a state."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def unpacked(tensor: torch.Tensor) -> Any:
-    """What packed() got. Raises ValueError or TypeError for another tensor."""
+    """What packed() got. Raises ValueError or TypeError for anything else."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(type(tensor).__name__)
     return json.loads(bytes(tensor.cpu().tolist()))
 
 

@@ -119,6 +119,7 @@ class Shard:
 
     def own(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What marked() returned, without the marks and without other shards. Raises StateError if nothing is left."""
+        state = {key: t for key, t in state.items() if isinstance(key, str)}
         mine = {key[match.end() :]: t for key, t in state.items() if (match := SHARD.search(key)) and match[0] == self.prefix}
         if not mine:
             others = sorted({match[0][:-1] for key in state if (match := SHARD.search(key))})

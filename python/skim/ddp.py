@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options, Trainable, Unit, buckets_of, packed, unpacked
+from skim._compression import STATE, Compression, Options, Trainable, Unit, buckets_of, expect_state, packed, unpacked
 from skim._hook import raising_at_the_end, set_hook
 from skim._momentum import expect_trains
 from skim._report import Report
@@ -457,6 +457,7 @@ class DdpCompression(Compression):
         return found
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
+        expect_state(state)
         saved = self._buckets_in(state)
         if saved is None:
             return super().load_state_dict(state, strict)

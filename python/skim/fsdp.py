@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from skim import _core
-from skim._compression import Compression, Options, Trainable, Unit
+from skim._compression import Compression, Options, Trainable, Unit, expect_state
 from skim._momentum import expect_trains
 from skim._shards import Shard, is_sharded, make_equal
 
@@ -92,6 +92,7 @@ class FsdpCompression(Compression):
         return self._shard.marked(super().state_dict())
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
+        expect_state(state)
         return super().load_state_dict(self._shard.own(state), strict)
 
     def finish_step(self, *, skip: bool = False) -> None:

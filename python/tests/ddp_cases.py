@@ -1084,8 +1084,28 @@ def case_states_that_do_not_fit():
     model = attached()
     state = skim.state_dict(model)
     expect(skim.StateError, "no entry is called rank_R_of_P", skim.load_state_dict, model, {"w": torch.zeros(1)})
+    mine = f"rank_{RANK}_of_{SIZE}"
+    aggregator = skim.Aggregator([torch.zeros(5)])
+    of_bytes = "must be a tensor of bytes (uint8) of one dimension, not"
+    for wrong, text in (
+        (None, "a state is a dict of tensors, as state_dict() returns it, not NoneType"),
+        ([state[mine]], "not list"),
+        ({1: state[mine]}, "no entry is called rank_R_of_P; there are: 1"),
+        ({mine: bytes(state[mine].numpy())}, f"'{mine}' {of_bytes} bytes"),
+        ({mine: state[mine].numpy()}, f"'{mine}' {of_bytes} ndarray"),
+        ({mine: state[mine][None]}, f"'{mine}' {of_bytes} torch.uint8 of shape [1, {len(state[mine])}]"),
+        ({mine: state[mine].float()}, f"'{mine}' {of_bytes} torch.float32 of shape [{len(state[mine])}]"),
+        ({"rank_0_of_0": state[mine]}, "'rank_0_of_0': there is no such rank"),
+        ({"rank_2_of_2": state[mine]}, "'rank_2_of_2': there is no such rank"),
+    ):
+        for load in (skim.compression_of(model).load_state_dict, aggregator.load_state_dict):
+            expect(skim.StateError, text, load, wrong)
+    train(model, range(5))
+    whole, before = skim.state_dict(model), kept(model)
+    skim.load_state_dict(model, {**whole, "buckets": "no tensor", "step": 5})
+    assert torch.equal(kept(model), before)
     damaged = {k: v.clone() for k, v in state.items()}
-    damaged[f"rank_{RANK}_of_{SIZE}"][40] ^= 1
+    damaged[mine][40] ^= 1
     expect(skim.StateError, "", skim.load_state_dict, model, damaged)
     other = attached(Linear([5, 6]))
     expect(skim.StateError, "", skim.load_state_dict, other, state)

@@ -613,6 +613,8 @@ def case_another_number_of_islands():
     train(model, range(3))
     owed = {name: between(r) / MESH["between"].size() for name, r in skim.compression_of(model).residuals().items()}
     whole = {key: value for state in gathered(skim.state_dict(model)) for key, value in state.items()}
+    for wrong in (None, [1], {1: torch.zeros(3)}):
+        expect(skim.StateError, "", skim.load_state_dict, model, wrong)
     alone = sharded()
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     skim.attach(alone, between=groups[dist.get_rank()], **EXACT)
