@@ -467,7 +467,7 @@ class DdpCompression(Compression):
             self._set_layout(saved)
             try:
                 report = super().load_state_dict(state, strict)
-            except _core.StateError:
+            except BaseException:
                 self._set_layout(before)
                 raise
             self.statistics.buckets_stand()

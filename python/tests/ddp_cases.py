@@ -1225,10 +1225,16 @@ def case_a_local_half_with_a_format_of_its_own_is_strict():
     if needs_the_cpu("a local half in NumPy"):
         return
     model = attached(attach={"local": OfTensors})
-    train(model, range(3))
+    train(model, range(5))
     state, before = skim.state_dict(model), kept(model)
+    assert "buckets" in state
     expect(skim.InvalidArgument, "strict=false needs a local half with as_feedback", skim.load_state_dict, model, state, False)
     assert torch.equal(kept(model), before)
+    other = attached(attach={"local": OfTensors}, bucket_cap_mb=25)
+    train(other, range(5))
+    buckets = list(skim.compression_of(other).buckets)
+    expect(skim.InvalidArgument, "strict=false needs a local half with as_feedback", skim.load_state_dict, other, state, False)
+    assert skim.compression_of(other).buckets == buckets, "nothing has changed"
 
 
 def case_local_steps_of_a_model_with_another_head():
