@@ -138,7 +138,9 @@ class Options:
     def local_half(self, device: torch.device) -> OwnLocalHalf | None:
         """Makes the local half for gradients on this device. None: the built-in one, in host memory."""
         if callable(self.local):
-            made: OwnLocalHalf = self.local()
+            made: OwnLocalHalf | None = self.local()
+            if made is None:
+                raise _core.InvalidArgument("skim: local: the function returned no local half, but None")
             return made
         if self.local == "host" or (self.local is None and (device.type == "cpu" or self._not_on_a_device())):
             return None

@@ -927,6 +927,7 @@ def case_a_local_half_of_ones_own():
     skim.load_state_dict(other, skim.state_dict(own))
     assert torch.equal(kept(other), kept(own))
     wrong = skim.InvalidArgument
+    expect(wrong, "local: the function returned no local half, but None", skim.attach, DDP(Linear()), local=lambda: None)
     expect(wrong, "a local half has options of its own", skim.attach, DDP(Linear()), local=OfTensors, momentum_correction=0.9)
 
 
