@@ -239,7 +239,11 @@ def _expect_elastic(ddp: DistributedDataParallel, group: Any) -> None:
 def compression_of(model: torch.nn.Module) -> DdpCompression | FsdpCompression:
     """What attach(model) returned. Raises InvalidArgument if the model is not attached."""
     found = _Attachment.of(_unwrapped(model))
-    if found is None or isinstance(found, DryRun):
+    if isinstance(found, DryRun):
+        raise _core.InvalidArgument(
+            "skim: this model is in a dry run, which compresses nothing; call skim.attach(model) without dry_run first"
+        )
+    if found is None:
         raise _core.InvalidArgument("skim: this model has not been attached; call skim.attach(model) first")
     return found
 

@@ -180,6 +180,8 @@ def case_a_model_that_nobody_uses_is_freed():
 def case_a_dry_run_and_then_attach():
     model = DDP(Linear(), bucket_cap_mb=BUCKET_MB)
     skim.attach(model, dry_run=2)
+    for of_model in (skim.report, skim.state_dict, skim.detach):
+        expect(skim.InvalidArgument, "in a dry run, which compresses nothing; call skim.attach(model)", of_model, model)
     for step in range(12):
         model(gradients(step)).backward()
         got = means(model)
