@@ -54,7 +54,7 @@ KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")  # of a key's end
 COMPARED_EVERY = 100  # steps between comparisons of how long the ranks waited
 LEAST_RATE = 1e-20  # stands for a learning rate of 0 until the first rate above 0
-LAST_WAIT_S = 10.0  # close() waits at most this long for a thread that still waits for another rank
+LAST_WAIT_S = 10.0  # close(), and Python's end, wait at most this long for threads that still wait for another rank
 _open: weakref.WeakSet[Compression] = weakref.WeakSet()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # also those of compressions that are gone
 
@@ -686,9 +686,14 @@ class Compression:
 
     def close(self) -> None:
         """Ends the communication thread after its queued jobs. Waits for at most LAST_WAIT_S seconds."""
+        self.end_thread()
+        if self._thread is not None:
+            self._thread.join(LAST_WAIT_S)
+
+    def end_thread(self) -> None:
+        """As close(), without the wait."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join(LAST_WAIT_S)
 
 
 def buckets_of(tensors: Sequence[torch.Tensor], members: Sequence[int], most_bytes: float) -> list[tuple[int, ...]]:
@@ -791,6 +796,7 @@ def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 def _close_all() -> None:
     """Ends the communication threads before Python unloads its modules. Then a thread could not go on."""
     for compression in list(_open):
-        compression.close()
+        compression.end_thread()
+    ends = time.monotonic() + LAST_WAIT_S
     for thread in list(_threads):
-        thread.join(LAST_WAIT_S)
+        thread.join(max(0.0, ends - time.monotonic()))

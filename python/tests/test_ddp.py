@@ -69,8 +69,39 @@ gc.collect()
 """
 
 
+class Stuck:
+    """A thread that never ends. Its clock has only the time of the waits for it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def join(self, timeout):
+        self.now += timeout
+
+
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
 class End(unittest.TestCase):
+    def test_python_ends_after_one_wait_for_all_threads(self):
+        import queue
+
+        from skim import _compression
+
+        stuck = Stuck()
+        waiting = [_compression.Compression.__new__(_compression.Compression) for _ in range(3)]
+        for c in waiting:
+            c._thread, c._jobs = stuck, queue.SimpleQueue()
+        with (
+            unittest.mock.patch.object(_compression, "_open", waiting),
+            unittest.mock.patch.object(_compression, "_threads", [stuck] * 4),
+            unittest.mock.patch.object(_compression.time, "monotonic", stuck.monotonic),
+        ):
+            _compression._close_all()
+        self.assertEqual(stuck.now, _compression.LAST_WAIT_S)
+        self.assertEqual([c._jobs.get_nowait() for c in waiting], [None] * 3)
+
     def test_python_ends_after_the_jobs_of_a_compression_that_is_gone(self):
         done = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=300)
         self.assertEqual((done.returncode, done.stdout), (0, "333332833333500000 done\n"), done.stderr)
