@@ -155,7 +155,7 @@ def attach(
         of DDP.
     between: for a model that is sharded inside an island of fast links (fully_shard, with the mesh of the island):
         the process group of the ranks that have the same shards, one in each island. Skim then exchanges their
-        gradients over the slow links.
+        gradients over the slow links. Or, for exchange="hierarchical", the name of the exchange between hosts.
     timeout: seconds that a rank waits for another. A rank that ends is noticed in about a second.
     writer: a TensorBoard SummaryWriter, or any object with add_scalar(tag, value, step).
     dry_run: True (20 steps) or a number of steps >= 1. Trains without compression, as before, and
@@ -168,6 +168,8 @@ def attach(
     Raises InvalidArgument if the model or an option cannot work. The message says what to do instead.
     """
     inner = _unwrapped(model)
+    if isinstance(between, str):  # the option of skim.Reducer
+        options["between"], between = between, None
     if isinstance(_Attachment.of(inner), Compression):
         raise _core.InvalidArgument("skim.attach: this model has been attached already")
     is_ddp = isinstance(inner, DistributedDataParallel)

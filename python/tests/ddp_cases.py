@@ -483,6 +483,16 @@ def case_uneven_inputs():
     same(total(given), SIZE * everywhere[-1] + total(kept(model)))
 
 
+def case_options_of_the_hierarchical_exchange():
+    """between= is also the name of an argument of attach."""
+    model = attached(attach={"exchange": "hierarchical", "inside": "sparcml", "between": "gtopk"})
+    train(model, range(5))
+    options = skim.compression_of(model).reducer.options
+    assert (options["inside"], options["between"]) == ("sparcml", "gtopk"), options
+    expect(skim.InvalidArgument, "between", skim.attach, DDP(Linear()), exchange="hierarchical", between="ring")
+    expect(skim.InvalidArgument, "between is for models with fully_shard", skim.attach, DDP(Linear()), between=dist.group.WORLD)
+
+
 def case_several_models():
     a, b = attached(), attached(attach={"exchange": "gtopk"})
     given, got_a, got_b = (torch.zeros(sum(LENGTHS)).double() for _ in range(3))
