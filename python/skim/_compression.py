@@ -500,8 +500,9 @@ class Compression:
     def residuals(self) -> dict[str, torch.Tensor]:
         """A copy of this rank's residual of each parameter: a flat float32 tensor on the CPU, by name.
 
-        Ends the open step, if there is one. Summed over the P ranks, the residuals are all gradients so
-        far minus P times the means that were delivered. They are zeros with feedback=False.
+        Ends the open step, if there is one. A rollback() after it changes nothing. Summed over the P ranks, the
+        residuals are all gradients so far minus P times the means that were delivered. They are zeros with
+        feedback=False.
         """
         found = {name: residual.cpu() for name, residual in self.residuals_of_buckets().items()}
         return {name: found[name] for name in self.names}
@@ -550,7 +551,8 @@ class Compression:
         self._give_back.append((slot, offset, mean.float().cpu(), scale))
 
     def finish_step(self, *, skip: bool = False) -> None:
-        """Ends the open step, if there is one. It is taken back if `skip`, or if it held NaN or infinity."""
+        """Ends the open step, if there is one. It is taken back if `skip`, or if it held NaN or infinity. Otherwise what it
+        sent counts as delivered, and a rollback() after it changes nothing. The next step does this by itself."""
         with self.lock:
             if not self._step_open:
                 return
@@ -576,6 +578,7 @@ class Compression:
 
     @property
     def step_is_open(self) -> bool:
+        """Whether the last step can still be taken back."""
         return self._step_open
 
     def residual_norm(self) -> float:
@@ -627,6 +630,12 @@ class Compression:
     # ---- state ----------------------------------------------------------------------------------
 
     def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
+        """This rank's residuals and all other state of compression, for load_state_dict(): one tensor of bytes, under the key
+        rank_R_of_P. Every rank must save its own.
+
+        Ends the open step, if there is one. A rollback() after it changes nothing.
+        gather: True: rank 0 gets the states of all ranks, and the others an empty dict. Collective.
+        """
         self.finish_step()
         with self.lock:
             saved = bytearray(self.reducer.save())
@@ -638,6 +647,7 @@ class Compression:
         return {f"rank_{r}_of_{self.comm.size}": torch.frombuffer(s, dtype=torch.uint8) for r, s in states}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
+        """Restores what state_dict() returned. skim.load_state_dict describes arguments, result and errors."""
         expect_state(state)
         found: dict[int, dict[int, torch.Tensor]] = {}
         for key, value in state.items():

@@ -29,6 +29,7 @@ class BucketReport:
     decision: str = ""
 
     def add(self, r: _core.StepReport, decision: str) -> None:
+        """Adds a step of this bucket. decision: Reducer.decision of its slot."""
         self.n = r.n
         self.steps += 1
         self.dense_steps += r.dense
@@ -119,6 +120,7 @@ class Report:
         )
 
     def add(self, slot: int, r: _core.StepReport, decision: str) -> None:
+        """Adds a step of one bucket. slot: the bucket's number. decision: Reducer.decision of its slot."""
         self.buckets.setdefault(slot, BucketReport()).add(r, decision)
 
     def buckets_stand(self) -> None:
@@ -129,6 +131,7 @@ class Report:
 
     @property
     def sent_bytes(self) -> int:
+        """The bytes that this rank has sent so far, those of the first steps included."""
         return sum(b.sent_bytes for b in self._parts())
 
     @property

@@ -257,7 +257,8 @@ def report(model: torch.nn.Module) -> Report:
 
 def state_dict(model: torch.nn.Module, *, gather: bool = False) -> dict[str, torch.Tensor]:
     """This rank's residuals and all other state of compression: one tensor of bytes, under the key
-    rank_R_of_P, or shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own. Once DDP's buckets are
+    rank_R_of_P, or shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own. Ends the last step: take a
+    step back, with rollback(), before you save. Once DDP's buckets are
     settled, after its third step, the key "buckets" has them, and a run that resumes goes on bit for bit.
 
     gather: True, for scripts that save on rank 0: rank 0 gets the states of all ranks, and the others an empty dict.
@@ -395,6 +396,8 @@ class DdpCompression(Compression):
     residuals.__doc__ = Compression.residuals.__doc__
 
     def detach(self) -> None:
+        """Use skim.detach(model), which calls it. Ends the last step, gives the optimizer its momentum back, and lets DDP
+        average whole gradients."""
         if self.elastic is not None:
             raise _core.InvalidArgument("skim.detach: not in an ElasticGroup: its DDP has a process group of this rank alone")
         super().detach()
@@ -451,18 +454,21 @@ class DdpCompression(Compression):
     def rollback(self) -> None:
         """Call this if your loop skips the step whose backward has just ended. Nothing of the step then
         counts as delivered, and residuals keep its gradients. Call it on every rank or on none. A step
-        that a GradScaler skips needs no call. Not in an ElasticGroup, where a step ends with backward."""
+        that a GradScaler skips needs no call. Without effect after state_dict() and residuals(), which
+        end the step. Not in an ElasticGroup, where a step ends with backward."""
         if self.elastic is not None:
             raise _core.InvalidArgument("skim: no rollback in an ElasticGroup: the step ended with backward")
         self.finish_step(skip=True)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
+        """As skim.state_dict(model). Ends the open step, if there is one. A rollback() after it changes nothing."""
         found = super().state_dict(gather=gather)
         if found and self.buckets is not None and self.elastic is None:
             found[BUCKETS] = packed([[self.names[i] for i in members] for members in self.buckets])
         return found
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
+        """As skim.load_state_dict(model, state, strict)."""
         expect_state(state)
         saved = self._buckets_in(state)
         if saved is None:
@@ -493,6 +499,8 @@ class DdpCompression(Compression):
         return found if sorted(i for members in found for i in members) == list(range(len(self.names))) else None
 
     def finish_step(self, *, skip: bool = False) -> None:
+        """Ends the open step, if there is one. It is taken back if `skip`, or if it held NaN or infinity. Otherwise what it
+        sent counts as delivered, and a rollback() after it changes nothing. The next step does this by itself."""
         with self.lock:
             was_open = self._step_open
             super().finish_step(skip=skip)

@@ -71,10 +71,13 @@ class FsdpCompression(Compression):
 
     def rollback(self) -> None:
         """Call it on every rank or on none, if your loop skips the step whose backward has just ended. Nothing of the
-        step then counts as delivered, and residuals keep its gradients."""
+        step then counts as delivered, and residuals keep its gradients. Without effect after state_dict() and residuals(),
+        which end the step."""
         self.finish_step(skip=True)
 
     def detach(self) -> None:
+        """Use skim.detach(model), which calls it. Ends the last step, gives the optimizer its momentum back, and averages
+        whole gradients between the islands."""
         super().detach()
         between = self._between
 
@@ -85,6 +88,8 @@ class FsdpCompression(Compression):
             module.set_all_reduce_hook(average)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
+        """As skim.state_dict(model), without gather. Ends the open step, if there is one. A rollback() after it changes
+        nothing."""
         if gather:
             raise _core.InvalidArgument(
                 "skim: no gather with fully_shard: save what every rank has with torch.distributed.checkpoint"
@@ -92,10 +97,14 @@ class FsdpCompression(Compression):
         return self._shard.marked(super().state_dict())
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
+        """As skim.load_state_dict(model, state, strict)."""
         expect_state(state)
         return super().load_state_dict(self._shard.own(state), strict)
 
     def finish_step(self, *, skip: bool = False) -> None:
+        """Ends the open step, if there is one. It is taken back if `skip`, or if it held NaN or infinity. Otherwise what it
+        sent counts as delivered, and a rollback() after it changes nothing. The next step does this by itself. Collective
+        inside the island if some modules had no gradient."""
         with self.lock:
             was_open = self.step_is_open
             if was_open and len(self._reduced) < len(self.buckets or ()):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import os
 import pathlib
@@ -202,6 +203,24 @@ class Parts(unittest.TestCase):
         address = "localhost:" + re.search(r"port (\d+)", store.stdout.readline())[1]
         for rank in [self.start(PARTS, "docs/elastic.md", address) for _ in range(2)]:
             self.assert_ran("docs/elastic.md", rank, 1)
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Docstrings(unittest.TestCase):
+    def test_every_public_method_has_one(self):
+        from skim import _report, ddp, dry_run, fsdp
+
+        classes = [
+            ddp.DdpCompression, fsdp.FsdpCompression, skim.Aggregator, dry_run.DryRun, _report.Report, _report.BucketReport,
+        ]  # fmt: skip
+        without = [
+            f"{c.__name__}.{name}"
+            for c in classes
+            for base in c.__mro__[:-1]
+            for name, value in vars(base).items()
+            if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)) and not value.__doc__
+        ]
+        self.assertEqual(without, [])
 
 
 class Blocks(unittest.TestCase):
