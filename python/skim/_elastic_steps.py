@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +30,13 @@ class ElasticSteps:
 
     def __init__(self, compression: Compression, group: ElasticGroup) -> None:
         group.bind(self)
-        self.group = group
+        self.compression, self.group = compression, group
         self.more: Callable[[], Mapping[str, torch.Tensor]] = dict  # what else a rank that joins gets
         self.received: dict[str, torch.Tensor] = {}  # the same, on the rank that joins
         # Takes part in a step that the others have begun, before this rank leaves.
         self.last_exchange: Callable[[], object] = compression.reduce_nothing
         # Called when residuals are about to change with the ranks. What it returns is called afterwards.
         self.before_change: Callable[[], Callable[[], None]] = lambda: lambda: None
-        self._of = weakref.ref(compression)
         self._has_state = False  # has trained, or has the state of those that have
         self._met = False  # has met the others for the step to come
         self._reduced = False  # has reduced the open step, and does not know if all have
@@ -46,12 +44,6 @@ class ElasticSteps:
         self._failures = 0  # since the last step that was done, or the last change of ranks
         self._size = 1  # what residuals count for: the mean is over so many ranks
         self._taken: list[bytes] = []  # from ranks that have left
-
-    @property
-    def compression(self) -> Compression:
-        found = self._of()
-        assert found is not None
-        return found
 
     def start(self) -> None:
         """Joins the group."""

@@ -264,7 +264,7 @@ class ElasticGroup:
         self._watch = self._new_watch()  # of those who want to join
         self._transport: GlooTransport | None = None
         self._comm: _core.Communicator | None = None  # over it; None: this generation has ended
-        self._steps: weakref.ref[ElasticSteps] | None = None
+        self._steps: ElasticSteps | None = None  # not a weak reference: leave() needs it when training is over
         self._known = 0  # so many of those who have asked to join have been admitted, or have given up
         self._told: tuple[int, list[str]] = 0, []  # the last generation that tell() has told of, and its ranks
         self._norms: dict[str, float] = {}  # by name: of the residuals, when the ranks last met
@@ -293,18 +293,17 @@ class ElasticGroup:
         Returns when that rank has it, which may be one step (LocalSteps: one round) later. If all ranks leave at
         once, as at the end of a run, nobody takes anything. Training is over after it. Not inside a step.
         """
-        steps = None if self._steps is None else self._steps()
-        if steps is None or self._left:
+        if self._steps is None:
             return
-        steps.leave()
+        self._steps.leave()
         self.close(LEFT)
 
     # ---- for ElasticSteps -----------------------------------------------------------------------
 
     def bind(self, steps: ElasticSteps) -> None:
-        if self._steps is not None:
+        if self._steps is not None or self._left:
             raise _core.InvalidArgument("skim.ElasticGroup: it has a model already; make a group for each model")
-        self._steps = weakref.ref(steps)
+        self._steps = steps
 
     def join(self) -> _core.Communicator:
         """Waits to be admitted. Returns the communicator of the generation."""
@@ -528,7 +527,7 @@ class ElasticGroup:
             self._pulse.end(how)
         if how == FAILED:
             self.abort()
-        self._comm = self._transport = None
+        self._comm = self._transport = self._steps = None
         _open.discard(self)
 
 

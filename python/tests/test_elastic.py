@@ -1,5 +1,6 @@
 """skim.ElasticGroup: what ranks have and owe is conserved while ranks leave, are lost and join."""
 
+import gc
 import importlib.util
 import os
 import pathlib
@@ -60,6 +61,7 @@ class Rank(threading.Thread):
         self.number = len(run.ranks)
         self.settings = {"min_ranks": min_ranks, "lost_after": 5.0, "timeout": 20.0}
         self.is_to_leave, self.is_to_be_lost = False, None  # None, or after how many sends from the next step on
+        self.drops_model = False  # as a function that has trained does when it returns
         self.sends_left = sends_left  # until it is lost; None: it is not
         self.error, self.owed_before = None, []  # what the mean owes this rank, before each step
         self.steps_taken = []  # (number of the step, number of ranks)
@@ -105,6 +107,9 @@ class Rank(threading.Thread):
         if self.kind == "local" and not self.is_to_leave:
             self.compression.finish()
         self.kept = self.residual()
+        if self.drops_model:
+            del self.compression
+            gc.collect()
         self.group.leave()
 
     def step(self, step):
@@ -226,6 +231,21 @@ class Elastic(unittest.TestCase):
                         f"skim: {second.group.name} left and handed over its residual; 2 ranks now",
                         f"skim: {fourth.group.name} joined; 3 ranks now",
                     ],
+                )
+
+    def test_a_rank_leaves_in_good_order_though_only_the_group_is_left_of_its_training(self):
+        for kind, options in (KINDS[0], KINDS[5]):
+            with self.subTest(kind=kind, **options):
+                run = Run()
+                first, second = (Rank(run, kind=kind, min_ranks=2, **options) for _ in range(2))
+                run.wait_until(lambda: first.trains() and second.trains())
+                first.group.min_ranks = 1
+                second.drops_model = second.is_to_leave = True
+                run.wait_until(lambda: not second.is_alive())
+                run.end()
+                self.assertLess(self.check_law(run, [first]).abs().max().item(), CLOSE)
+                self.assertEqual(
+                    first.group.events[1:], [f"skim: {second.group.name} left and handed over its residual; 1 rank now"]
                 )
 
     def test_whoever_joins_gets_x_in_float32_though_the_model_has_16_bits(self):
