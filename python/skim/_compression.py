@@ -282,6 +282,7 @@ class Compression:
         is_elastic = isinstance(process_group, ElasticGroup)
         if is_elastic:
             options.expect_elastic()
+            also_equal = [*also_equal, *process_group.described()]
         # An elastic group begins with this rank alone, which checks the options before it joins.
         self.comm = _core.in_process_group(1)[0] if is_elastic else connect(process_group, timeout=timeout)
         self._device = next(iter(parameters.values())).device

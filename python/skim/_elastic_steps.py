@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skim import _core
-from skim.elastic import ElasticGroup, GenerationFailed
+from skim.elastic import ElasticGroup, GenerationFailed, packed, unpacked
 
 if TYPE_CHECKING:
     from skim._compression import Compression
@@ -179,18 +178,26 @@ class ElasticSteps:
         for i, r in enumerate(newcomers):
             source = current[i % len(current)]
             if rank == source:
-                self.group.send(self._packed(), r)
+                self._send_state(r)
             elif rank == r:
-                self._unpack(self.group.receive(source))
+                self._receive_state(source)
 
-    def _packed(self) -> bytearray:
+    def _send_state(self, to: int) -> None:
+        """If the state cannot be sent, the other rank gets the reason instead, and this one goes on."""
         saved = torch.frombuffer(bytearray(self.compression.reducer.save()), dtype=torch.uint8)
-        out = io.BytesIO()
-        torch.save({"state": self.group.packed_state(), "reducer": saved, "more": dict(self.more())}, out)
-        return bytearray(out.getbuffer())
+        try:
+            messages = [message for _, message in self.group.packed_state()]
+        except _core.InvalidArgument as e:
+            self.group.record(str(e), once=True)
+            messages = [packed("the reason", str(e))]
+        else:
+            messages.append(packed("residuals", {"reducer": saved, "more": dict(self.more())}))
+        for message in messages:
+            self.group.send(message, to)
 
-    def _unpack(self, message: bytearray) -> None:
-        found = torch.load(io.BytesIO(message), map_location="cpu", weights_only=True)
-        self.group.unpack_state(found["state"])
+    def _receive_state(self, source: int) -> None:
+        state = self.group.receive_state(source)
+        found = unpacked("residuals", self.group.receive(source))
+        self.group.set_state(state)
         self.compression.reducer.take_over([bytes(found["reducer"].numpy())], 0.0)
         self.received = found["more"]

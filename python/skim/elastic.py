@@ -11,16 +11,19 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import io
 import itertools
 import json
 import logging
 import os
+import pickle
+import re
 import secrets
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,7 +217,8 @@ class ElasticGroup:
     address: "host:port" of the store. Without the store a run goes on until its ranks change.
     state: what a rank that joins must have: objects with state_dict() and load_state_dict(), and dicts. It must be all
         that is equal on all ranks: the model, the optimizer, a learning-rate scheduler, the place in the data. Tensors,
-        numbers, strings, lists and dicts can be sent, as torch.load(weights_only=True) reads them.
+        numbers, strings, lists and dicts can be sent, as torch.load(weights_only=True) reads them, but not NumPy's.
+        The names must be equal on all ranks. The constructor packs every part once, to see whether it can be sent.
     min_ranks: fewer ranks wait for new ones.
     timeout: seconds that a rank waits for a message before it looks which ranks are left.
     lost_after: seconds without a sign of life after which a rank counts as lost.
@@ -254,7 +258,10 @@ class ElasticGroup:
                     f"skim.ElasticGroup: state: '{name}' must be a dict or have state_dict() and load_state_dict(), "
                     f"but is {type(part).__name__}"
                 )
-        self.state, self.min_ranks, self.timeout, self.patience = dict(state), min_ranks, timeout, patience
+        self.state = dict(state)
+        for name, message in self.packed_state():
+            unpacked(f"state: '{name}'", message)  # raises if it is nothing that a rank that joins could read
+        self.min_ranks, self.timeout, self.patience = min_ranks, timeout, patience
         self.lost_after = lost_after
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self.generation, self.members = 0, [self.name]
@@ -352,7 +359,7 @@ class ElasticGroup:
             try:
                 joins = self._candidates()
             except _core.CommError as e:
-                self._record(f"{e}; no rank can join any more", once=True)
+                self.record(f"{e}; no rank can join any more", once=True)
         message = {"norm": norm, "leaves": leaves, "joins": joins}
         of_all = [json.loads(m) for m in comm.allgather(json.dumps(message).encode())]
         self._norms = {name: m["norm"] for name, m in zip(self.members, of_all)}
@@ -395,10 +402,29 @@ class ElasticGroup:
         self._wait(lambda t: t.receive(memoryview(message), source, STATE_TAG))
         return message
 
-    def packed_state(self) -> dict[str, Any]:
-        return {name: dict(p) if isinstance(p, dict) else p.state_dict() for name, p in self.state.items()}
+    def described(self) -> list[str]:
+        """What must be equal on all ranks."""
+        return [f"state={self._names()}"]
 
-    def unpack_state(self, found: Mapping[str, Any]) -> None:
+    def packed_state(self) -> Iterator[tuple[str, bytearray]]:
+        """The names and messages of all parts, in an order that is the same on all ranks."""
+        for name in self._names():
+            part = self.state[name]
+            yield name, packed(f"state: '{name}'", dict(part) if isinstance(part, dict) else part.state_dict())
+
+    def receive_state(self, source: int) -> dict[str, Any]:
+        """What packed_state() of another rank has sent. Raises InvalidArgument with the text that is there instead."""
+        found = {}
+        for name in self._names():
+            found[name] = unpacked(f"state: '{name}'", self.receive(source))
+            if isinstance(found[name], str):
+                raise _core.InvalidArgument(found[name])
+        return found
+
+    def _names(self) -> list[str]:
+        return sorted(self.state, key=str)
+
+    def set_state(self, found: Mapping[str, Any]) -> None:
         for name, part in self.state.items():
             if isinstance(part, dict):
                 part.clear()
@@ -423,10 +449,10 @@ class ElasticGroup:
         if not before:
             lines.append(f"{self.name} is rank {self.rank}")
         for line in lines:
-            self._record(f"skim: {line}; {self.size} rank{'s' if self.size > 1 else ''} now")
+            self.record(f"skim: {line}; {self.size} rank{'s' if self.size > 1 else ''} now")
         self._told = self.generation, self.members
 
-    def _record(self, event: str, once: bool = False) -> None:
+    def record(self, event: str, once: bool = False) -> None:
         if once and event in self.events:
             return
         self.events.append(event)
@@ -529,6 +555,32 @@ class ElasticGroup:
             self.abort()
         self._comm = self._transport = self._steps = None
         _open.discard(self)
+
+
+def packed(what: str, value: Any) -> bytearray:
+    """A value as a message. Raises InvalidArgument if it cannot be one. what: says in the error which value it is."""
+    out = io.BytesIO()
+    try:
+        torch.save(value, out)
+    except Exception as e:  # noqa: BLE001 - objects of the user's may raise anything
+        raise _not_sent(what, str(e)) from None
+    return bytearray(out.getbuffer())
+
+
+def unpacked(what: str, message: bytearray) -> Any:
+    """The value in a message. Raises InvalidArgument if torch.load(weights_only=True) refuses a type in it."""
+    try:
+        return torch.load(io.BytesIO(message), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as e:
+        refused = re.search(r"GLOBAL (\S+)", str(e))
+        raise _not_sent(what, refused[1] if refused else str(e)) from None
+
+
+def _not_sent(what: str, why: str) -> _core.InvalidArgument:
+    return _core.InvalidArgument(
+        f"skim.ElasticGroup: {what} cannot be sent to a rank that joins ({why.partition(chr(10))[0]}); it may have "
+        "tensors, numbers, strings, lists and dicts"
+    )
 
 
 class GenerationFailed(_core.CommError):

@@ -55,7 +55,7 @@ if HAS_TORCH:
 class Rank(threading.Thread):
     """A rank in a thread. It trains with gradients of its own until the run ends, or until it leaves or is lost."""
 
-    def __init__(self, run, *, kind="aggregator", joins=False, min_ranks=1, sends_left=None, bits=32, **options):
+    def __init__(self, run, *, kind="aggregator", joins=False, min_ranks=1, sends_left=None, bits=32, more=(), **options):
         super().__init__(daemon=True)
         self.in_run, self.kind, self.joins, self.options = run, kind, joins, options
         self.number = len(run.ranks)
@@ -66,6 +66,7 @@ class Rank(threading.Thread):
         self.error, self.owed_before = None, []  # what the mean owes this rank, before each step
         self.steps_taken = []  # (number of the step, number of ranks)
         self.progress = {"step": 0}
+        self.more = dict(more)  # what else is in its state
         self.model = nn.Linear(N, 1, bias=False, dtype=torch.float32 if bits == 32 else torch.bfloat16)
         run.ranks.append(self)
         self.start()
@@ -90,7 +91,7 @@ class Rank(threading.Thread):
         with torch.no_grad():
             self.model.weight.fill_(float("nan") if self.joins else 0.0)  # whoever joins gets the others'
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        state = {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
+        state = {"model": self.model, "optimizer": self.optimizer, "progress": self.progress, **self.more}
         self.group = skim.ElasticGroup(self.in_run.address, state, **self.settings)
         options = {"density": 0.02, "value_code": "f32", "process_group": self.group, "dense_below": 0, **self.options}
         if self.kind == "aggregator":
@@ -439,6 +440,42 @@ class Elastic(unittest.TestCase):
         self.assertTrue(torch.equal(ranks[0].x(), ranks[1].x()))
         self.assertEqual([step for step, _ in ranks[0].steps_taken], list(range(run.steps)))
 
+    def check_refused(self, run, ranks, other, message):
+        """`other` alone fails. The rest trains on."""
+        run.wait_until(lambda: other.error or other.trains())
+        self.assertIsInstance(other.error, skim.InvalidArgument)
+        self.assertRegex(str(other.error), message)
+        self.assertNotIn("\n", str(other.error))
+        other.error = None
+        run.wait_until(lambda: ranks[0].group.size == len(ranks))
+        then = ranks[0].progress["step"]
+        run.wait_until(lambda: ranks[0].progress["step"] > then)
+        run.end()
+        for r in ranks:
+            self.assertTrue(torch.equal(r.x(), ranks[0].x()))
+            self.assertEqual([step for step, _ in r.steps_taken], list(range(run.steps)))
+
+    def test_a_rank_whose_state_has_other_names_is_refused_and_the_others_go_on(self):
+        run = Run()
+        ranks = [Rank(run, min_ranks=2) for _ in range(2)]
+        run.wait_until(lambda: all(r.trains() for r in ranks))
+        theirs, its = ["model", "optimizer", "progress"], ["extra", "model", "optimizer", "progress"]
+        why = re.escape(f"rank 0 has state={theirs}, rank 2 has state={its}")
+        self.check_refused(run, ranks, Rank(run, joins=True, more={"extra": {}}), why)
+
+    def test_a_rank_that_cannot_get_the_state_is_refused_and_the_others_go_on(self):
+        for value, why in (
+            ((i for i in range(3)), "'progress' cannot be sent .*\\(cannot pickle 'generator' object\\); it may"),
+            (np.float64(0.5), r"'progress' cannot be sent .*\(numpy\S*scalar\); it may"),
+        ):
+            with self.subTest(why):
+                run = Run()
+                ranks = [Rank(run, min_ranks=2) for _ in range(2)]
+                run.wait_until(lambda: all(r.trains() for r in ranks))
+                for r in ranks:
+                    r.progress["value"] = value
+                self.check_refused(run, ranks, Rank(run, joins=True), why)
+
     def test_usage(self):
         run, model = Run(), nn.Linear(3, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -456,6 +493,7 @@ class Elastic(unittest.TestCase):
             def select(self, accumulated, k, step, slot):
                 return np.arange(k)
 
+        generator = (i for i in range(3))
         for error, message, make, how in (
             (skim.InvalidArgument, "address: must be 'host:port', not 'x'", group, {"address": "x"}),
             (skim.CommError, "no store at localhost:1 .*; start one", group, {"address": "localhost:1", "timeout": 1}),
@@ -468,6 +506,8 @@ class Elastic(unittest.TestCase):
             (skim.InvalidArgument, "address: must be 'host:port', not 29400", group, {"address": 29400}),
             (skim.InvalidArgument, "state: must be a dict .* not Linear", group, {"state": model}),
             (skim.InvalidArgument, "state: 'step' must be a dict or have", group, {"state": {"step": 3}}),
+            (skim.InvalidArgument, "'a' cannot be sent .*cannot pickle 'gen", group, {"state": {"a": {"b": generator}}}),
+            (skim.InvalidArgument, r"'a' cannot be sent .*numpy\S*scal", group, {"state": {"a": {"b": np.float32(1)}}}),
             (skim.InvalidArgument, "delay=0 and fragments=1", local, {"every": 3, "delay": 1}),
             (skim.InvalidArgument, "needs fragments=1", aggregator, {"fragments": 2}),
             (skim.InvalidArgument, "no selector of your own", aggregator, {"selector": Own()}),
