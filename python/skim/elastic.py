@@ -592,3 +592,13 @@ def _close_all() -> None:
     """Ranks that end without leave() are lost. This tells the others at once."""
     for group in list(_open):
         group.close(FAILED)
+
+
+def _end_in_child() -> None:
+    """The child of a fork is no rank. Its end must not tell the others that its parent has failed."""
+    for group in list(_open):
+        group._left = True
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_end_in_child)

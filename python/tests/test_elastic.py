@@ -32,6 +32,28 @@ EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "elastic.py
 CLOSE = 2e-3  # of sums of some 100 steps in float32
 SECONDS = 120  # in which a test must end, on a busy machine
 
+# A rank that forks a child, which ends as a program does. Prints who ends the rank's part in the run, and how.
+FORKS = """
+import os, sys
+import torch
+import skim
+from skim import elastic
+
+end, rank = elastic._Pulse.end, os.getpid()
+def told(pulse, how):
+    print("child" if os.getpid() != rank else "rank", how, flush=True)
+    end(pulse, how)
+elastic._Pulse.end = told
+model = torch.nn.Linear(3, 3)
+with skim.ElasticGroup(sys.argv[1], {"model": model}) as group:
+    aggregator = skim.Aggregator(model.parameters(), process_group=group)
+    child = os.fork()
+    if child == 0:
+        sys.exit()
+    os.waitpid(child, 0)
+    aggregator.step()
+"""
+
 
 class Lost(BaseException):
     """Stands for the sudden end of a rank that is a thread."""
@@ -641,6 +663,11 @@ class Processes(unittest.TestCase):
         self.assertEqual(stopped.returncode, 1, err)
         self.assertIn("the others went on without this rank", err)
         self.ends_well(*left)
+
+    def test_a_child_of_a_rank_does_not_end_its_part(self):
+        rank = self.start("-c", FORKS, self.address)
+        out, err = rank.communicate(timeout=SECONDS)
+        self.assertEqual((rank.returncode, out), (0, "rank left\n"), err)
 
     def test_the_store_ends_by_a_signal_and_refuses_a_taken_port(self):
         taken = self.start("-m", "skim.store", self.address.split(":")[1])
