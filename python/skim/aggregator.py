@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from skim._options import ReducerOptions
     from skim.protocols import OwnLocalHalf, OwnSchedule, OwnSelector
+
+SCALES = 1e-37, 1e38  # of losses: 1 / scale, too, must be a float32
 
 
 class Aggregator(Compression):
@@ -115,7 +118,7 @@ class Aggregator(Compression):
         """Replaces every tensor's grad by the mean over the ranks of the entries sent. Collective.
 
         A grad that is None counts as zeros, and becomes a tensor if the parameter requires a gradient.
-        scale: the loss scale in the gradients.
+        scale: the loss scale in the gradients, in [1e-37, 1e38].
         Returns whether to apply the gradients. False: a gradient of the group held NaN or infinity. Then
         nothing was delivered, and the residuals keep the finite entries. With non_finite="raise", raises
         NonFiniteError on all ranks instead.
@@ -133,17 +136,17 @@ class Aggregator(Compression):
         return self.reduce(grads, scale=scale)
 
     @torch.no_grad()
-    def reduce(self, tensors: Sequence[torch.Tensor], *, fragment: int = 0, scale: float = 1.0) -> bool:
-        """As step(), but in place for the given tensors: those of a fragment, with their first shapes and order."""
+    def reduce(self, tensors: Iterable[torch.Tensor], *, fragment: int = 0, scale: float = 1.0) -> bool:
+        """As step(), but in place for the given tensors: those of a fragment, with their first shapes and order.
+
+        Raises InvalidArgument if it cannot take an argument. Then nothing has changed, and a right call works.
+        """
+        scale = _scale(scale)
+        tensors = _dense(tensors)
         lengths = [self.lengths[i] for i in self.fragments[fragment]]
         if [t.numel() for t in tensors] != lengths:
             raise _core.InvalidArgument(
                 f"skim.Aggregator: reduce needs {len(lengths)} tensors with the lengths that it was made for"
-            )
-        kinds = [t.dtype if t.layout is torch.strided else t.layout for t in tensors]
-        if wrong := [kind for kind in kinds if kind not in FLOATS]:
-            raise _core.InvalidArgument(
-                f"skim.Aggregator: the tensors that reduce takes are dense and float32, float16 or bfloat16, not {wrong[0]}"
             )
         tensor_of = dict(zip(self.fragments[fragment], tensors))
         with self.lock:
@@ -177,6 +180,36 @@ def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:
             raise _core.InvalidArgument(f"skim.Aggregator: two tensors are called '{name}'")
         named[name] = tensor
     return named
+
+
+def _scale(given: Any) -> float:
+    value = given.item() if isinstance(given, torch.Tensor) and given.numel() == 1 else given
+    if not isinstance(value, numbers.Real) or not SCALES[0] <= value <= SCALES[1]:
+        raise _core.InvalidArgument(
+            f"skim.Aggregator: scale: must be a number in [{SCALES[0]:g}, {SCALES[1]:g}], not {given!r}"
+        )
+    return float(value)
+
+
+def _dense(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, into which means can be written."""
+    tensors = list(given) if isinstance(given, Iterable) else [given]
+    for t in tensors:
+        if not isinstance(t, torch.Tensor):
+            raise _core.InvalidArgument(f"skim.Aggregator: reduce takes tensors, not {type(t).__name__}")
+        kind = t.dtype if t.layout is torch.strided else t.layout
+        if kind not in FLOATS:
+            raise _core.InvalidArgument(
+                f"skim.Aggregator: the tensors that reduce takes are dense and float32, float16 or bfloat16, not {kind}"
+            )
+        if t.is_meta:
+            raise _core.InvalidArgument("skim.Aggregator: reduce takes tensors with memory, not on 'meta'")
+        if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
+            raise _core.InvalidArgument(
+                "skim.Aggregator: reduce cannot write into a tensor with entries that share memory, as after expand(); "
+                "give a clone() of it"
+            )
+    return tensors
 
 
 def _fragments(tensors: list[torch.Tensor], count: int) -> list[tuple[int, ...]]:

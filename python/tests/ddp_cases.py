@@ -1523,6 +1523,21 @@ def case_aggregator():
     expect(skim.InvalidArgument, "no 'skip'", skim.Aggregator, differences, non_finite="skip")
 
 
+def case_a_wrong_call_leaves_an_aggregator_usable():
+    wrong, ones = skim.InvalidArgument, [torch.ones(n) for n in LENGTHS]
+    aggregator = skim.Aggregator(ones, density=1.0, exchange="dense", value_code="f32")
+    for scale in (0.0, -1.0, math.nan, math.inf, 1e-45, 1e39, None, "1", [1.0], torch.ones(2)):
+        expect(wrong, "scale: must be a number in [1e-37, 1e+38], not ", aggregator.reduce, ones, scale=scale)
+    expanded = [t[:1].expand(len(t)) for t in ones]
+    expect(wrong, "entries that share memory, as after expand(); give a clone() of it", aggregator.reduce, expanded)
+    expect(wrong, "takes tensors, not NoneType", aggregator.reduce, None)
+    expect(wrong, "takes tensors, not int", aggregator.reduce, [1] * len(ones))
+    expect(wrong, "not on 'meta'", aggregator.reduce, [t.to("meta") for t in ones])
+    mine = [torch.full((n,), float(RANK)) for n in LENGTHS]
+    assert aggregator.reduce((t for t in mine), scale=torch.tensor(2.0)), "the group goes on"
+    assert all(torch.equal(t, torch.full_like(t, (SIZE - 1) / 2)) for t in mine)
+
+
 def case_an_aggregator_leaves_frozen_parameters_as_they_are():
     model = Linear()
     for place, p in enumerate(model.w):
