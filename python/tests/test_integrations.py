@@ -40,7 +40,7 @@ skim.ddp.attach = skim.attach = attached
 skim.ddp.state_dict, skim.ddp.load_state_dict = saved, loaded
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
-[model] = models
+[model] = set(models)
 tell("ends", model.parameters())
 x = torch.randn(500, 64, generator=torch.Generator().manual_seed(12345))
 net = model.module.net if hasattr(model.module, "net") else model.module
@@ -99,6 +99,19 @@ class Frameworks(unittest.TestCase):
 
     def test_trainer(self):
         self.check("trainer", "checkpoint-60")
+
+    def test_a_trainer_trains_again(self):
+        script = self.script("trainer").replace("density=0.05", 'density=0.05, exchange="allgather"')
+        once, resumes = script, script.replace("=last)", '=last)\ntrainer.train(resume_from_checkpoint="checkpoints/checkpoint-30")')
+        self.assertNotEqual(once, resumes)
+        found = []
+        for script in (once, resumes):
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(self.run_script(script, folder)[0])
+        first, both = found
+        self.assertEqual({rank for rank, _, norm in both["loaded"] if float(norm) > 0.0}, {"0", "1"})
+        self.assertEqual(both["saved"], first["saved"])
+        self.assertEqual(both["ends"], first["ends"])
 
     def test_accelerate(self):
         self.check("accelerate")

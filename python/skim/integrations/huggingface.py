@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pathlib
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from skim import ddp
+from skim._core import InvalidArgument
 from skim.integrations._files import load_from, save_into
 
 
@@ -20,6 +22,8 @@ class SkimCallback(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(SkimCallback(trainer, density=0.01))
         trainer.train()
 
+    Every train() attaches anew, with residuals of zeros or those of the checkpoint that it resumes from.
+
     options: of skim.attach. optimizer is the Trainer's, unless they say otherwise. With one rank nothing happens.
     A density schedule that goes by epochs gets the Trainer's.
     strict: as of skim.load_state_dict, when a run resumes. To resume, checkpoints must be in the Trainer's output_dir.
@@ -28,25 +32,29 @@ class SkimCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any, *, strict: bool = True, **options: Any) -> None:
         self.trainer, self.strict, self.options = trainer, strict, options
-        self.is_attached = False
+        self._attached: Any = None  # the model, until the next train() begins, so that its report can be read
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
+        if self._attached is not None:
+            with contextlib.suppress(InvalidArgument):  # the user has detached it
+                ddp.detach(self._attached)
+            self._attached = None
         model = self.trainer.model_wrapped
         ddp.attach(model, **{"optimizer": self.trainer.optimizer, **self.options})
-        self.is_attached = True
+        self._attached = model
         if state.global_step > 0:
             load_from(self._folder(args, state), model, self.strict)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.is_attached:
+        if self._attached is not None:
             # A run that resumes inside an epoch tells its fraction.
-            ddp.compression_of(self.trainer.model_wrapped).epoch = math.floor(state.epoch or 0.0)
+            ddp.compression_of(self._attached).epoch = math.floor(state.epoch or 0.0)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.is_attached:
-            save_into(self._folder(args, state), self.trainer.model_wrapped)
+        if self._attached is not None:
+            save_into(self._folder(args, state), self._attached)
 
     @staticmethod
     def _folder(args: Any, state: Any) -> pathlib.Path:
