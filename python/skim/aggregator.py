@@ -173,9 +173,15 @@ class Aggregator(Compression):
 
 
 def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:
+    wrong = "skim.Aggregator: tensors: must be tensors, or pairs (name, tensor) as from model.named_parameters()"
+    if not isinstance(tensors, Iterable) or isinstance(tensors, torch.Tensor):
+        raise _core.InvalidArgument(f"{wrong}, not {type(tensors).__name__}")
     named: dict[str, torch.Tensor] = {}
-    for place, t in enumerate(tensors):
-        name, tensor = t if isinstance(t, tuple) else (str(place), t)
+    for place, item in enumerate(tensors):
+        name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (str(place), item)
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            kinds = ", ".join(type(part).__name__ for part in item) if isinstance(item, tuple) else ""
+            raise _core.InvalidArgument(f"{wrong}; item {place} is {f'({kinds})' if kinds else type(item).__name__}")
         if name in named:
             raise _core.InvalidArgument(f"skim.Aggregator: two tensors are called '{name}'")
         named[name] = tensor

@@ -1342,6 +1342,22 @@ def case_refusals():
         for make in makers:
             expect(wrong, f"{name}: {what}", make, **{name: value})
     expect(wrong, "one of torch.distributed, with this rank in it, not 3", aggregator, process_group=3)
+    one = torch.zeros(3)
+    for tensors, what in (
+        (inner, ", not Linear"),
+        (one, ", not Tensor"),
+        (None, ", not NoneType"),
+        (3, ", not int"),
+        (nn.Sequential(inner), "; item 0 is Linear"),
+        (inner.state_dict(), "; item 0 is str"),
+        (np.zeros(3), "; item 0 is float64"),
+        ([one, 3], "; item 1 is int"),
+        ([(0, one)], "; item 0 is (int, Tensor)"),
+        ([("a", None)], "; item 0 is (str, NoneType)"),
+        ([("a", one, one)], "; item 0 is (str, Tensor, Tensor)"),
+    ):
+        allowed = "tensors: must be tensors, or pairs (name, tensor) as from model.named_parameters()"
+        expect(wrong, allowed + what, skim.Aggregator, tensors)
 
     expect(wrong, "no option 'value_cod'; did you mean 'value_code'?", skim.attach, DDP(Linear()), value_cod="f16")
     expect(wrong, "among: needs exchange='auto'", skim.attach, DDP(Linear()), exchange="gtopk", among=["gtopk"])
