@@ -141,6 +141,7 @@ class Aggregator(Compression):
 
         Raises InvalidArgument if it cannot take an argument. Then nothing has changed, and a right call works.
         """
+        self._expect_fragment(fragment)
         scale = _scale(scale)
         tensors = _dense(tensors)
         lengths = [self.lengths[i] for i in self.fragments[fragment]]
@@ -162,14 +163,19 @@ class Aggregator(Compression):
 
     def residuals_of(self, fragment: int) -> list[torch.Tensor]:
         """As residuals_of_buckets(copied=False), for the tensors of a fragment, in their order."""
+        self._expect_fragment(fragment)
         return list(self.residuals_of_buckets(self._buckets_of[fragment], copied=False).values())
 
     def densities(self, fragment: int = 0) -> list[float]:
         """k / n of the bucket of each tensor of a fragment, in its last reduce(); 1: it went dense, 0: it has no entries.
         Equal on all ranks."""
+        self._expect_fragment(fragment)
         assert self.buckets is not None
         of_bucket = {index: self.statistics.buckets[index] for index in self._buckets_of[fragment]}
         return [b.k / max(1, b.n) for index, b in of_bucket.items() for _ in self.buckets[index]]
+
+    def _expect_fragment(self, fragment: int) -> None:
+        expect_whole("skim.Aggregator: fragment", fragment, 0, len(self.fragments) - 1)
 
 
 def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:

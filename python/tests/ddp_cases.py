@@ -1548,6 +1548,10 @@ def case_a_wrong_call_leaves_an_aggregator_usable():
     expect(wrong, "entries that share memory, as after expand(); give a clone() of it", aggregator.reduce, expanded)
     expect(wrong, "takes tensors, not NoneType", aggregator.reduce, None)
     expect(wrong, "takes tensors, not int", aggregator.reduce, [1] * len(ones))
+    for fragment in (1, -1, 0.0, None):
+        allowed = f"fragment: must be a whole number in [0, 0], not {fragment}"
+        expect(wrong, allowed, aggregator.reduce, ones, fragment=fragment)
+        expect(wrong, allowed, aggregator.densities, fragment)
     expect(wrong, "not on 'meta'", aggregator.reduce, [t.to("meta") for t in ones])
     mine = [torch.full((n,), float(RANK)) for n in LENGTHS]
     assert aggregator.reduce((t for t in mine), scale=torch.tensor(2.0)), "the group goes on"
