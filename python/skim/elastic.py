@@ -46,6 +46,7 @@ PULSE = "pulse/{}"  # counts up while the rank lives; then LEFT or FAILED
 TAKEN = "taken/{}/{}"  # in this generation: "yes" or "no": another rank has the residual of this one, which leaves
 LEFT, FAILED = "left", "failed"
 STORE_WAIT_S = 10.0  # a rank may start a little before its store
+MOST_PORT = 65535
 STATE_TAG = 1 << 20  # of messages that are not the communicator's; its tags are small
 
 _open: weakref.WeakSet[ElasticGroup] = weakref.WeakSet()
@@ -242,8 +243,12 @@ class ElasticGroup:
                 f"skim.ElasticGroup: PyTorch {torch.__version__} is too old, its TCPStore has no check(); use 2.4 or newer"
             )
         host, _, port = str(address).rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not re.fullmatch("[0-9]{1,9}", port):
             raise _core.InvalidArgument(f"skim.ElasticGroup: address: must be 'host:port', not {address!r}")
+        if not 1 <= int(port) <= MOST_PORT:
+            raise _core.InvalidArgument(
+                f"skim.ElasticGroup: address: the port must be in [1, {MOST_PORT}], not {port}"
+            )
         expect_whole("skim.ElasticGroup: min_ranks", min_ranks, 1)
         for name, value in (("timeout", timeout), ("lost_after", lost_after), ("patience", patience)):
             expect_positive(f"skim.ElasticGroup: {name}", value)

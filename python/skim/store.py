@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 
 import torch.distributed as dist
 
+from skim.elastic import MOST_PORT
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m skim.store", description="The store of skim.ElasticGroup.")
-    parser.add_argument("port", type=int, help="TCP port; 0: any that is free")
-    port = parser.parse_args().port
+    parser.add_argument("port", help="TCP port; 0: any that is free")
+    text = parser.parse_args().port
+    if not re.fullmatch("[0-9]{1,5}", text) or (port := int(text)) > MOST_PORT:
+        parser.exit(2, f"skim.store: port: must be a whole number in [0, {MOST_PORT}], not '{text}'\n")
     # TCPStore looks up the name of every new peer, and serves nobody meanwhile. Without an answer that takes 10 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     signals = {signal.SIGINT, signal.SIGTERM}

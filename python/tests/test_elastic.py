@@ -526,6 +526,10 @@ class Elastic(unittest.TestCase):
             (skim.InvalidArgument, "lost_after: must be a number above 0, not nan", group, {"lost_after": float("nan")}),
             (skim.InvalidArgument, "patience: must be a number above 0, not -1", group, {"patience": -1}),
             (skim.InvalidArgument, "address: must be 'host:port', not 29400", group, {"address": 29400}),
+            (skim.InvalidArgument, "address: must be 'host:port', not 'a:²'", group, {"address": "a:²"}),
+            (skim.InvalidArgument, "address: must be 'host:port', not 'a:-1'", group, {"address": "a:-1"}),
+            (skim.InvalidArgument, r"address: the port must be in \[1, 65535\], not 0", group, {"address": "localhost:0"}),
+            (skim.InvalidArgument, r"address: the port .*, not 65536", group, {"address": "localhost:65536"}),
             (skim.InvalidArgument, "state: must be a dict .* not Linear", group, {"state": model}),
             (skim.InvalidArgument, "state: 'step' must be a dict or have", group, {"state": {"step": 3}}),
             (skim.InvalidArgument, "'a' cannot be sent .*cannot pickle 'gen", group, {"state": {"a": {"b": generator}}}),
@@ -674,6 +678,9 @@ class Processes(unittest.TestCase):
         _, err = taken.communicate(timeout=SECONDS)
         self.assertEqual(taken.returncode, 1)
         self.assertRegex(err.splitlines()[-1], r"skim.store: port \d+ cannot be used")
+        for port in ("65536", "-1", "²", "x"):
+            _, err = self.start("-m", "skim.store", "--", port).communicate(timeout=SECONDS)
+            self.assertEqual(err.splitlines()[-1], f"skim.store: port: must be a whole number in [0, 65535], not '{port}'")
         self.store.send_signal(signal.SIGINT)
         self.assertEqual(self.store.wait(SECONDS), 0)
 
