@@ -47,6 +47,7 @@ TAKEN = "taken/{}/{}"  # in this generation: "yes" or "no": another rank has the
 LEFT, FAILED = "left", "failed"
 STORE_WAIT_S = 10.0  # a rank may start a little before its store
 MOST_PORT = 65535
+MOST_TIMEOUT_S = 1e6  # PyTorch counts milliseconds in an int
 STATE_TAG = 1 << 20  # of messages that are not the communicator's; its tags are small
 
 _open: weakref.WeakSet[ElasticGroup] = weakref.WeakSet()
@@ -60,7 +61,13 @@ class _Store:
         self.has_ended = False
         self._expect_listener(min(timeout, STORE_WAIT_S))
         limit = datetime.timedelta(seconds=timeout)
-        self.tcp = self._ask(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+        try:
+            self.tcp = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        except RuntimeError:
+            raise _core.CommError(
+                f"skim.ElasticGroup: what listens at {host}:{port} does not answer as a store of torch.distributed; start "
+                "one at another port with: python -m skim.store PORT"
+            ) from None
 
     def _expect_listener(self, patience: float) -> None:
         """TCPStore itself would write pages to stderr."""
@@ -221,7 +228,7 @@ class ElasticGroup:
         numbers, strings, lists and dicts can be sent, as torch.load(weights_only=True) reads them, but not NumPy's.
         The names must be equal on all ranks. The constructor packs every part once, to see whether it can be sent.
     min_ranks: fewer ranks wait for new ones.
-    timeout: seconds that a rank waits for a message before it looks which ranks are left.
+    timeout: seconds that a rank waits for a message before it looks which ranks are left. At most 1e6.
     lost_after: seconds without a sign of life after which a rank counts as lost.
     patience: seconds that ranks wait for new ranks, or for a rank that lives and does not come.
 
@@ -252,6 +259,10 @@ class ElasticGroup:
         expect_whole("skim.ElasticGroup: min_ranks", min_ranks, 1)
         for name, value in (("timeout", timeout), ("lost_after", lost_after), ("patience", patience)):
             expect_positive(f"skim.ElasticGroup: {name}", value)
+        if timeout > MOST_TIMEOUT_S:
+            raise _core.InvalidArgument(
+                f"skim.ElasticGroup: timeout: must be at most {MOST_TIMEOUT_S:g} s, not {timeout!r}"
+            )
         if not isinstance(state, Mapping):
             raise _core.InvalidArgument(
                 f"skim.ElasticGroup: state: must be a dict such as {{'model': model, 'optimizer': optimizer}}, not "

@@ -7,6 +7,7 @@ import pathlib
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -498,6 +499,20 @@ class Elastic(unittest.TestCase):
                     r.progress["value"] = value
                 self.check_refused(run, ranks, Rank(run, joins=True), why)
 
+    def test_what_is_no_store_is_told(self):
+        def answer():
+            while True:
+                connection, _ = listener.accept()
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+                connection.close()
+
+        listener = socket.create_server(("localhost", 0))
+        self.addCleanup(listener.close)
+        threading.Thread(target=answer, daemon=True).start()
+        address = "localhost:{}".format(listener.getsockname()[1])
+        with self.assertRaisesRegex(skim.CommError, f"what listens at {address} does not answer as a store"):
+            skim.ElasticGroup(address, {"model": nn.Linear(3, 3)}, timeout=1)
+
     def test_usage(self):
         run, model = Run(), nn.Linear(3, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -523,6 +538,8 @@ class Elastic(unittest.TestCase):
             (skim.InvalidArgument, "min_ranks: must be a whole number of at least 1, not 2.5", group, {"min_ranks": 2.5}),
             (skim.InvalidArgument, "timeout: must be a number above 0, not '9'", group, {"timeout": "9"}),
             (skim.InvalidArgument, "timeout: must be a number above 0, not inf", group, {"timeout": float("inf")}),
+            (skim.InvalidArgument, r"timeout: must be at most 1e\+06 s, not 10000000000.0", group, {"timeout": 1e10}),
+            (skim.InvalidArgument, r"timeout: must be at most 1e\+06 s, not 1e\+300", group, {"timeout": 1e300}),
             (skim.InvalidArgument, "lost_after: must be a number above 0, not nan", group, {"lost_after": float("nan")}),
             (skim.InvalidArgument, "patience: must be a number above 0, not -1", group, {"patience": -1}),
             (skim.InvalidArgument, "address: must be 'host:port', not 29400", group, {"address": 29400}),
