@@ -200,6 +200,11 @@ class LocalHalf(unittest.TestCase):
         self.assertEqual((done.returncode, done.stdout), (1, ""))
         self.assertRegex(done.stderr, r"^skim\.bench: no device 'nothing': [^\n]*\n$")
 
+    def test_kernels_that_cannot_run_there(self):
+        done = bench("local-half", "--n", "1000", "--kernels", "triton")
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertRegex(done.stderr, r"^skim\.bench: kernels: no triton here: [^\n]*; use pytorch\n$")
+
 
 class Refusals(unittest.TestCase):
     def test_wrong_arguments_get_one_line(self):

@@ -85,8 +85,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         rows = _ddp.measure(arguments) if arguments.command == "ddp" else _local_half.measure(arguments)
-    except (_ddp.NoLink, _local_half.NoDevice) as e:
-        print(f"skim.bench: {e}", file=sys.stderr)
+    except (_ddp.NoLink, _local_half.NoDevice, _core.InvalidArgument) as e:
+        print("skim.bench: " + str(e).removeprefix("skim: "), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
