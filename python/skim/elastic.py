@@ -295,10 +295,12 @@ class ElasticGroup:
 
     @property
     def rank(self) -> int:
+        """This rank's place among the members, from 0 on. It may change with them."""
         return self.members.index(self.name)
 
     @property
     def size(self) -> int:
+        """The number of members."""
         return len(self.members)
 
     def __enter__(self) -> ElasticGroup:
@@ -324,6 +326,7 @@ class ElasticGroup:
     # ---- for ElasticSteps -----------------------------------------------------------------------
 
     def bind(self, steps: ElasticSteps) -> None:
+        """Keeps what leave() needs, until this rank's part ends. Raises InvalidArgument if there was a model before."""
         if self._steps is not None or self._left:
             raise _core.InvalidArgument("skim.ElasticGroup: it has a model already; make a group for each model")
         self._steps = steps
@@ -362,6 +365,7 @@ class ElasticGroup:
         return self._connect(generation)
 
     def expect_member(self) -> None:
+        """Raises InvalidArgument if this rank's part has ended."""
         if self._left:
             raise _core.InvalidArgument("skim.ElasticGroup: no step after leave(), or after an error that has ended this rank's part")
 
@@ -407,11 +411,13 @@ class ElasticGroup:
         return bytes(state)
 
     def send(self, message: bytearray, to: int) -> None:
+        """Returns when the message is on its way. Raises CommError if the other rank is lost."""
         length = bytearray(len(message).to_bytes(8, "little"))
         for part in (length, message):
             self._wait(lambda t, part=part: t.send(memoryview(part), to, STATE_TAG))
 
     def receive(self, source: int) -> bytearray:
+        """The next message that the other rank has sent. Raises CommError if that rank is lost."""
         length = bytearray(8)
         self._wait(lambda t: t.receive(memoryview(length), source, STATE_TAG))
         message = bytearray(int.from_bytes(length, "little"))
@@ -441,6 +447,7 @@ class ElasticGroup:
         return sorted(self.state, key=str)
 
     def set_state(self, found: Mapping[str, Any]) -> None:
+        """Puts what receive_state() has returned into `state`."""
         for name, part in self.state.items():
             if isinstance(part, dict):
                 part.clear()
@@ -469,6 +476,7 @@ class ElasticGroup:
         self._told = self.generation, self.members
 
     def record(self, event: str, once: bool = False) -> None:
+        """Adds a line to `events`, and logs it: on rank 0 as a warning. once: not if the line is there already."""
         if once and event in self.events:
             return
         self.events.append(event)
@@ -562,6 +570,7 @@ class ElasticGroup:
             raise _core.CommError(f"skim: {e}") from None
 
     def close(self, how: str) -> None:
+        """Ends this rank's part, and tells the others. how: LEFT, or FAILED, which also ends the step that is open."""
         if self._left:
             return
         self._left = True

@@ -16,6 +16,7 @@ from skim._kept import Coded, InPlace, Kept, Offloaded
 from skim._passes import (
     HEAD, KERNELS, LARGEST, LAST, Collected, collect_k_largest, finite_part, has_triton, kernels_for, select_from,
 )  # fmt: skip
+from skim.protocols import OwnLocalHalf
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class TensorLocalHalf:
-    """A local half (skim.protocols.OwnLocalHalf) for tensors on any device. It selects as select="exact" does.
+class TensorLocalHalf(OwnLocalHalf):
+    """A local half for tensors on any device. It selects as select="exact" does.
+
+    skim.protocols.OwnLocalHalf has the contracts of its methods.
 
     Only selected entries and a few numbers leave the device, and only entries of the mean come to it: see moved_bytes.
     A bucket waits for the device once. If the largest entries changed much since the last step, it waits twice. The
@@ -97,6 +100,7 @@ class TensorLocalHalf:
             self._velocities = self._velocities.moved_to(layout, before)
 
     def check(self, grad: Any, n: int) -> None:
+        """Raises InvalidArgument if select, accumulate and apply cannot take `grad` as n entries."""
         if not isinstance(grad, torch.Tensor) or grad.dtype not in FLOATS:
             raise _core.InvalidArgument("skim: the gradient must be a tensor of float32, float16 or bfloat16")
         if grad.numel() != n or not grad.is_contiguous():
@@ -138,6 +142,7 @@ class TensorLocalHalf:
 
     @torch.no_grad()
     def gather(self, slot: int, indices: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+        """The residual's values at these indices (ascending), which take the place of the selection."""
         residual = self._residuals.read(slot)
         buffers = self._buffers_of(residual.device)
         [on_device] = buffers.put([indices])
@@ -301,6 +306,7 @@ class TensorLocalHalf:
     # ---- the state ------------------------------------------------------------------------------
 
     def as_feedback(self) -> _core.ErrorFeedback:
+        """A copy of all residuals and velocities."""
         feedback = _core.ErrorFeedback(**self.options)
         feedback.set_layout(self._layout)
         for slot in self._lengths:
@@ -313,6 +319,7 @@ class TensorLocalHalf:
 
     @torch.no_grad()
     def take_feedback(self, feedback: _core.ErrorFeedback) -> None:
+        """Replaces all residuals and velocities by copies of these."""
         for slot in self._lengths:
             if self.keeps_residuals:
                 self._residuals.of(slot).copy_(torch.from_numpy(feedback.residual(slot)))

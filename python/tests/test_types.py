@@ -79,6 +79,15 @@ class Names(unittest.TestCase):
         self.assertIn("attach", pydoc.plaintext.document(skim))
 
     @unittest.skipUnless(HAS_TORCH, "torch is not installed")
+    def test_what_needs_torch_has_a_contract(self):
+        for name in skim._TORCH:
+            found = getattr(skim, name)
+            members = [m for m in vars(found) if not m.startswith("_")] if inspect.isclass(found) else []
+            methods = [m for m in members if callable(getattr(found, m)) or isinstance(getattr(found, m), property)]
+            self.assertEqual([m for m in methods if not inspect.getdoc(getattr(found, m))], [], name)
+            self.assertTrue(inspect.getdoc(found), name)
+
+    @unittest.skipUnless(HAS_TORCH, "torch is not installed")
     def test_options_have_the_names_of_the_reducers(self):
         from skim import _options
 
