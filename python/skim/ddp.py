@@ -577,15 +577,15 @@ class DdpCompression(Compression):
 
 
 def _expect_found_by(ddp: DistributedDataParallel, trainable: Mapping[str, torch.Tensor]) -> None:
-    """Raises InvalidArgument if DDP exchanges the gradients of other parameters."""
-    found = {p for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
-    names = {p: name for name, p in ddp.module.named_parameters()}
-    if changed := found.symmetric_difference(trainable.values()):
-        first = next((f"'{name}'" for p, name in names.items() if p in changed), "one that was replaced")
-        raise _core.InvalidArgument(
-            f"skim.attach: requires_grad has changed since DDP was made for {len(changed)} parameters, {first} among them; "
-            "wrap the model in DDP anew"
-        )
+    """Raises InvalidArgument if DDP exchanges the gradients of other parameters, as far as their number or bytes differ."""
+    found = ddp._get_ddp_logging_data()
+    bytes_now = sum(p.numel() * p.element_size() for p in trainable.values())
+    if (found["num_parameter_tensors"], found["total_parameter_size_bytes"]) == (len(trainable), bytes_now):
+        return
+    raise _core.InvalidArgument(
+        f"skim.attach: requires_grad has changed since DDP was made: {found['num_parameter_tensors']} parameters were "
+        f"trainable then, and {len(trainable)} are now; wrap the model in DDP anew"
+    )
 
 
 def _noting(i: int, used: set[int]) -> Callable[[torch.Tensor | None], None]:

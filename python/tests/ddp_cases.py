@@ -259,7 +259,8 @@ def case_trainable_parameters_that_changed_before_attach():
         inner.w[2].requires_grad_(not frozen)
         model = DDP(inner, bucket_cap_mb=BUCKET_MB)
         inner.w[2].requires_grad_(frozen)
-        text = "requires_grad has changed since DDP was made for 1 parameters, 'w.2' among them; wrap the model in DDP anew"
+        before = len(inner.w) - frozen
+        text = f"requires_grad has changed since DDP was made: {before} parameters were trainable then, and "
         expect(skim.InvalidArgument, text, skim.attach, model, **EXACT)
         inner.w[2].requires_grad_(not frozen)
         for _ in range(2):  # DDP forms its buckets anew
