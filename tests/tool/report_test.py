@@ -3,6 +3,7 @@
 Needs SKIM_TOOL; SKIM_HAS_MPI=1 where the build has MPI; chromium for the class Drawn.
 """
 
+import fcntl
 import html.parser
 import json
 import os
@@ -10,6 +11,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import unittest
 import zlib
@@ -202,6 +204,26 @@ class Pages(Case):
         self.assertEqual((self.dir / "page.html.~1~").read_text(), "old")
         self.assertEqual(skim("report", path, "--out", "-").stdout, out.read_text())
 
+    def test_a_link_stays_and_its_file_is_replaced(self):
+        path, out = self.write("m.jsonl", [record(1)]), self.dir / "page.html"
+        (self.dir / "pages").mkdir()
+        out.symlink_to("pages/page.html")
+        for kept in (0, 1):
+            self.assert_ok(skim("report", path, "--out", out))
+            self.assertEqual(os.readlink(out), "pages/page.html")
+            self.assertEqual(len(list(out.resolve().parent.iterdir())), 1 + kept)
+        self.assertEqual(skim("report", path, "--out", "-").stdout, out.read_text())
+
+    def test_a_file_that_is_no_regular_one_is_written_and_stays(self):
+        path, out = self.write("m.jsonl", [record(1)]), self.dir / "pipe"
+        os.mkfifo(out)
+        pipe = os.open(out, os.O_RDWR)  # so that no end waits for the other
+        self.addCleanup(os.close, pipe)
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
+        self.assert_ok(skim("report", path, "--out", out))
+        self.assertTrue(out.is_fifo())
+        self.assertEqual(os.read(pipe, 1 << 20).decode(), skim("report", path, "--out", "-").stdout)
+
     def test_nothing_is_loaded(self):
         self.report(self.write("m.jsonl", [record(1)]))
         page = (self.dir / "page.html").read_text()
@@ -218,6 +240,18 @@ class WhileTraining(Case):
         self.assertEqual(live.read_text(), out.read_text())
         self.assertEqual((self.dir / "live.html.~1~").read_text(), "old")
         self.assertEqual({path.name for path in self.dir.glob("live*")}, {"live.html", "live.html.~1~"})
+
+    def test_a_device_stays_one(self):
+        null = self.dir / "null"
+        try:
+            os.mknod(null, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        except PermissionError:
+            self.skipTest("needs root, to make a device")
+        (self.dir / "link").symlink_to("null")
+        for live in (null, self.dir / "link"):
+            self.assert_ok(train(*CASE, "--report", live))
+            self.assertTrue(null.is_char_device())
+        self.assertEqual({path.name for path in self.dir.iterdir()}, {"null", "link"})
 
     def test_it_is_whole_and_grows_during_the_run(self):
         live = self.dir / "live.html"
