@@ -453,15 +453,25 @@ void expect_writable(const char* option, const std::filesystem::path& path) {
                         "': " + std::strerror(is_folder ? EISDIR : errno));
 }
 
-void expect_writable_files(const Arguments& a) {
-  for (const auto& [option, path] : files_of(a)) expect_writable(option, path);
-  if (a.tensorboard.empty()) return;
+void expect_writable_folder(const char* option, const std::filesystem::path& path) {
+  if (path.empty()) return;
   std::error_code code;
-  std::filesystem::create_directories(a.tensorboard, code);
-  if (!code && access(a.tensorboard.c_str(), W_OK) != 0) code = {errno, std::generic_category()};
-  if (code) {
-    throw InvalidArgument("--tensorboard: cannot open '" + a.tensorboard.string() +
-                          "': " + code.message());
+  std::filesystem::create_directories(path, code);
+  if (!code && access(path.c_str(), W_OK) != 0) code = {errno, std::generic_category()};
+  if (!code) return;
+  throw InvalidArgument(std::string(option) + ": cannot open '" + path.string() +
+                        "': " + code.message());
+}
+
+void expect_writable_outputs(const Arguments& a, const std::vector<Row>& rows) {
+  for (const auto& [option, path] : files_of(a)) expect_writable(option, path);
+  expect_writable_folder("--tensorboard", a.tensorboard);
+  for (const Row& r : rows) {
+    std::error_code ignored;
+    const std::filesystem::path& folder = r.options.checkpoint;
+    // A run that resumes from a folder that is not there says so, and must not make it.
+    if (r.options.resume && !std::filesystem::exists(folder, ignored)) continue;
+    expect_writable_folder("--checkpoint", folder);
   }
 }
 
@@ -507,7 +517,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
        {"hash", fmt::format("{:016x}", data.hash())}},
       "data set", comm);
   const bool text = data.info().kind == train::InputKind::text;
-  if (first) expect_writable_files(a);
+  if (first) expect_writable_outputs(a, rows);
   const std::filesystem::path none;
   MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, first ? a.report : none,
                       first ? a.tensorboard : none);
@@ -590,7 +600,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
 // Finds what would end all ranks before their first step, before any of them starts. Ranks find it
 // themselves, too, because no launcher starts those on other machines.
 void expect_to_start(const Arguments& a, const std::vector<Row>& rows) {
-  expect_writable_files(a);
+  expect_writable_outputs(a, rows);
   at::set_num_threads(1);  // no other thread, because the launcher forks
   train::DataOptions options = a.train.data;
   options.seed = a.train.seed;

@@ -878,11 +878,23 @@ class Checkpoints(Case):
         done = train("--ranks", 2, "--model", "linear", "--steps", 3, env=nowhere)
         self.assertIn("/nowhere/mpirun", done.stderr)
 
-    def test_a_folder_that_cannot_be_written(self):
+    def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(self):
         blocked = self.dir / "file"
         blocked.write_text("")
-        self.assert_refused(train("--ranks", 2, "--model", "linear", "--steps", 2, "--checkpoint",
-                                  blocked / "deeper"), "checkpoint", status=1)
+        for ranks in 1, 2:
+            for folder, word in ((blocked, "Not a directory"), (blocked / "deeper", "Not a directory"),
+                                 ("/proc/c", "No such file")):
+                done = train("--ranks", ranks, "--model", "linear", "--steps", 2, "--checkpoint", folder)
+                self.assert_refused(done, f"--checkpoint: cannot open '{folder}'", word)
+                self.assertEqual(done.stdout, "")
+        done = train("--model", "linear", "--compare", "dense,gtopk", "--steps", 2, "--checkpoint", blocked)
+        self.assert_refused(done, f"--checkpoint: cannot open '{blocked}/dense'")
+
+    def test_a_folder_to_resume_from_is_not_made(self):
+        done = train("--model", "linear", "--steps", 2, "--checkpoint", self.dir / "none", "--resume")
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("no checkpoint", done.stderr)
+        self.assertFalse((self.dir / "none").exists())
 
 
 @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
