@@ -51,9 +51,10 @@ std::string human_seconds(double s) {
 }
 
 MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing,
-                         const std::filesystem::path& report,
+                         std::atomic<bool>& stop, const std::filesystem::path& report,
                          const std::filesystem::path& tensorboard)
     : path_(path),
+      stop_(stop),
       report_(report, keep_existing ? path : std::filesystem::path()),
       events_(tensorboard, keep_existing) {
   if (path.empty()) return;
@@ -71,6 +72,18 @@ MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing,
 }
 
 void MetricsFile::write(const nlohmann::json& line) {
+  if (!failure_.empty()) return;
+  try {
+    write_all(line);
+  } catch (const InvalidArgument&) {
+    throw;
+  } catch (const Error& e) {
+    failure_ = e.what();
+    stop_.store(true);
+  }
+}
+
+void MetricsFile::write_all(const nlohmann::json& line) {
   report_.add(line);
   events_.add(line);
   if (file_ == nullptr) return;

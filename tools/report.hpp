@@ -1,6 +1,7 @@
 // The output of a run: the progress line, the table, JSON lines, the summary.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -31,17 +32,25 @@ struct Row {
 // the same lines, and the event files of --tensorboard have their numbers.
 class MetricsFile {
  public:
-  // keep_existing: append to the file (resume). Throws: Error.
-  MetricsFile(const std::filesystem::path& path, bool keep_existing,
+  // keep_existing: append to the file (resume). stop: asks the run to end; set to true if a line
+  // cannot be written, so that a full disk does not cost the state of the run. Throws: Error.
+  MetricsFile(const std::filesystem::path& path, bool keep_existing, std::atomic<bool>& stop,
               const std::filesystem::path& report = {},
               const std::filesystem::path& tensorboard = {});
-  void write(const nlohmann::json& line);  // throws: Error, with the system's reason
+  // Writes nothing after a failure. Throws: InvalidArgument: --tensorboard cannot be opened.
+  void write(const nlohmann::json& line);
+  // Why a line could not be written, with the system's reason; empty: all were.
+  const std::string& failure() const { return failure_; }
   // Removes the lines of `run` after `step`, which a stopped run recorded after its checkpoint.
   void forget_after(const std::string& run, std::int64_t step);
   void end();  // writes the last page of the report; throws: Error
 
  private:
+  void write_all(const nlohmann::json& line);
+
   std::filesystem::path path_;
+  std::atomic<bool>& stop_;
+  std::string failure_;
   std::FILE* file_ = nullptr;
   struct Closer {
     void operator()(std::FILE* f) const { std::fclose(f); }

@@ -387,7 +387,7 @@ int run(TrainingOptions& o, const std::string& command) {
   const bool text = data.info().kind == train::InputKind::text;
 
   JsonFile json(o.link.json);
-  MetricsFile metrics(o.train.metrics, false);
+  MetricsFile metrics(o.train.metrics, false, g_stop);
   const bool to_stderr = o.link.json == "-" || o.train.metrics == "-";
   std::FILE* const people = to_stderr ? stderr : stdout;
   const std::string name = train::exchange_name(o.train);
@@ -425,6 +425,7 @@ int run(TrainingOptions& o, const std::string& command) {
   summary["wall_s"] = s.wall_s;
   json.write(nlohmann::json::array({summary}));
   print(people, o, s);
+  if (!metrics.failure().empty()) throw Error(metrics.failure());
   if (!s.run.stopped) return 0;
   fmt::print(stderr, "skim simulate: stopped after step {}\n", s.run.steps);
   return 128 + g_signal.load();

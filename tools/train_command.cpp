@@ -489,6 +489,13 @@ int threads_per_rank(Communicator& comm) {
   return std::max(1, cores / std::max(1, ranks_here));
 }
 
+// The text of rank 0, on all ranks.
+std::string of_rank_0(const std::string& text, Communicator& comm) {
+  MessageList all;
+  comm.allgather(std::as_bytes(std::span(text)), all);
+  return {reinterpret_cast<const char*>(all[0].data()), all[0].size()};
+}
+
 nlohmann::json summary_of(const std::vector<Row>& rows, int ranks) {
   nlohmann::json all = nlohmann::json::array();
   for (const Row& r : rows) all.push_back(to_json(r, ranks));
@@ -519,10 +526,11 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   const bool text = data.info().kind == train::InputKind::text;
   if (first) expect_writable_outputs(a, rows);
   const std::filesystem::path none;
-  MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, first ? a.report : none,
-                      first ? a.tensorboard : none);
+  MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, g_stop,
+                      first ? a.report : none, first ? a.tensorboard : none);
   JsonFile summary(first ? a.summary : "", "--summary");
   std::vector<RunTrace> traces;
+  std::string failure;  // to write what a run records
 
   for (std::size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
@@ -568,33 +576,37 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     if (trace) traces.push_back({row.name, trace->gather()});
     if (first) progress.end();
     if (first && command.after) command.after(people);
-    if (row.summary.stopped || !row.summary.checkpoint_failure.empty() || g_stop.load()) {
+    failure = of_rank_0(metrics.failure(), comm);
+    if (row.summary.stopped || !row.summary.checkpoint_failure.empty() || !failure.empty() ||
+        g_stop.load()) {
       rows.resize(i + 1);
       break;
     }
   }
-  const bool stopped = rows.back().summary.stopped;
+  const train::Summary& last = rows.back().summary;
+  const bool stopped = last.stopped;
   if (first) {
     print_table(people, rows, comm.size(), text);
     summary.write(summary_of(rows, comm.size()));
-    metrics.end();
+    if (failure.empty()) metrics.end();
     write_trace(a.trace, traces);
   }
-  if (const std::string& failure = rows.back().summary.checkpoint_failure; !failure.empty()) {
+  const std::string where =
+      fmt::format("stopped after step {}; {}", last.steps,
+                  last.checkpoint.empty() ? "no checkpoint was asked for"
+                                          : "checkpoint " + last.checkpoint + "; --resume continues");
+  if (!last.checkpoint_failure.empty()) {
+    failure += (failure.empty() ? "" : "; ") + last.checkpoint_failure;
+  } else if (!failure.empty() && stopped) {
+    failure += "; " + where;
+  }
+  if (!failure.empty()) {
     std::fflush(people);
     comm.barrier();  // a rank that fails ends the others, and the table must be out
     throw Error(failure);
   }
-  if (!first) return stopped ? kRunError : 0;
-  if (stopped) {
-    const train::Summary& s = rows.back().summary;
-    std::fprintf(stderr, "skim: stopped after step %lld; %s\n", static_cast<long long>(s.steps),
-                 s.checkpoint.empty()
-                     ? "no checkpoint was asked for"
-                     : ("checkpoint " + s.checkpoint + "; --resume continues").c_str());
-    return kRunError;
-  }
-  return 0;
+  if (first && stopped) std::fprintf(stderr, "skim: %s\n", where.c_str());
+  return stopped ? kRunError : 0;
 }
 
 // Finds what would end all ranks before their first step, before any of them starts. Ranks find it

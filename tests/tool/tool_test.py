@@ -963,6 +963,31 @@ class Failures(Case):
             done = train("--ranks", ranks, "--model", "linear", "--steps", 3, option, "/dev/full")
             self.assert_refused(done, option, "/dev/full", "No space left", status=1)
 
+    def test_a_disk_that_fills_up_stops_the_run_with_its_state(self):
+        def small_disk():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write fails as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))
+
+        limited = {"preexec_fn": small_disk, "restore_signals": False}
+        for ranks, option, path, disk, why in ((1, "--metrics", "m.jsonl", limited, "File too large"),
+                                               (1, "--tensorboard", "events", limited, "File too large"),
+                                               (2, "--metrics", "/dev/full", {}, "No space left on device")):
+            with self.subTest(option=option, path=path):
+                folder, summary = self.dir / f"c{ranks}{option}", self.dir / f"s{ranks}{option}"
+                case = ["--ranks", ranks, "--model", "linear", "--eval-epochs", 0, "--checkpoint", folder,
+                        "--summary", summary]
+                done = train(*case, "--steps", 5000, option, self.dir / path, **disk)
+                self.assert_refused(done, f"{option}: cannot write", status=1)
+                found = re.search(rf": {why}; stopped after step (\d+); checkpoint (\S+); --resume continues$",
+                                  done.stderr.strip())
+                self.assertTrue(found, done.stderr)
+                step = int(found[1])
+                self.assertEqual(found[2], f"{folder}/step-{step:08}")
+                self.assertEqual(str(newest_in(folder)), found[2])
+                [run] = json.loads(summary.read_text())
+                self.assertEqual((run["steps_done"], run["stopped"]), (step, True))
+                self.assert_ok(train(*case, "--steps", step + 2, option, self.dir / pathlib.Path(path).name, "--resume"))
+
     def test_a_dead_run_is_no_success(self):
         for ranks in (1, 2) if HAS_MPI else (1,):
             dead = ["--ranks", ranks, "--model", "mlp-64", "--steps", 60, "--lr", "1e20"]
