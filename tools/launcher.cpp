@@ -310,6 +310,16 @@ bool is_launched() {
   return false;
 }
 
+void handle_signals(std::initializer_list<int> signals, void (*handler)(int), int flags) {
+  struct sigaction action {}, before {};
+  action.sa_handler = handler;
+  action.sa_flags = flags;
+  for (const int signal : signals) {
+    sigaction(signal, nullptr, &before);
+    if (signal != SIGHUP || before.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);
+  }
+}
+
 bool is_launched_by_skim() { return std::getenv(kRunDir) != nullptr; }
 
 int terminal_columns(bool to_stderr) {
@@ -334,9 +344,8 @@ Outcome launch(const LaunchOptions& options) {
   if (pipe(out.data()) != 0 || pipe(err.data()) != 0 || pipe2(report.data(), O_CLOEXEC) != 0) {
     throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
   }
-  struct sigaction action {};
-  action.sa_handler = on_signal;  // no SA_RESTART, so that a signal ends poll()
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) sigaction(signal, &action, nullptr);
+  // No SA_RESTART, so that a signal ends poll().
+  handle_signals({SIGINT, SIGTERM, SIGHUP, SIGUSR1}, on_signal);
   const pid_t child = fork();
   if (child < 0) throw Error(std::string("cannot start a process: ") + std::strerror(errno));
   if (child == 0) {

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <functional>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -17,6 +18,10 @@ bool is_launched();
 
 // True if such a process was started by launch().
 bool is_launched_by_skim();
+
+// Calls `handler` at each of these signals. SIGHUP stays ignored if it was, as under nohup. flags:
+// those of sigaction.
+void handle_signals(std::initializer_list<int> signals, void (*handler)(int), int flags = 0);
 
 struct LaunchOptions {
   int ranks = 2;

@@ -29,6 +29,7 @@
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
 #include "tools/json_file.hpp"
+#include "tools/launcher.hpp"
 #include "tools/repetition.hpp"
 #include "tools/report.hpp"
 #include "tools/summation.hpp"
@@ -399,10 +400,7 @@ int run(TrainingOptions& o, const std::string& command) {
   if (!note.empty()) progress.say(note);
 
   // A second signal ends the process at once.
-  struct sigaction action {};
-  action.sa_handler = on_stop;
-  action.sa_flags = static_cast<int>(SA_RESTART | SA_RESETHAND);
-  for (const int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
+  handle_signals({SIGINT, SIGTERM, SIGHUP}, on_stop, static_cast<int>(SA_RESTART | SA_RESETHAND));
 
   train::SimulationObserver observer;
   observer.on_step = [&](const train::SimulatedStep& step) {
@@ -486,7 +484,8 @@ int simulate_training(int argc, char** argv) {
       "skim simulate");
   declare(app, o, training);
   app.footer(
-      "Ctrl-C or SIGTERM end the run before the next rank's batch; a second one ends it at once.\n"
+      "Ctrl-C, SIGTERM, or a terminal that closes (SIGHUP; not under nohup) end the run before\n"
+      "the next rank's batch; a second signal ends it at once.\n"
       "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N\n"
       "stopped by signal N.\n\n"
       "Example:\n"

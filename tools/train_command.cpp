@@ -76,15 +76,12 @@ bool is_started_by_srun() {
   return std::getenv("SLURM_PROCID") != nullptr && std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr;
 }
 
-void handle_signals(double grace) {
+void stop_at_signals(double grace) {
   const auto ns = [](double seconds) { return static_cast<std::int64_t>(1e9 * seconds); };
   const double of_ranks = 0.9 * grace;  // so that they can still say why
   g_grace_ns.store(ns(of_ranks));
   g_grace_of_sigterm_ns.store(ns(is_started_by_srun() ? of_ranks : std::min(of_ranks, kOfMpirun)));
-  struct sigaction action {};
-  action.sa_handler = on_stop;
-  action.sa_flags = SA_RESTART;
-  for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
+  handle_signals({SIGINT, SIGTERM, SIGHUP, SIGUSR1}, on_stop, SA_RESTART);
 }
 
 struct Arguments {
@@ -342,9 +339,9 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
                          train::Trace::kSteps));
   add_training_options(line, a.train);
   app.footer(
-      "Ctrl-C, SIGTERM or SIGUSR1 end the run after the step, with a checkpoint if --checkpoint\n"
-      "is given; a second one ends it at once. SKIM_MPIRUN in the environment names another\n"
-      "mpirun for --ranks.\n\n"
+      "Ctrl-C, SIGTERM, SIGUSR1, or a terminal that closes (SIGHUP; not under nohup) end the\n"
+      "run after the step, with a checkpoint if --checkpoint is given; a second signal ends it\n"
+      "at once. SKIM_MPIRUN in the environment names another mpirun for --ranks.\n\n"
       "Exit status: 0 success; 1 the run failed; 2 wrong usage or input; 75 stopped by\n"
       "SIGUSR1, to be started again with --resume; 128+N stopped by another signal N.\n\n" +
       command.example);
@@ -639,7 +636,7 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
 }
 
 int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& rows) {
-  handle_signals(a.grace);
+  stop_at_signals(a.grace);
   const CommOptions comm_options{
       .timeout = milliseconds_of(a.timeout),
       .deadline_ns = &g_deadline_ns};

@@ -164,6 +164,31 @@ class Preemption(Reliability):
                 if ranks == 3:
                     self.assert_as_undisturbed(name)
 
+    def test_a_terminal_that_closes_ends_the_run_with_a_checkpoint(self):
+        for ranks in (1, 3) if HAS_MPI else (1,):
+            with self.subTest(ranks=ranks):
+                name = f"c{ranks}"
+                run = self.start(*RUN, "--ranks", ranks, *self.folder(name))
+                self.wait_for_step_of(run, name, 5)
+                run.send_signal(signal.SIGHUP)
+                out, err = run.communicate(timeout=LIMIT)
+                self.assertEqual(run.returncode, 128 + signal.SIGHUP, out + err)
+                self.assertIn("--resume continues", err)
+                self.assertIn("\nrun ", out, "the table is lost")
+
+    def test_under_nohup_it_goes_on_when_the_terminal_closes(self):
+        for ranks in (1, 3) if HAS_MPI else (1,):
+            with self.subTest(ranks=ranks):
+                name = f"c{ranks}"
+                run = self.start(*RUN, "--ranks", ranks, "--steps", 1000000, *self.folder(name),
+                                 preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+                self.wait_for_step_of(run, name, 5)
+                run.send_signal(signal.SIGHUP)
+                self.wait_for_step_of(run, name, 50 + (self.dir / f"{name}.jsonl").read_text().count("\n"))
+                run.send_signal(signal.SIGTERM)
+                out, err = run.communicate(timeout=LIMIT)
+                self.assertEqual(run.returncode, 128 + signal.SIGTERM, out + err)
+
     @unittest.skipUnless(HAS_MPI, NEEDS_MPI)
     def test_mpirun_has_nothing_to_wait_for_after_a_stop(self):
         """Where a rank ends with another status than 0, Open MPI waits for seconds."""

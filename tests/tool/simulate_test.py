@@ -170,22 +170,37 @@ class Training(Case):
             self.assertRegex(training.stdout, rf"{option}\b")
             self.assertNotRegex(alone.stdout, rf"\n  {option}\b")
 
-    def test_ctrl_c_ends_it(self):
-        metrics = self.dir / "m.jsonl"
+    def simulation(self, name, **options):
+        """One in the background that has taken some steps, and its --metrics."""
+        metrics = self.dir / f"{name}.jsonl"
         run = subprocess.Popen(
             [TOOL, "simulate", "--train", *LINK, *SMALL, "--model", "mlp-64", "--ranks", "4", "--epochs",
-             "100000", "--metrics", str(metrics), "--json", str(self.dir / "s.json")],
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+             "100000", "--metrics", str(metrics), "--json", str(self.dir / f"{name}.json")],
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
         self.addCleanup(run.kill)
         self.wait_for_step(run, metrics, 3)
+        return run, metrics
+
+    def test_a_signal_ends_it(self):
+        for number in (signal.SIGINT, signal.SIGHUP):
+            with self.subTest(number.name):
+                run, metrics = self.simulation(number.name)
+                run.send_signal(number)
+                out, err = run.communicate(timeout=30)
+                self.assertEqual(run.returncode, 128 + number, out + err)
+                self.assertEqual(len(err.strip().splitlines()), 1, err)
+                self.assertIn("stopped after step", err)
+                (row,) = json.loads((self.dir / f"{number.name}.json").read_text())
+                self.assertTrue(row["stopped"])
+                self.assertEqual(row["steps_done"], max(line["step"] for line in lines(metrics)))
+
+    def test_under_nohup_it_goes_on_when_the_terminal_closes(self):
+        run, metrics = self.simulation("m", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+        run.send_signal(signal.SIGHUP)
+        self.wait_for_step(run, metrics, 10 + metrics.read_text().count("\n"))
         run.send_signal(signal.SIGINT)
-        out, err = run.communicate(timeout=30)
-        self.assertEqual(run.returncode, 128 + signal.SIGINT, out + err)
-        self.assertEqual(len(err.strip().splitlines()), 1, err)
-        self.assertIn("stopped after step", err)
-        (row,) = json.loads((self.dir / "s.json").read_text())
-        self.assertTrue(row["stopped"])
-        self.assertEqual(row["steps_done"], max(line["step"] for line in lines(metrics)))
+        run.communicate(timeout=30)
+        self.assertEqual(run.returncode, 128 + signal.SIGINT)
 
     def test_refusals(self):
         text = self.dir / "text"

@@ -90,11 +90,11 @@ class Case(unittest.TestCase):
         for word in words:
             self.assertIn(word, done.stderr)
 
-    def start(self, *arguments):
+    def start(self, *arguments, **options):
         """A run in the background, with a folder for temporary files of its own."""
         environment = dict(os.environ, TMPDIR=str(self.dir))
         run = subprocess.Popen([TOOL, "train", *SMALL, *map(str, arguments)], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
         self.addCleanup(run.kill)
         return run
 
