@@ -131,7 +131,7 @@ void each_run_field(Options& o, F&& f) {
   using S = FieldScope;
   f("threads", o.threads,
     FieldInfo{.what = "threads per rank [cores of the host / ranks on it]",
-              .range = kPositive,
+              .range = {.low = 1, .high = 1024},
               .scope = S::rank});
   f("eval_epochs", o.eval_epochs,
     FieldInfo{.what = "epochs between evaluations; 0: at the end only",

@@ -165,6 +165,8 @@ class Usage(Case):
             self.assert_refused(train("--density", density), "--density", "(0, 1]")
         self.assert_refused(train("--batch", "0"), "--batch", "> 0")
         self.assert_refused(train("--steps", "0"), "--steps", "> 0")
+        for threads in (0, 1025, 100000):
+            self.assert_refused(train("--threads", threads), "--threads", "[1, 1024]", str(threads))
         self.assert_refused(train("--lr", "fast"), "--lr", "fast")
         self.assert_refused(train("--density-warmup", "0.5,x"), "--density-warmup", "'x'")
         self.assert_refused(train("--resume"), "--checkpoint")
