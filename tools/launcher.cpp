@@ -37,6 +37,7 @@
 
 #include "skim/error.hpp"
 #include "tools/run_dir.hpp"
+#include "tools/standard_output.hpp"
 
 namespace fs = std::filesystem;
 
@@ -417,7 +418,7 @@ Outcome launch(const LaunchOptions& options) {
         const auto size = static_cast<std::size_t>(got);
         live = chunk[size - 1] != '\r' ? -1 : &fd == &fds[0] ? STDOUT_FILENO : STDERR_FILENO;
         if (&fd == &fds[0]) {
-          (void)!::write(STDOUT_FILENO, chunk.data(), size);
+          write_to_standard_output(chunk.data(), size);
         } else {
           filter.pass(chunk.data(), size);
         }

@@ -18,6 +18,13 @@
 namespace skim::tool {
 namespace {
 
+// As fmt::print, which throws if it cannot write. A run must not end because its log cannot be
+// written; the program notices that at its end.
+template <class... T>
+void print(std::FILE* out, fmt::format_string<T...> format, T&&... values) {
+  std::fputs(fmt::format(format, std::forward<T>(values)...).c_str(), out);
+}
+
 constexpr std::chrono::milliseconds kLiveEvery{100}, kPlainEvery{10000};
 
 std::string percent(double fraction) { return fmt::format("{:.2f} %", 100.0 * fraction); }
@@ -205,11 +212,11 @@ void Progress::step(const train::StepRecord& r) {
     // The line leaves the cursor at its first letter. If the terminal then gets narrower and wraps
     // the line, all rows are at or below the cursor, so kEraseLive removes them. Without automatic
     // wrapping (DECAWM, 7), a line that is on its way when the terminal gets narrower cannot wrap.
-    fmt::print(out_, "{}\x1b[?7l{:.{}}\x1b[?7h\r", kEraseLive, line(r),
+    print(out_, "{}\x1b[?7l{:.{}}\x1b[?7h\r", kEraseLive, line(r),
                std::max(columns(), 1) - 1);
     is_drawn_ = true;
   } else {
-    fmt::print(out_, "{}\n", line(r));
+    print(out_, "{}\n", line(r));
   }
   std::fflush(out_);
 }
@@ -224,17 +231,17 @@ void Progress::evaluated(const train::Evaluation& e) {
 
 void Progress::say(const std::string& what) {
   end();
-  fmt::print(out_, "{}  {}\n", run_, what);
+  print(out_, "{}  {}\n", run_, what);
   std::fflush(out_);
 }
 
 void Progress::warn(const std::string& what) {
   end();
-  fmt::print(stderr, "skim: {}: {}\n", run_, what);
+  print(stderr, "skim: {}: {}\n", run_, what);
 }
 
 void Progress::end() {
-  if (is_drawn_) fmt::print(out_, "{}", kEraseLive);
+  if (is_drawn_) print(out_, "{}", kEraseLive);
   is_drawn_ = false;
   std::fflush(out_);
 }
@@ -341,21 +348,21 @@ void print_conclusion(std::FILE* out, const std::vector<Row>& rows, bool text) {
   const auto ratio = [](double x, double y) {
     return y > 0.0 ? fmt::format("{:.2f}", x / y) : std::string("-");
   };
-  fmt::print(out,
+  print(out,
              "\nStep time relative to {}: here; and at 1 Gbit/s and 100 Mbit/s, from work and bytes "
              "alone\n",
              base.name);
   for (const Row& row : rows) {
     if (&row == &base) continue;
     const train::Summary &s = row.summary, &b = base.summary;
-    fmt::print(out, "{}: {} here, {} at 1 Gbit/s, {} at 100 Mbit/s\n", row.name,
+    print(out, "{}: {} here, {} at 1 Gbit/s, {} at 100 Mbit/s\n", row.name,
                ratio(s.median.step_ms, b.median.step_ms),
                ratio(least_step_ms(s, 1e9), least_step_ms(b, 1e9)),
                ratio(least_step_ms(s, 1e8), least_step_ms(b, 1e8)));
   }
   const Row& fastest = *std::ranges::min_element(
       rows, {}, [](const Row& r) { return r.summary.median.step_ms; });
-  fmt::print(out, "{} was the fastest here. Each {} is of one seed: choose by several (--seed).\n",
+  print(out, "{} was the fastest here. Each {} is of one seed: choose by several (--seed).\n",
              fastest.name, text ? "loss" : "accuracy");
 }
 
@@ -364,7 +371,7 @@ void print_conclusion(std::FILE* out, const std::vector<Row>& rows, bool text) {
 void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool text) {
   if (rows.empty()) return;
   const train::TrainOptions& o = rows.front().options;
-  fmt::print(out, "\n{} on {}: {} parameters, {} rank{}, batch {} a rank, {} steps\n", o.model,
+  print(out, "\n{} on {}: {} parameters, {} rank{}, batch {} a rank, {} steps\n", o.model,
              o.data.name, rows.front().summary.parameters, ranks, ranks == 1 ? "" : "s", o.batch,
              rows.front().summary.steps);
   std::vector<std::array<std::string, 11>> cells;
@@ -395,9 +402,9 @@ void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool t
       joined += c == 0 ? fmt::format("{:<{}}", line[c], width[c])
                        : fmt::format("  {:>{}}", line[c], width[c]);
     }
-    fmt::print(out, "{}\n", joined);
+    print(out, "{}\n", joined);
   }
-  fmt::print(
+  print(
       out,
       "sent/step: bytes per rank and step, mean over ranks. Times: medians on rank 0, in ms; "
       "select, exchange\nand apply run beside compute, exposed is what backward did not hide "
@@ -405,12 +412,12 @@ void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool t
   for (const Row& row : rows) {
     const train::Summary& s = row.summary;
     if (s.skipped_steps == 0) continue;
-    fmt::print(out, "{}: {} of {} steps were skipped, because gradients were NaN or infinite\n",
+    print(out, "{}: {} of {} steps were skipped, because gradients were NaN or infinite\n",
                row.name, s.skipped_steps, s.steps);
   }
   for (const Row& row : rows) {
     const std::string line = line_on_waiting(row.summary);
-    if (!line.empty()) fmt::print(out, "{}: {}\n", row.name, line);
+    if (!line.empty()) print(out, "{}: {}\n", row.name, line);
   }
   if (rows.size() > 1) print_conclusion(out, rows, text);
   std::fflush(out);

@@ -35,7 +35,6 @@ int write_report(const std::vector<fs::path>& files, const fs::path& out) {
   const std::string html = page.html(false);
   if (out == "-") {
     std::fwrite(html.data(), 1, html.size(), stdout);
-    if (std::fflush(stdout) != 0) throw Error("cannot write to standard output");
     return 0;
   }
   keep_beside("--out", out);

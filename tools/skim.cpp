@@ -7,6 +7,7 @@
 
 #include "skim/version.hpp"
 #include "tools/commands.hpp"
+#include "tools/standard_output.hpp"
 
 namespace {
 
@@ -49,9 +50,7 @@ void expect_memory_to_start() {
 [[gnu::section(".preinit_array"), gnu::used]] void (*const before_constructors)() =
     &expect_memory_to_start;
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int run(int argc, char** argv) {
   const std::string_view command = argc > 1 ? argv[1] : "--help";
   if (command == "train") return skim::tool::train_command(argc - 1, argv + 1);
   if (command == "inspect") return skim::tool::inspect_command(argc - 1, argv + 1);
@@ -74,3 +73,7 @@ int main(int argc, char** argv) {
                argv[1]);
   return 2;
 }
+
+}  // namespace
+
+int main(int argc, char** argv) { return skim::tool::end_standard_output(run(argc, argv)); }

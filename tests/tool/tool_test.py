@@ -137,6 +137,37 @@ class Usage(Case):
         self.assert_ok(done)
         self.assertEqual(done.stdout, f"skim {os.environ['SKIM_VERSION']}\n")
 
+    def test_standard_output_that_is_lost_is_no_success(self):
+        metrics, summary = self.dir / "m.jsonl", self.dir / "s.json"
+        run = ["--model", "linear", "--steps", 3]
+        self.assert_ok(train(*run, "--metrics", metrics))
+        commands = [["--help"], ["version"], ["train", "--help"], ["report", metrics, "--out", "-"],
+                    ["plan", "--link", "1gbit", "--compute", "0.2s"],
+                    ["train", *SMALL, *run, "--summary", summary]]
+        if HAS_MPI:
+            commands += [["train", *SMALL, *run, "--ranks", 2],
+                         ["train", *SMALL, *run, "--ranks", 2, "--metrics", "-"]]
+        for command in commands:
+            with self.subTest(command=command), open("/dev/full", "w") as full:
+                done = subprocess.run([TOOL, *map(str, command)], stdout=full, stderr=subprocess.PIPE, text=True,
+                                      timeout=LIMIT)
+                self.assertEqual(done.returncode, 1, done.stderr)
+                self.assertRegex(done.stderr.splitlines()[-1],
+                                 "^skim: cannot write to standard output(: No space left on device)?$")
+                if "-" not in command:
+                    self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
+        self.assertTrue(json.loads(summary.read_text()))
+
+    def test_a_run_goes_on_without_standard_output(self):
+        folder = self.dir / "c"
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([TOOL, "train", *SMALL, *map(str, ["--model", "linear", "--steps", 300,
+                                   "--eval-epochs", 1 / 64, "--checkpoint", folder])],
+                                  stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("cannot write to standard output", done.stderr)
+        self.assertEqual(newest_in(folder).name, "step-00000300")
+
     def test_tasks_of_srun_without_mpi_are_refused(self):
         alone = {name: value for name, value in os.environ.items() if not name.startswith("PMI")}
         done = train("--steps", "1", env={**alone, "SLURM_STEP_NUM_TASKS": "2"})

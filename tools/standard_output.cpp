@@ -1,0 +1,38 @@
+#include "tools/standard_output.hpp"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+namespace skim::tool {
+namespace {
+
+int g_error = 0;  // errno of the first write past stdio that failed
+
+}  // namespace
+
+void write_to_standard_output(const char* data, std::size_t size) {
+  while (size > 0) {
+    const ssize_t written = ::write(STDOUT_FILENO, data, size);
+    if (written < 0) {
+      if (errno != EINTR && g_error == 0) g_error = errno;
+      return;
+    }
+    data += written;
+    size -= static_cast<std::size_t>(written);
+  }
+}
+
+int end_standard_output(int status) {
+  int error = g_error;
+  if (std::fflush(stdout) != 0 && error == 0) error = errno;
+  if (status != 0 || (error == 0 && std::ferror(stdout) == 0)) return status;
+  // The reason of an earlier flush is no longer known.
+  std::fprintf(stderr, "skim: cannot write to standard output%s%s\n", error != 0 ? ": " : "",
+               error != 0 ? std::strerror(error) : "");
+  return 1;
+}
+
+}  // namespace skim::tool

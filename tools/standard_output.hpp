@@ -1,0 +1,15 @@
+// Notices that standard output was lost, as on a full disk.
+#pragma once
+
+#include <cstddef>
+
+namespace skim::tool {
+
+// Writes past stdio. It ends early if a signal interrupts it, and the rest is lost.
+void write_to_standard_output(const char* data, std::size_t size);
+
+// Flushes standard output at the end of the program. Returns the program's exit status, which is
+// 1 instead of 0 if anything written there was lost. One line then says so.
+int end_standard_output(int status);
+
+}  // namespace skim::tool
