@@ -63,6 +63,12 @@ void on_signal(int signal) {
   g_last_signal.store(signal);
 }
 
+bool is_started_by_mpi() {
+  return std::ranges::any_of(
+      std::array{"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"},
+      [](const char* name) { return std::getenv(name) != nullptr; });
+}
+
 int columns_of(int fd) {
   winsize size{};
   if (isatty(fd) == 0) return 0;
@@ -298,9 +304,7 @@ Outcome explain(const RunDir& dir, int ranks, int code, const StderrFilter& of_m
 }  // namespace
 
 bool is_launched() {
-  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"}) {
-    if (std::getenv(name) != nullptr) return true;
-  }
+  if (is_started_by_mpi()) return true;
   // Only srun sets this variable. Without MPI, each of its tasks would train a model of its own.
   const char* tasks = std::getenv("SLURM_STEP_NUM_TASKS");
   if (tasks != nullptr && std::string_view(tasks) != "1") {
@@ -324,8 +328,14 @@ void handle_signals(std::initializer_list<int> signals, void (*handler)(int), in
 bool is_launched_by_skim() { return std::getenv(kRunDir) != nullptr; }
 
 int terminal_columns(bool to_stderr) {
+  const char* const term = std::getenv("TERM");
+  if (term != nullptr && std::string_view(term) == "dumb") return 0;
   const char* const launchers = std::getenv(to_stderr ? kStderrTerminal : kStdoutTerminal);
-  if (launchers == nullptr) return columns_of(to_stderr ? STDERR_FILENO : STDOUT_FILENO);
+  if (launchers == nullptr) {
+    // Open MPI gives a rank a terminal of its own, which says nothing about the output of mpirun.
+    if (is_started_by_mpi()) return 0;
+    return columns_of(to_stderr ? STDERR_FILENO : STDOUT_FILENO);
+  }
   char* file = nullptr;
   const auto columns = static_cast<int>(std::strtol(launchers, &file, 10));
   if (columns == 0) return 0;

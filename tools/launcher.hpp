@@ -79,8 +79,8 @@ class RankStatus {
 // the process, and with it all ranks, with status 2 for InvalidArgument and 1 for other errors.
 int run_as_rank(const std::string& command, const std::function<void(Communicator&)>& body);
 
-// The columns, now, of the terminal that people look at; 0: no terminal. On a rank, this is the
-// launcher's terminal.
+// The columns, now, of the terminal that people look at; 0: none, or one that only prints
+// (TERM=dumb). On a rank, this is the launcher's terminal. A rank of the user's own mpirun has none.
 int terminal_columns(bool to_stderr);
 
 // Erases a live line, which left the cursor at its first letter (\r), in all rows that it takes.

@@ -118,14 +118,14 @@ class TheModel(unittest.TestCase):
 
 
 class Live(Case):
-    def start_on_terminal(self, columns, reflows, *arguments):
+    def start_on_terminal(self, columns, reflows, *arguments, term="xterm"):
         """Standard output and standard error are the terminal."""
         self.master, slave = pty.openpty()
         self.addCleanup(os.close, self.master)
         self.screen = Screen(columns, reflows)
         self.resize(columns)
         self.run_ = subprocess.Popen([TOOL, *map(str, arguments)], stdin=subprocess.DEVNULL, stdout=slave, stderr=slave,
-                                     env=dict(os.environ, TMPDIR=str(self.dir)))
+                                     env=dict(os.environ, TMPDIR=str(self.dir), TERM=term))
         os.close(slave)
         self.addCleanup(self.run_.kill)
 
@@ -213,6 +213,32 @@ class Live(Case):
         self.run_.wait(timeout=LIMIT)
         (line,) = filter(None, self.screen.lines)
         self.assertRegex(line, r"^skim: rank 0 \(pid \d+\) died")
+
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
+    def test_ranks_of_mpirun_print_plain_lines(self):
+        """Open MPI gives a rank a terminal of its own, whatever mpirun writes to."""
+        environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+                           OMPI_MCA_rmaps_base_oversubscribe="1")
+        done = subprocess.run([os.environ["SKIM_MPIRUN"], "-n", "2", TOOL, "train", *SMALL, "--model", "linear",
+                               "--steps", "3"], capture_output=True, text=True, timeout=LIMIT, env=environment)
+        self.assert_ok(done)
+        self.assertRegex(done.stdout, r"(?m)^gtopk  step 3/3 ")
+        self.assertNotIn("\x1b", done.stdout)
+
+    def test_a_dumb_terminal_gets_plain_lines(self):
+        for command in self.commands():
+            with self.subTest(command=command):
+                self.start_on_terminal(200, True, *[3 if word == 1000000 else word for word in command], term="dumb")
+                drawn = b""
+                while True:
+                    try:
+                        text = os.read(self.master, 1 << 16)
+                    except OSError:
+                        break
+                    drawn += text
+                self.assertEqual(self.run_.wait(timeout=LIMIT), 0, drawn)
+                self.assertIn(b"step 3/3 ", drawn)
+                self.assertNotIn(b"\x1b", drawn)
 
 
 if __name__ == "__main__":
