@@ -247,11 +247,19 @@ CLI::Validator in_range(const FieldRange& range) {
       },
       "");
 }
-CLI::Validator digits(bool whole) {
+CLI::Validator digits() {
   return CLI::Validator(
-      [whole](std::string& text) {
+      [](std::string& text) {
+        text = in_digits(text);
+        return std::string();
+      },
+      "");
+}
+CLI::Validator whole_digits(std::int64_t low, std::uint64_t high) {
+  return CLI::Validator(
+      [low, high](std::string& text) {
         try {
-          text = in_digits(text, whole);
+          text = in_digits(text, low, high);
         } catch (const InvalidArgument& e) {
           return std::string(e.what());
         }

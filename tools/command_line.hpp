@@ -3,7 +3,10 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <concepts>
+#include <cstdint>
 #include <functional>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -25,8 +28,21 @@ struct NumberOf<std::vector<T>> {
   using type = T;
 };
 
-// Takes numbers as people write them, as in_digits() in units.hpp.
-CLI::Validator digits(bool whole);
+// Take numbers as people write them, as in_digits() in units.hpp.
+CLI::Validator digits();
+CLI::Validator whole_digits(std::int64_t low, std::uint64_t high);
+// The whole numbers of a type. Doubles hold all numbers of a signed one.
+template <std::integral T>
+CLI::Validator whole_digits() {
+  using Limits = std::numeric_limits<T>;
+  if constexpr (std::is_unsigned_v<T>) {
+    return whole_digits(0, Limits::max());
+  } else {
+    constexpr std::int64_t kMost = std::int64_t{1} << 53;
+    constexpr std::int64_t kHigh = std::min<std::int64_t>(Limits::max(), kMost);
+    return whole_digits(std::max<std::int64_t>(Limits::min(), -kMost), std::uint64_t{kHigh});
+  }
+}
 
 // Declares the options of a command line in groups, with a --help that reads like a manual page.
 // Errors about wrong names list the valid ones. All references given to it must outlive the
@@ -47,7 +63,8 @@ class CommandLine {
   CLI::Option* plain(const char* name, T& value, const char* type, const std::string& what) {
     CLI::Option* const added = styled(app_.add_option(name, value, what), type);
     using Number = typename NumberOf<T>::type;
-    if constexpr (std::is_arithmetic_v<Number>) added->transform(digits(std::is_integral_v<Number>));
+    if constexpr (std::is_integral_v<Number>) added->transform(whole_digits<Number>());
+    if constexpr (std::is_floating_point_v<Number>) added->transform(digits());
     return added;
   }
   template <class T>

@@ -33,12 +33,26 @@ double parse(const std::string& text, const std::array<Unit, N>& units) {
   return std::nan("");
 }
 
+constexpr double kMostSeconds = 1e9;   // 31 years; in nanoseconds it fits 63 bits
+constexpr double kMostWhole = 0x1p53;  // up to here doubles hold every whole number
+constexpr std::array<Unit, 6> kSuffixes{
+    {{"", 1}, {"k", 1e3}, {"K", 1e3}, {"M", 1e6}, {"G", 1e9}, {"%", 0.01}}};
+
+std::string fixed(double x) {
+  char buffer[400];  // the longest double takes fewer letters
+  char* const end = std::to_chars(buffer, std::end(buffer), x, std::chars_format::fixed).ptr;
+  return {buffer, end};
+}
+
 }  // namespace
 
 double parse_seconds(const std::string& option, const std::string& text) {
   static constexpr std::array<Unit, 6> kUnits{
       {{"ns", 1e-9}, {"us", 1e-6}, {"ms", 1e-3}, {"s", 1}, {"min", 60}, {"h", 3600}}};
   const double seconds = parse(text, kUnits);
+  if (seconds > kMostSeconds) {
+    throw InvalidArgument(option + ": expected a time of at most 1e9 s, got '" + text + "'");
+  }
   if (seconds >= 0.0) return seconds;
   throw InvalidArgument(option + ": expected a time such as 200us, 0.4ms, 1.5s or 10min, got '" +
                         text + "'");
@@ -65,19 +79,29 @@ double parse_link(const std::string& option, const std::string& text) {
                         text + "'");
 }
 
-std::string in_digits(const std::string& text, bool whole) {
-  static constexpr std::array<Unit, 6> kUnits{
-      {{"", 1}, {"k", 1e3}, {"K", 1e3}, {"M", 1e6}, {"G", 1e9}, {"%", 0.01}}};
-  const double x = parse(text, kUnits);
-  const bool is_plain = text.find_first_not_of(whole ? "0123456789" : "+-.0123456789eE") == text.npos;
-  if (std::isnan(x) || is_plain || (whole && text.ends_with('%'))) return text;
-  constexpr double kMost = 0x1p53;  // up to here doubles hold every whole number
-  if (whole && (x != std::floor(x) || std::abs(x) > kMost)) {
+std::string in_digits(const std::string& text) {
+  const double x = parse(text, kSuffixes);
+  const bool is_plain = text.find_first_not_of("+-.0123456789eE") == text.npos;
+  return std::isnan(x) || is_plain ? text : fixed(x);
+}
+
+std::string in_digits(const std::string& text, std::int64_t low, std::uint64_t high) {
+  const double x = parse(text, kSuffixes);
+  if (std::isnan(x) || text.ends_with('%')) return text;
+  if (x != std::floor(x)) {
     throw InvalidArgument("expected a whole number, as 1000, 1e3 or 25k, got '" + text + "'");
   }
-  char buffer[400];
-  const auto [end, error] = std::to_chars(buffer, std::end(buffer), x, std::chars_format::fixed);
-  return error == std::errc() ? std::string(buffer, end) : text;
+  std::uint64_t exact = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), exact);
+  const bool is_plain = end == text.data() + text.size();
+  const bool fits = is_plain ? error == std::errc() && exact <= high
+                             : x >= static_cast<double>(low) && std::abs(x) <= kMostWhole &&
+                                   x <= static_cast<double>(high);
+  if (!fits) {
+    throw InvalidArgument("expected a whole number in [" + std::to_string(low) + ", " +
+                          std::to_string(high) + "], got '" + text + "'");
+  }
+  return is_plain ? std::to_string(exact) : std::to_string(static_cast<std::int64_t>(x));
 }
 
 }  // namespace skim::tool

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "skim/error.hpp"
@@ -73,6 +74,11 @@ json json_of(const LocalSpeeds& s) {
 // All throw: InvalidArgument whose message begins with `who`, or json::exception.
 template <Number T>
 void take(const json& j, T& x, const FieldInfo& info, const std::string& who) {
+  if constexpr (std::is_integral_v<T> && !std::same_as<T, bool>) {
+    if (j.is_number_unsigned() && !std::in_range<T>(j.get<std::uint64_t>())) {
+      throw InvalidArgument(who + ": expected a smaller number, got " + j.dump());
+    }
+  }
   if (std::is_integral_v<T> && !std::same_as<T, bool> && !j.is_number_integer()) {
     throw InvalidArgument(who + ": expected a whole number, got " + j.dump());
   }

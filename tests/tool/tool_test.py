@@ -401,6 +401,23 @@ class Usage(Case):
         self.assert_refused(train("--density", "101%"), "--density", "101%")
         self.assert_refused(train("--timeout", "10q"), "--timeout", "10q")
 
+    def test_whole_numbers_are_the_ones_that_were_written(self):
+        for option in ("--seed", "--dense-below"):
+            self.assert_refused(train(option, "-1"), option, "whole number in [0, 18446744073709551615]", "'-1'")
+            self.assert_refused(train(option, 1 << 64), option, str(1 << 64))
+        for option in ("--steps", "--hidden", "--keep", "--batch"):
+            for text in ("99999999999999999999", str((1 << 53) + 1), "1e30", "10000000G"):
+                self.assert_refused(train(option, text), option, str(1 << 53), f"'{text}'")
+        self.assert_refused(train("--ranks", "2147483648"), "--ranks", "2147483647")
+        self.assert_refused(skim("simulate", "--ranks", 2, "--steps", 10**20), "--steps", f"'{10**20}'")
+        summary = self.dir / "s.json"
+        for option, text, number in (("--seed", str((1 << 64) - 1), (1 << 64) - 1), ("--steps", "010", 10),
+                                     ("--steps", "+3", 3)):
+            self.assert_ok(train("--model", "linear", "--steps", 2, option, text, "--summary", summary))
+            self.assertEqual(json.loads(summary.read_text())[0][option[2:]], number)
+        for option in ("--timeout", "--grace", "--checkpoint-time"):
+            self.assert_refused(train(option, "1e30h"), option, "at most 1e9 s", "'1e30h'")
+
     def test_misspelt_options_get_a_suggestion(self):
         self.assert_refused(train("--modle", "mlp-64"), "no option '--modle'; did you mean '--model'?")
         self.assert_refused(train("--xyzzy"), "no option '--xyzzy' (")

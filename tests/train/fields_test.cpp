@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
@@ -61,6 +63,18 @@ TEST(fields, options_survive_json) {
   o.metrics = "m.jsonl";
   read_options(options_json(o), back, "file");
   EXPECT_TRUE(back.metrics.empty());
+}
+
+TEST(fields, whole_numbers_of_json_fit_their_option) {
+  TrainOptions o;
+  const auto refuses = [&](const char* text) {
+    EXPECT_THROW(read_options(nlohmann::json::parse(text), o, "file"), InvalidArgument) << text;
+  };
+  refuses(R"({"steps": 9223372036854775808})");
+  refuses(R"({"threads": 4294967297})");
+  refuses(R"({"seed": -1})");
+  read_options(nlohmann::json::parse(R"({"steps": 9223372036854775807})"), o, "file");
+  EXPECT_EQ(o.steps, std::numeric_limits<std::int64_t>::max());
 }
 
 TEST(fields, every_rule_survives_its_text) {
