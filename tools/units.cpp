@@ -73,9 +73,11 @@ double parse_link(const std::string& option, const std::string& text) {
                                                {"kbps", 1e3},   {"mbps", 1e6},   {"gbps", 1e9}}};
   std::string lower = text;
   std::ranges::transform(lower, lower.begin(), [](unsigned char c) { return std::tolower(c); });
+  // Some write bytes with a large B.
+  const bool may_be_bytes = lower.ends_with("bps") && text.find('B') != text.npos;
   const double bits = parse(lower, kUnits);
-  if (bits > 0.0) return 8.0 / bits;
-  throw InvalidArgument(option + ": expected a rate such as 100mbit, 1gbit or 2.5gbit, got '" +
+  if (bits > 0.0 && !may_be_bytes) return 8.0 / bits;
+  throw InvalidArgument(option + ": expected a rate in bits, such as 100mbit, 1gbit or 2.5gbps, got '" +
                         text + "'");
 }
 

@@ -387,6 +387,8 @@ class Usage(Case):
         self.assertEqual(plan("--link", "1gbit", "--parameters", "25000000", "--density", "0.01"),
                          plan("--link", "1Gbps", "--parameters", "25M", "--density", "1%"))
         self.assertEqual(plan("--link", "1gbit"), plan("--link", "1000Mbit/s"))
+        for rate in ("1GBps", "1GBPS", "1gBps", "1GB/s"):
+            self.assert_refused(skim("plan", "--compute", "0.2s", "--link", rate), "--link", "rate in bits", rate)
         summary = self.dir / "s.json"
         runs = []
         for more in (["--steps", "20", "--density", "0.01", "--timeout", "60"],
