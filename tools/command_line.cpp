@@ -203,6 +203,18 @@ std::string command_text(int argc, char** argv) {
   return text;
 }
 
+namespace {
+
+// No option takes an empty text, and code takes an empty path for one that was not given.
+void expect_no_empty_value(const CLI::App& app) {
+  for (const CLI::Option* option : app.get_options()) {
+    if (std::ranges::count(option->results(), std::string()) == 0) continue;
+    throw CLI::ValidationError(option->get_name(), "expected a value, got ''");
+  }
+}
+
+}  // namespace
+
 int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
   constexpr int kUsageError = 2, kRunError = 1;
   const std::string name = app.get_name(), hint = " (" + name + " --help lists all options)";
@@ -212,6 +224,7 @@ int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int(
   };
   try {
     app.parse(argc, argv);
+    expect_no_empty_value(app);
   } catch (const CLI::CallForHelp& e) {
     return app.exit(e);
   } catch (const CLI::CallForVersion& e) {

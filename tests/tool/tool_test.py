@@ -420,6 +420,14 @@ class Usage(Case):
         for option in ("--timeout", "--grace", "--checkpoint-time"):
             self.assert_refused(train(option, "1e30h"), option, "at most 1e9 s", "'1e30h'")
 
+    def test_an_empty_path_is_refused(self):
+        for option in ("--metrics", "--checkpoint", "--summary", "--report", "--trace", "--tensorboard"):
+            for given in ([option, ""], [f"{option}="]):
+                done = train("--model", "linear", "--steps", 2, *given)
+                self.assertEqual(done.returncode, 2, done.stderr)
+                self.assertIn(option, done.stderr)
+        self.assert_refused(skim("plan", "--link", "1gbit", "--compute", "0.2s", "--json", ""), "--json", "''")
+
     def test_misspelt_options_get_a_suggestion(self):
         self.assert_refused(train("--modle", "mlp-64"), "no option '--modle'; did you mean '--model'?")
         self.assert_refused(train("--xyzzy"), "no option '--xyzzy' (")
