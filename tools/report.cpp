@@ -196,10 +196,10 @@ std::string Progress::line(const train::StepRecord& r) const {
   const double left =
       steps > 0 ? seconds / steps * static_cast<double>(r.total_steps - r.step) : NAN;
   return fmt::format(
-      "{}  step {}/{}  epoch {:.2f}  loss {:.4f}{}  density {:.4g}{}  saved {}  left {}", run_,
-      r.step, r.total_steps, r.epoch, r.loss, quality_, r.density,
+      "{}  step {}/{}  left {}  epoch {:.2f}  loss {:.4f}{}  density {:.4g}{}  saved {}", run_, r.step,
+      r.total_steps, human_seconds(left), r.epoch, r.loss, quality_, r.density,
       r.budget_spent >= 0.0 ? "  budget " + percent(r.budget_spent) : std::string(),
-      human_bytes(static_cast<double>(saved_bytes_)), human_seconds(left));
+      human_bytes(static_cast<double>(saved_bytes_)));
 }
 
 void Progress::step(const train::StepRecord& r) {

@@ -202,6 +202,13 @@ class Live(Case):
             self.assertEqual([row for row in others if not any(row in line for line in said)], [])
             self.assertLessEqual({line[:30] for line in said[:-1]}, {row[:30] for row in others})
 
+    def test_a_narrow_terminal_shows_the_time_left(self):
+        self.start_on_terminal(80, True, "train", *SMALL, "--model", "mlp-64", "--steps", 1000000, "--eval-epochs", 0.1)
+        step = self.wait_for_live_line()
+        while "accuracy" not in self.screen.lines[self.screen.line]:
+            step = self.wait_for_live_line(after=step)
+        self.assertRegex(self.screen.lines[self.screen.line], r"^gtopk  step \d+/1000000  left [\d:]+ (s|min|h)  epoch ")
+
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
     def test_it_does_not_outlive_a_rank_that_draws_it(self):
         self.start_on_terminal(120, True, "train", *SMALL, "--model", "mlp-64", "--steps", 1000000, "--ranks", 2,
