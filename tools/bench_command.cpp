@@ -500,6 +500,20 @@ void declare(CLI::App& app, BenchOptions& o) {
   line.plain("--json", o.json, "FILE", "JSON array, one object a case; -: standard output");
 }
 
+constexpr const char* kHelp =
+    R"(skim bench - measurements on your own machine
+
+usage: skim bench BENCHMARK [OPTIONS]
+
+benchmarks:
+  select      how long selection takes, compared with the bare pass r += g
+  wire        bytes and times of the codes of indices and values
+  network     latency and bandwidth between the ranks, and the speeds of local work
+  scaling     step times of the exchanges for a growing number of ranks
+
+skim bench BENCHMARK --help describes a benchmark and all its options.
+)";
+
 }  // namespace
 
 int bench_command(int argc, char** argv) {
@@ -518,14 +532,17 @@ int bench_command(int argc, char** argv) {
       "training run. Its result is checked. Then steps and bare passes are timed in turn.\n\n"
       "Example:\n"
       "  skim bench select --select exact --n 25000000 --density 0.001 --shape normal");
-  if (what != "select" && what != "--help" && what != "-h") {
+  if (what == "--help" || what == "-h") {
+    std::fputs(kHelp, stdout);
+    return 0;
+  }
+  if (what != "select") {
     std::fprintf(stderr,
                  "skim bench: expected select, wire, network or scaling%s%s (skim bench --help)\n",
                  what.empty() ? "" : ", got ", std::string(what).c_str());
     return kUsageError;
   }
-  const int words = what == "select" ? 1 : 0;
-  return parse_and_run(app, argc - words, argv + words, [&] { return run(o); });
+  return parse_and_run(app, argc - 1, argv + 1, [&] { return run(o); });
 }
 
 }  // namespace skim::tool

@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "skim/version.hpp"
 #include "tools/commands.hpp"
@@ -52,6 +54,13 @@ void expect_memory_to_start() {
 
 int run(int argc, char** argv) {
   const std::string_view command = argc > 1 ? argv[1] : "--help";
+  if (command == "help" && argc > 2) {
+    std::string help = "--help";
+    std::vector<char*> words{argv[0]};
+    words.insert(words.end(), argv + 2, argv + argc);
+    words.push_back(help.data());
+    return run(static_cast<int>(words.size()), words.data());
+  }
   if (command == "train") return skim::tool::train_command(argc - 1, argv + 1);
   if (command == "inspect") return skim::tool::inspect_command(argc - 1, argv + 1);
   if (command == "bench") return skim::tool::bench_command(argc - 1, argv + 1);

@@ -132,6 +132,16 @@ class Usage(Case):
             self.assertRegex(done.stdout, rf"{option}\b")
         self.assert_ok(skim("--help"))
 
+    def test_help_of_a_command(self):
+        for command in (["train"], ["bench"], ["bench", "wire"]):
+            done = skim("help", *command)
+            self.assert_ok(done)
+            self.assertEqual(done.stdout, skim(*command, "--help").stdout)
+        for benchmark in ("select", "wire", "network", "scaling"):
+            self.assertRegex(skim("bench", "--help").stdout, rf"(?m)^  {benchmark} ")
+            self.assertIn("--json", skim("bench", benchmark, "--help").stdout)
+        self.assert_refused(skim("help", "trian"), "trian", "train")
+
     def test_version(self):
         done = skim("--version")
         self.assert_ok(done)
