@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -255,7 +256,7 @@ CLI::Validator in_range(const FieldRange& range) {
       [range](std::string& text) {
         char* end = nullptr;
         const double x = std::strtod(text.c_str(), &end);
-        const bool good = !text.empty() && *end == '\0' && range.holds(x);
+        const bool good = !text.empty() && *end == '\0' && std::isfinite(x) && range.holds(x);
         return good ? std::string() : "expected a number " + range.text() + ", got '" + text + "'";
       },
       "");

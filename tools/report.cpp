@@ -27,6 +27,9 @@ void print(std::FILE* out, fmt::format_string<T...> format, T&&... values) {
 
 constexpr std::chrono::milliseconds kLiveEvery{100}, kPlainEvery{10000};
 
+// Without the sign that a NaN may have.
+double unsigned_nan(double x) { return std::isnan(x) ? std::fabs(x) : x; }
+
 std::string percent(double fraction) { return fmt::format("{:.2f} %", 100.0 * fraction); }
 
 std::vector<double> in_milliseconds(std::vector<double> seconds) {
@@ -197,7 +200,7 @@ std::string Progress::line(const train::StepRecord& r) const {
       steps > 0 ? seconds / steps * static_cast<double>(r.total_steps - r.step) : NAN;
   return fmt::format(
       "{}  step {}/{}  left {}  epoch {:.2f}  loss {:.4f}{}  density {:.4g}{}  saved {}", run_, r.step,
-      r.total_steps, human_seconds(left), r.epoch, r.loss, quality_, r.density,
+      r.total_steps, human_seconds(left), r.epoch, unsigned_nan(r.loss), quality_, r.density,
       r.budget_spent >= 0.0 ? "  budget " + percent(r.budget_spent) : std::string(),
       human_bytes(static_cast<double>(saved_bytes_)));
 }
@@ -222,10 +225,10 @@ void Progress::step(const train::StepRecord& r) {
 }
 
 void Progress::evaluated(const train::Evaluation& e) {
-  quality_ = text_ ? fmt::format("  test loss {:.4f}", e.test_loss)
+  quality_ = text_ ? fmt::format("  test loss {:.4f}", unsigned_nan(e.test_loss))
                    : fmt::format("  accuracy {}", percent(e.test_accuracy));
-  say(fmt::format("epoch {:.2f}  train loss {:.4f}  test loss {:.4f}{}", e.epoch, e.train_loss,
-                  e.test_loss,
+  say(fmt::format("epoch {:.2f}  train loss {:.4f}  test loss {:.4f}{}", e.epoch,
+                  unsigned_nan(e.train_loss), unsigned_nan(e.test_loss),
                   text_ ? std::string() : fmt::format("  accuracy {}", percent(e.test_accuracy))));
 }
 
@@ -252,6 +255,16 @@ train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const s
     metrics.write({{"run", run}, {"decision", why}, {"step", step}, {"bucket", slot}, {"n", n}});
     progress.say(fmt::format("step {}  bucket {} ({} entries): {}", step, slot, n, why));
   };
+}
+
+std::string divergence_of(const Row& row) {
+  const train::TrainOptions& o = row.options;
+  const double loss = row.summary.last.test_loss;
+  const bool may_be = o.skip_limit == 0 || o.non_finite == NonFinite::pass_on;
+  if (!row.summary.evaluated() || std::isfinite(loss) || may_be) return {};
+  return fmt::format(
+      "{}: the test loss is {} after step {}: the run has diverged; lower --lr or clip (--clip-norm)",
+      row.name, unsigned_nan(loss), row.summary.last.step);
 }
 
 namespace {
@@ -381,9 +394,9 @@ void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool t
     const train::Summary& s = row.summary;
     const auto ms = [](double x) { return fmt::format("{:.2f}", x); };
     cells.push_back(
-        {row.name, s.evaluated() ? fmt::format("{:.4f}", s.last.train_loss) : "-",
+        {row.name, s.evaluated() ? fmt::format("{:.4f}", unsigned_nan(s.last.train_loss)) : "-",
          !s.evaluated() ? "-"
-         : text         ? fmt::format("{:.4f}", s.last.test_loss)
+         : text         ? fmt::format("{:.4f}", unsigned_nan(s.last.test_loss))
                         : percent(s.last.test_accuracy),
          human_bytes(s.sent_bytes_per_step),
          s.dense_bytes_per_step > 0.0

@@ -101,6 +101,10 @@ class Progress {
 // Reports the choices of auto to both arguments, which must outlive the returned function.
 train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const std::string& run);
 
+// Why a run that came to its end is no success: its test loss is not finite. Empty: it is one, or
+// the options let such a run go on.
+std::string divergence_of(const Row& row);
+
 nlohmann::json to_json(const Row& row, int ranks);
 void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool text);
 

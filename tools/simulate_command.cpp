@@ -424,6 +424,7 @@ int run(TrainingOptions& o, const std::string& command) {
   json.write(nlohmann::json::array({summary}));
   print(people, o, s);
   if (!metrics.failure().empty()) throw Error(metrics.failure());
+  if (const std::string why = divergence_of(row); !s.run.stopped && !why.empty()) throw Error(why);
   if (!s.run.stopped) return 0;
   fmt::print(stderr, "skim simulate: stopped after step {}\n", s.run.steps);
   return 128 + g_signal.load();

@@ -597,6 +597,9 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   } else if (!failure.empty() && stopped) {
     failure += "; " + where;
   }
+  for (const Row& r : rows) {
+    if (failure.empty() && !stopped) failure = divergence_of(r);
+  }
   if (!failure.empty()) {
     std::fflush(people);
     comm.barrier();  // a rank that fails ends the others, and the table must be out

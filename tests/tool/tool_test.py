@@ -1072,6 +1072,21 @@ class Failures(Case):
             self.assertGreater(run["skipped_steps"], 50)
             self.assertIn(f"{run['skipped_steps']} of 60 steps were skipped", done.stdout)
 
+    def test_a_run_that_ends_without_a_finite_loss_is_no_success(self):
+        for ranks in (1, 2):
+            dead = ["--ranks", ranks, "--model", "mlp-64", "--steps", 10, "--lr", "1e20"]
+            done = train(*dead)
+            self.assert_refused(done, "the test loss is nan after step 10", "--lr", status=1)
+            self.assertIn("loss nan", done.stdout)
+            self.assertNotIn("-nan", done.stdout)
+            self.assert_ok(train(*dead, "--non-finite", "pass-on"))
+        done = train("--model", "mlp-64", "--steps", 10, "--compare", "dense,gtopk", "--lr", "1e20")
+        self.assert_refused(done, "dense: the test loss is nan", status=1)
+        done = skim("simulate", "--train", "--link", "1gbit", *SMALL, *dead)
+        self.assert_refused(done, "the test loss is nan after step 10", status=1)
+        for rate in ("inf", "1e400", "nan"):
+            self.assert_refused(train("--lr", rate), "--lr", "> 0", rate)
+
     def test_outputs_are_opened_before_the_first_step(self):
         for option in ("--summary", "--metrics"):
             done = train("--model", "linear", "--steps", 3, option, self.dir / "none/x.json")
