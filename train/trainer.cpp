@@ -514,6 +514,10 @@ class Run {
     }
   }
 
+  static std::string of_ranks(int ranks) {
+    return std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks");
+  }
+
   void resume(const GoodCheckpoint& from) {
     choices_.reset();
     const fs::path& dir = from.folder;
@@ -579,6 +583,7 @@ class Run {
     reducer_.load(streams);
     // With another number of ranks, a step has another number of examples. The run continues after
     // the examples already seen.
+    const auto saved = read<std::int64_t>(meta, "step", dir);
     done_ = read<std::int64_t>(meta, "examples", dir) / (ranks_ * options_.batch);
     left_out_ = read<std::int64_t>(meta, "left_out_examples", dir) / (ranks_ * options_.batch);
     first_ = old_ranks == comm_.size() ? 0 : done_;
@@ -592,6 +597,11 @@ class Run {
     skips_.all = read<std::uint64_t>(meta, "skipped", dir);
     checkpoint_ = dir.string();
     if (comm_.rank() == 0 && observer_.on_resume) observer_.on_resume(done_);
+    if (done_ < length_.total) return;
+    const std::string there = "step " + std::to_string(saved) + " of " + of_ranks(old_ranks);
+    const std::string here = "step " + std::to_string(done_) + " of " + of_ranks(comm_.size());
+    warn((old_ranks == comm_.size() ? here : there + " is " + here) + "; the run has " +
+         std::to_string(length_.total) + " steps: nothing to train; give more --steps or --epochs");
   }
 
   // The model holds the saved x. On another number of ranks, every rank starts from the mean of the

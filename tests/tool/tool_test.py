@@ -857,6 +857,17 @@ class Checkpoints(Case):
                 self.assertIn("resumed after step 16", done.stdout)
                 self.assertEqual((run["ranks"], run["steps"]), (3, 30))
 
+    def test_a_run_with_nothing_left_to_train_says_so(self):
+        case = ["--model", "linear", "--checkpoint", self.dir / "c"]
+        self.assert_ok(train(*case, "--ranks", 3, "--steps", 30))
+        done = train(*case, "--ranks", 2, "--steps", 40, "--resume")
+        self.assert_ok(done)
+        self.assertIn("step 30 of 3 ranks is step 45 of 2 ranks; the run has 40 steps: nothing to train; give more "
+                      "--steps or --epochs", done.stderr)
+        done = train(*case, "--ranks", 3, "--steps", 20, "--resume")
+        self.assertIn("step 30 of 3 ranks; the run has 20 steps: nothing to train", done.stderr)
+        self.assertNotIn("nothing to train", train(*case, "--ranks", 2, "--steps", 50, "--resume").stderr)
+
     def test_losses_of_another_number_of_ranks_count(self):
         # For one rank, 12 steps of two ranks are 24 steps, and they were evaluated.
         folder, summary = self.dir / "half", self.dir / "s"
