@@ -1,9 +1,11 @@
 """What ddp_cases.py and fsdp_cases.py share. Under torchrun, they run every function case_* on all ranks, in order."""
 
+import contextlib
 import os
 import sys
 import traceback
 
+import skim
 import torch
 import torch.distributed as dist
 
@@ -30,6 +32,29 @@ def expect(error, text, f, *args, **keywords):
         assert text in str(e) and "\n" not in str(e), e
         return
     raise AssertionError(f"no {error.__name__}")
+
+
+def expect_that_a_failed_wait_ends_backward(model, place, backward):
+    """On the last rank of the exchange, the wait for a gradient raises when it comes for the place-th time, from 1 on."""
+    compression, waits = skim.compression_of(model), []
+    wait, last = compression.after, compression.comm.size - 1
+
+    @contextlib.contextmanager
+    def after(ready, device):
+        waits.append(device)
+        if compression.comm.rank == last and len(waits) == place:
+            raise ZeroDivisionError("mine")
+        with wait(ready, device):
+            yield
+
+    compression.after = after
+    try:
+        backward()
+        raise AssertionError("backward did not raise")
+    except ZeroDivisionError as e:
+        assert compression.comm.rank == last and str(e) == "mine", e
+    except skim.CommError as e:
+        assert compression.comm.rank < last and e.peer == last, e
 
 
 def left_out(what, before=(2, 4)):

@@ -26,7 +26,7 @@ import numpy as np
 import skim
 import torch
 import torch.distributed as dist
-from cases import expect, expect_equal_everywhere, gathered, left_out, run
+from cases import expect, expect_equal_everywhere, expect_that_a_failed_wait_ends_backward, gathered, left_out, run
 from numpy_local_half import NumpyLocalHalf
 from skim._compression import Options, in_one
 from torch import nn
@@ -211,28 +211,11 @@ def case_backward_raises_the_error_itself():
 
 def case_backward_raises_an_error_of_the_wait_for_a_gradient():
     """The first bucket of a step is reduced by Skim's thread, the last one by backward's own."""
-    for place in ("first", "last"):
+    for is_first in (True, False):
         model = attached()
         train(model, range(4))
-        compression, waits = skim.compression_of(model), []
-        wait, fails = compression.after, 0 if place == "first" else len(compression.buckets) - 1
-
-        @contextlib.contextmanager
-        def after(ready, device):
-            waits.append(device)
-            if RANK == SIZE - 1 and len(waits) == fails + 1:
-                raise ZeroDivisionError("mine")
-            with wait(ready, device):
-                yield
-
-        compression.after = after
-        try:
-            model(gradients(4)).backward()
-            raise AssertionError("backward did not raise")
-        except ZeroDivisionError as e:
-            assert RANK == SIZE - 1 and str(e) == "mine", e
-        except skim.CommError as e:
-            assert RANK < SIZE - 1 and e.peer == SIZE - 1, e
+        place = 1 if is_first else len(skim.compression_of(model).buckets)
+        expect_that_a_failed_wait_ends_backward(model, place, lambda: model(gradients(4)).backward())
 
 
 def case_trainable_parameters_that_change():

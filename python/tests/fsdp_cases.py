@@ -6,7 +6,6 @@ Gradients are what the test says, as in ddp_cases.py. The law is one of each sha
     sum over islands of gradients  ==  P * mean  +  sum over islands of residuals
 """
 
-import contextlib
 import gc
 import os
 import pathlib
@@ -22,7 +21,7 @@ import skim
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import expect, expect_equal_everywhere, gathered, left_out, run
+from cases import expect, expect_equal_everywhere, expect_that_a_failed_wait_ends_backward, gathered, left_out, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -210,29 +209,10 @@ def case_backward_goes_on_while_a_module_is_exchanged():
 
 def case_backward_raises_an_error_of_the_wait_for_a_gradient():
     """The first module of a step is exchanged by Skim's thread, the last one by backward's own."""
-    group = MESH["between"].get_group()
     for place in (1, 4):
         model = attached()
         train(model, range(2))
-        compression, waits = skim.compression_of(model), []
-        wait, fails = compression.after, MESH["between"].get_local_rank() == MESH["between"].size() - 1
-
-        @contextlib.contextmanager
-        def after(ready, device):
-            waits.append(device)
-            if fails and len(waits) == place:
-                raise ZeroDivisionError("mine")
-            with wait(ready, device):
-                yield
-
-        compression.after = after
-        try:
-            model(coefficients(2)).backward()
-            raise AssertionError("backward did not raise")
-        except ZeroDivisionError as e:
-            assert fails and str(e) == "mine", e
-        except skim.CommError as e:
-            assert not fails and e.peer == group.size() - 1, e
+        expect_that_a_failed_wait_ends_backward(model, place, lambda: model(coefficients(2)).backward())
 
 
 def case_islands_begin_with_one_model():
