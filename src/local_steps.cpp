@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <limits>
 #include <string>
 #include <string_view>
 
@@ -36,7 +37,8 @@ struct LocalSteps::Impl {
         outer_momentum(static_cast<float>(o.outer_momentum)),
         reducer(r) {
     SKIM_EXPECTS(o.ahead >= 0.0 && o.ahead <= 1.0, "local steps: ahead must be in [0, 1]");
-    SKIM_EXPECTS(o.outer_lr >= 0.0, "local steps: outer_lr must be >= 0");
+    SKIM_EXPECTS(o.outer_lr >= 0.0 && o.outer_lr <= double{std::numeric_limits<float>::max()},
+                 "local steps: outer_lr must be >= 0, and finite as a float");
     SKIM_EXPECTS(o.outer_momentum >= 0.0 && o.outer_momentum < 1.0,
                  "local steps: outer_momentum must be in [0, 1)");
     for (const Slot slot : reducer.local().slots()) {

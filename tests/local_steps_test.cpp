@@ -370,7 +370,9 @@ TEST(local_steps, refuse_what_cannot_be) {
   Communicator& comm = *group[0];
   for (const LocalStepsOptions& o :
        {LocalStepsOptions{.ahead = -0.1}, LocalStepsOptions{.ahead = 1.1},
-        LocalStepsOptions{.outer_lr = -0.5}, LocalStepsOptions{.outer_momentum = 1.0}}) {
+        LocalStepsOptions{.outer_lr = -0.5}, LocalStepsOptions{.outer_lr = 1e300},
+        LocalStepsOptions{.outer_lr = std::numeric_limits<double>::infinity()},
+        LocalStepsOptions{.outer_momentum = 1.0}}) {
     EXPECT_THROW(Rank(comm, o), InvalidArgument);
   }
   Reducer empty(options_of(ExchangeKind::allgather), with_density(0.1), comm);
