@@ -422,8 +422,13 @@ class DdpCompression(Compression):
             self.held_back.append((done, flat))
             while self.held_back and (last or not self._collects):
                 future, mean = self.held_back.pop(0)
-                if not future.done():
+                if future.done():
+                    continue
+                try:
                     future.set_result(mean)
+                except BaseException as e:  # noqa: BLE001 - an error of the device, which then records no event
+                    self.fail(e)
+                    future.set_result(torch.zeros_like(mean, device="cpu"))
 
         def job() -> None:
             try:

@@ -218,6 +218,35 @@ def case_backward_raises_an_error_of_the_wait_for_a_gradient():
         expect_that_a_failed_wait_ends_backward(model, place, lambda: model(gradients(4)).backward())
 
 
+def case_backward_raises_an_error_of_a_future():
+    """After an error of its own, a device records no event, so a future does not take a tensor of this device."""
+    for is_first in (True, False):  # Skim's thread completes the first one, backward's own the last one
+        model = attached()
+        train(model, range(4))
+        compression, complete, of_device = skim.compression_of(model), torch.futures.Future.set_result, set()
+        reduce = compression._reduce_bucket
+
+        def reduce_bucket(index, last, members, flat):
+            reduce(index, last, members, flat)
+            if RANK == SIZE - 1 and (last or is_first):
+                of_device.add(flat.data_ptr())
+
+        def set_result(future, result):
+            if result.data_ptr() in of_device:
+                raise ZeroDivisionError("mine")
+            complete(future, result)
+
+        compression._reduce_bucket, torch.futures.Future.set_result = reduce_bucket, set_result
+        try:
+            if RANK == SIZE - 1:
+                expect(ZeroDivisionError, "mine", lambda: model(gradients(4)).backward())
+            else:
+                # The other ranks may have had all that they need of this step.
+                expect(skim.CommError, "", lambda: [model(gradients(4)).backward() for _ in range(2)])
+        finally:
+            torch.futures.Future.set_result = complete
+
+
 def case_trainable_parameters_that_change():
     """Ranks would diverge without a word, as with plain DDP."""
     inner = Linear()
