@@ -75,6 +75,7 @@ class WithDown final : public DensitySchedule {
   std::string describe() const override {
     return up_->describe() + ", " + shortest(down_) + " of the result";
   }
+  double spent() const noexcept override { return up_->spent(); }
   double max_bytes(const Density& d) const override { return up_->max_bytes(d); }
   void save(std::ostream& out) const override { up_->save(out); }
   void load(std::istream& in) override { up_->load(in); }

@@ -148,6 +148,16 @@ TEST(schedule, with_down_density_changes_nothing_but_the_downlink) {
     EXPECT_EQ(both->density(p).down, 0.002);
   }
   EXPECT_EQ(both->describe(), plain->describe() + ", 0.002 of the result");
+  struct WithBudget final : DensitySchedule {
+    Density density(const Progress&) override { return {.up = 0.1}; }
+    std::string describe() const override { return "a budget"; }
+    double spent() const noexcept override { return 0.75; }
+    double max_bytes(const Density& d) const override { return 1000.0 * d.up; }
+  };
+  const auto of_budget = with_down_density(std::make_unique<WithBudget>(), 0.002);
+  EXPECT_EQ(of_budget->spent(), 0.75);
+  EXPECT_EQ(of_budget->max_bytes({.up = 0.5}), 500.0);
+  EXPECT_LT(both->spent(), 0.0);
   EXPECT_THROW(with_down_density(nullptr, 0.1), InvalidArgument);
   EXPECT_THROW(with_down_density(constant_density(0.1), 0.0), InvalidArgument);
 }
