@@ -144,7 +144,8 @@ def attach(
         value_code: of values on the wire: one of skim.value_codes. The default here is "q4": 4-bit values
             with scales for blocks. The rounding error stays in the residual.
         momentum_correction: in [0, 1); 0: none. Use it instead of the optimizer's momentum.
-        local_clip: limit of the norm of this rank's gradient, before compression; 0: no limit.
+        local_clip: this rank's gradient of a bucket with n of the model's N parameters is scaled down to a norm of at most
+            local_clip * sqrt(n / (P N)), before compression; 0: no limit.
         feedback: False: there is no residual, and entries that are not sent are lost.
         residual_decay: factor of the residual in every step, in [0, 1]. Below 1, old entries fade.
         dense_below: buckets with fewer entries are summed whole.
