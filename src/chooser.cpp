@@ -167,7 +167,7 @@ class ModelChooser final : public Chooser {
 
   // Before the first bucket. The traffic is not counted: it is none of a step's.
   void prepare(Communicator& comm) {
-    const Traffic before = comm.traffic();
+    const UncountedTraffic uncounted(comm);
     comm.set_phase({"auto: measurement of the link"});
     is_measured_ = from_rank_0(std::array{options_.link ? 0.0 : 1.0}, comm)[0] > 0.0;
     const Link link = is_measured_ ? measure(comm, 0.02) : options_.link.value_or(Link{});
@@ -180,8 +180,6 @@ class ModelChooser final : public Chooser {
     ranks_ = comm.size();
     find_hosts(comm);
     is_ready_ = true;
-    const Traffic after = comm.traffic();
-    comm.add_traffic(before, after);
   }
 
   // Of rank 0 to the last rank; elsewhere nothing.
@@ -392,7 +390,7 @@ class ModelChooser final : public Chooser {
     constexpr double kBudget =
         0.002;  // seconds for each of about ten lengths; three trips at least
     state.must_measure = false;
-    const Traffic before = comm.traffic();
+    const UncountedTraffic uncounted(comm);
     const std::int64_t start = comm.now_ns();
     comm.set_phase({"auto: measurement of the link"});
     const Link link = measure(comm, kBudget);
@@ -400,8 +398,6 @@ class ModelChooser final : public Chooser {
     const auto all = from_rank_0(std::array{link.alpha_s, link.beta_s_per_byte, took_s}, comm);
     link_ = {.alpha_s = all[0], .beta_s_per_byte = all[1]};
     state.spent_s += all[2];
-    const Traffic after = comm.traffic();
-    comm.add_traffic(before, after);
     Candidate& incumbent = state.of[state.incumbent];
     const double measured_s = seconds(state, state.incumbent);
     predict_all(state);

@@ -579,6 +579,8 @@ TEST(group, split_by_parity_and_again) {
     EXPECT_EQ(half->rank(), comm.rank() / 2);
     EXPECT_EQ(half->host(), comm.host());
     EXPECT_EQ(half->traffic().messages, 0U);
+    EXPECT_EQ(comm.traffic().sent_bytes + comm.traffic().received_bytes, 0U);
+    EXPECT_EQ(comm.traffic().messages + comm.traffic().rounds, 0U);
 
     MessageList all;
     const int me = comm.rank();

@@ -22,7 +22,7 @@ class ForwardingCommunicator : public Communicator {
   std::int64_t now_ns() const noexcept override { return to_.now_ns(); }
   int host() const noexcept override { return to_.host(); }
   // The parts are not wrapped.
-  std::unique_ptr<Communicator> split(int color) override {
+  std::unique_ptr<Communicator> do_split(int color) override {
     to_.set_phase(phase());
     return to_.split(color);
   }
@@ -100,9 +100,9 @@ class FaultyCommunicator final : public ForwardingCommunicator {
     return state_->plan.fault != Fault::none && state_->sends > state_->plan.at_send;
   }
 
-  std::unique_ptr<Communicator> split(int color) override {
+  std::unique_ptr<Communicator> do_split(int color) override {
     return std::unique_ptr<Communicator>(
-        new FaultyCommunicator(ForwardingCommunicator::split(color), state_));
+        new FaultyCommunicator(ForwardingCommunicator::do_split(color), state_));
   }
 
  private:

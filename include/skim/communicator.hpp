@@ -144,8 +144,9 @@ class Communicator {
   void allreduce_sum(std::span<float> data, DenseSum how, Bytes note, MessageList& notes);
 
   // Returns a communicator for the ranks that give the same color >= 0, ordered by rank: the groups
-  // of a hierarchy. Collective. No ticket of this communicator may be open.
-  virtual std::unique_ptr<Communicator> split(int color) = 0;
+  // of a hierarchy. Collective. No ticket of this communicator may be open. Its traffic does not
+  // count.
+  std::unique_ptr<Communicator> split(int color);
   // Returns a number that is equal for ranks that share memory, and differs for others. It may be
   // negative. Not collective.
   virtual int host() const noexcept = 0;
@@ -158,11 +159,14 @@ class Communicator {
   Communicator(int rank, int size) : rank_(rank), size_(size) {}
 
  private:
+  friend class UncountedTraffic;
+
   // A backend implements these functions. Their arguments are already checked. The backend chooses
   // the tickets, never 0. do_wait returns the length of a received message, 0 for a sent one.
   virtual Ticket do_isend(Bytes message, int to) = 0;
   virtual Ticket do_ireceive(std::vector<std::byte>& message, int from) = 0;
   virtual std::size_t do_wait(Ticket ticket) = 0;
+  virtual std::unique_ptr<Communicator> do_split(int color) = 0;
   // Sums in place by the backend's own means. The result may differ between ranks. Returns false if
   // the backend has no such sum.
   virtual bool do_allreduce_sum(std::span<float>) { return false; }
@@ -179,6 +183,20 @@ class Communicator {
   Phase phase_;
   std::vector<std::byte> incoming_, outgoing_;  // one message each, of a collective
   std::vector<std::vector<std::byte>> parts_;   // one per rank
+};
+
+// While it lives, the traffic of `comm` does not count: of work that is no part of a step, and that
+// a resumed run repeats.
+class UncountedTraffic {
+ public:
+  explicit UncountedTraffic(Communicator& comm) : comm_(comm), before_(comm.traffic_) {}
+  ~UncountedTraffic() { comm_.traffic_ = before_; }
+  UncountedTraffic(const UncountedTraffic&) = delete;
+  UncountedTraffic& operator=(const UncountedTraffic&) = delete;
+
+ private:
+  Communicator& comm_;
+  Traffic before_;
 };
 
 // Runs body, a part of an algorithm over comm. If body throws, the peers are told before the

@@ -72,7 +72,6 @@ class TransportCommunicator final : public Communicator {
     family_.reset();
   }
 
-  std::unique_ptr<Communicator> split(int color) override;
   int host() const noexcept override { return host_; }
 
   void abort(int culprit) noexcept override {
@@ -106,6 +105,7 @@ class TransportCommunicator final : public Communicator {
     transfers_.for_each([](Transfer& t) { t.first_work = t.rest_work = {}; });
   }
 
+  std::unique_ptr<Communicator> do_split(int color) override;
   Ticket do_isend(Bytes message, int to) override {
     const nb::gil_scoped_acquire gil;
     check_alive();
@@ -248,27 +248,13 @@ class TransportCommunicator final : public Communicator {
   TicketTable<Transfer> transfers_;
 };
 
-std::unique_ptr<Communicator> TransportCommunicator::split(int color) {
-  SKIM_EXPECTS(color >= 0,
-               "communicator: color of split must be >= 0 (color=" + std::to_string(color) + ")");
+std::unique_ptr<Communicator> TransportCommunicator::do_split(int color) {
   SKIM_EXPECTS(transfers_.empty(), "communicator: split needs every transfer of this rank ended");
-  const std::array<std::int32_t, 3> mine{color, family_->contexts, host_};
-  MessageList all;
-  allgather(std::as_bytes(std::span(mine)), all, sizeof mine);
-  std::vector<int> root_ranks;
-  int context = 0, new_rank = 0;
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    std::array<std::int32_t, 3> theirs{};
-    SKIM_EXPECTS(all[r].size() == sizeof theirs, "communicator: split met another collective");
-    std::memcpy(theirs.data(), all[r].data(), sizeof theirs);
-    context = std::max(context, theirs[1]);
-    if (theirs[0] != color) continue;
-    if (r == static_cast<std::size_t>(rank())) new_rank = static_cast<int>(root_ranks.size());
-    root_ranks.push_back(root_ranks_[r]);
-  }
-  family_->contexts = context + 1;
-  return std::make_unique<TransportCommunicator>(family_, context, new_rank, std::move(root_ranks),
-                                                 host_);
+  SplitPart part = agree_on_split(*this, color, family_->contexts);
+  family_->contexts = part.context + 1;
+  for (int& r : part.ranks) r = root_rank(r);
+  return std::make_unique<TransportCommunicator>(family_, part.context, part.rank,
+                                                 std::move(part.ranks), host_);
 }
 
 }  // namespace

@@ -506,6 +506,19 @@ def case_options_of_the_hierarchical_exchange():
     expect(skim.InvalidArgument, "between is for models with fully_shard", skim.attach, DDP(Linear()), between=dist.group.WORLD)
 
 
+def case_traffic_of_a_split_does_not_count():
+    model = attached()
+    train(model, range(2))
+    comm = skim.compression_of(model).comm
+
+    def counted():
+        return [getattr(comm.traffic, name) for name in ("sent_bytes", "received_bytes", "messages", "rounds")]
+
+    before = counted()
+    part = comm.split(0)
+    assert part.size == SIZE and counted() == before and part.traffic.rounds == 0
+
+
 def case_several_models():
     a, b = attached(), attached(attach={"exchange": "gtopk"})
     given, got_a, got_b = (torch.zeros(sum(LENGTHS)).double() for _ in range(3))

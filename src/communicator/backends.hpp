@@ -161,6 +161,15 @@ AbortWord make_abort_word(int culprit, const Phase& phase) noexcept;
 CommError aborted_error(int rank, const std::vector<int>& root_ranks, const AbortWord& word,
                         const Phase& phase);
 
+// What the ranks of comm agree on in split(), for a backend whose groups share connections.
+struct SplitPart {
+  int context = 0;         // one that no group has yet which has a rank of comm
+  int rank = 0;            // this rank's, in its part
+  std::vector<int> ranks;  // the part's, numbered as in comm
+};
+// contexts: a number above all contexts of this rank's groups. Collective. Throws: CommError.
+SplitPart agree_on_split(Communicator& comm, int color, int contexts);
+
 // Returns " in 'gtopk: merge 1 of 2'", or an empty string.
 std::string in_phase(const std::string& phase);
 

@@ -292,6 +292,33 @@ void Communicator::add_traffic(const Traffic& after, const Traffic& before) noex
   traffic_.rounds += after.rounds - before.rounds;
 }
 
+std::unique_ptr<Communicator> Communicator::split(int color) {
+  SKIM_EXPECTS(color >= 0,
+               "communicator: color of split must be >= 0 (color=" + std::to_string(color) + ")");
+  const UncountedTraffic uncounted(*this);
+  return do_split(color);
+}
+
+SplitPart agree_on_split(Communicator& comm, int color, int contexts) {
+  const std::array<std::int32_t, 2> mine{color, contexts};
+  MessageList all;
+  comm.allgather(std::as_bytes(std::span(mine)), all, sizeof mine);
+  SplitPart part;
+  for (int r = 0; r < comm.size(); ++r) {
+    const Bytes message = all[static_cast<std::size_t>(r)];
+    std::array<std::int32_t, 2> theirs{};
+    if (message.size() != sizeof theirs) {
+      refuse_message(comm, r, "color", "of another collective");
+    }
+    std::memcpy(theirs.data(), message.data(), sizeof theirs);
+    part.context = std::max(part.context, theirs[1]);
+    if (theirs[0] != color) continue;
+    if (r == comm.rank()) part.rank = static_cast<int>(part.ranks.size());
+    part.ranks.push_back(r);
+  }
+  return part;
+}
+
 // ---- collectives
 
 // Dissemination: after round i, this rank has heard, directly or not, from the 2^(i+1) ranks that

@@ -150,7 +150,6 @@ class InProcessCommunicator final : public Communicator {
     withdraw_all(lock);
   }
 
-  std::unique_ptr<Communicator> split(int color) override;
   int host() const noexcept override { return 0; }
 
   std::int64_t now_ns() const noexcept override {
@@ -173,6 +172,7 @@ class InProcessCommunicator final : public Communicator {
  private:
   using Lock = std::unique_lock<std::mutex>;
 
+  std::unique_ptr<Communicator> do_split(int color) override;
   Ticket do_isend(Bytes message, int to) override {
     const Call call(root_, root_rank_);
     Lock lock(root_.mutex);
@@ -358,9 +358,7 @@ class InProcessCommunicator final : public Communicator {
   std::optional<CommError> broken_;
 };
 
-std::unique_ptr<Communicator> InProcessCommunicator::split(int color) {
-  SKIM_EXPECTS(color >= 0,
-               "communicator: color of split must be >= 0 (color=" + std::to_string(color) + ")");
+std::unique_ptr<Communicator> InProcessCommunicator::do_split(int color) {
   Lock lock(root_.mutex);
   check_alive();
   SKIM_EXPECTS(transfers_.empty(), "communicator: split needs every transfer of this rank ended");

@@ -324,7 +324,6 @@ class MpiCommunicator final : public Communicator {
     if (!all_quiet()) static_cast<void>(transfers_.release());  // MPI may still write there
   }
 
-  std::unique_ptr<Communicator> split(int color) override;
   int host() const noexcept override { return host_; }
 
   void abort(int culprit) noexcept override {
@@ -334,6 +333,7 @@ class MpiCommunicator final : public Communicator {
   }
 
  private:
+  std::unique_ptr<Communicator> do_split(int color) override;
   Ticket do_isend(Bytes message, int to) override {
     const auto [ticket, transfer] = open(false, to);
     transfer.out = message;
@@ -581,9 +581,7 @@ void Family::settle() noexcept {
   }
 }
 
-std::unique_ptr<Communicator> MpiCommunicator::split(int color) {
-  SKIM_EXPECTS(color >= 0,
-               "communicator: color of split must be >= 0 (color=" + std::to_string(color) + ")");
+std::unique_ptr<Communicator> MpiCommunicator::do_split(int color) {
   check_alive();
   SKIM_EXPECTS(transfers_->empty(), "communicator: split needs every transfer of this rank ended");
 

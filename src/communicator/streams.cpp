@@ -152,7 +152,6 @@ class StreamCommunicator final : public Communicator {
         host_(host),
         receives_(root_ranks_.size()) {}
 
-  std::unique_ptr<Communicator> split(int color) override;
   int host() const noexcept override { return host_; }
 
   void abort(int culprit) noexcept override {
@@ -167,6 +166,7 @@ class StreamCommunicator final : public Communicator {
   int root_rank(int rank) const { return root_ranks_[static_cast<std::size_t>(rank)]; }
   Outbox& outbox(int to) { return family_->outboxes[static_cast<std::size_t>(root_rank(to))]; }
 
+  std::unique_ptr<Communicator> do_split(int color) override;
   Ticket do_isend(Bytes message, int to) override {
     check_alive();
     const auto [ticket, transfer] = transfers_.open();
@@ -282,35 +282,14 @@ class StreamCommunicator final : public Communicator {
   std::vector<Queue<Transfer>> receives_;  // [peer]: not done, in order
 };
 
-std::unique_ptr<Communicator> StreamCommunicator::split(int color) {
-  SKIM_EXPECTS(color >= 0,
-               "communicator: split needs color >= 0 (color=" + std::to_string(color) + ")");
+std::unique_ptr<Communicator> StreamCommunicator::do_split(int color) {
   check_alive();
-  SKIM_EXPECTS(transfers_.empty(), "communicator: split needs all tickets waited for");
-  // Not by allgather(): as on other backends, the traffic of a split does not count.
-  const std::array<std::int32_t, 2> mine{color, family_->contexts};
-  std::vector<std::byte> message;
-  std::int32_t context = 0;
-  int new_rank = 0;
-  std::vector<int> root_ranks;
-  for (int r = 0; r < size(); ++r) {
-    if (r != rank()) do_wait(do_isend(std::as_bytes(std::span(mine)), r));
-  }
-  for (int r = 0; r < size(); ++r) {
-    std::array<std::int32_t, 2> theirs = mine;
-    if (r != rank()) {
-      const std::size_t length = do_wait(do_ireceive(message, r));
-      if (length != sizeof theirs) refuse_message(*this, r, "color", "of another collective");
-      std::memcpy(theirs.data(), message.data(), sizeof theirs);
-    }
-    context = std::max(context, theirs[1]);
-    if (theirs[0] != color) continue;
-    if (r == rank()) new_rank = static_cast<int>(root_ranks.size());
-    root_ranks.push_back(root_rank(r));
-  }
-  family_->contexts = context + 1;
-  return std::make_unique<StreamCommunicator>(family_, context, new_rank, std::move(root_ranks),
-                                              host_);
+  SKIM_EXPECTS(transfers_.empty(), "communicator: split needs every transfer of this rank ended");
+  SplitPart part = agree_on_split(*this, color, family_->contexts);
+  family_->contexts = part.context + 1;
+  for (int& r : part.ranks) r = root_rank(r);
+  return std::make_unique<StreamCommunicator>(family_, part.context, part.rank,
+                                              std::move(part.ranks), host_);
 }
 
 }  // namespace

@@ -167,11 +167,8 @@ class Hierarchical final : public Exchange {
     comm.set_phase({"hierarchical: hosts"});
     const std::array<int, 2> mine{comm.host(), ~comm.host()};
     MessageList all;
-    const Traffic before = comm.traffic();
+    const UncountedTraffic uncounted(comm);
     comm.allgather(std::as_bytes(std::span(mine)), all, sizeof mine);
-    // This traffic is not counted, because a resumed run repeats it.
-    const Traffic after = comm.traffic();
-    comm.add_traffic(before, after);
     host_.ranks.clear();
     leaders_.ranks.clear();
     hosts_.clear();
