@@ -13,6 +13,7 @@
 
 #include "bench/cases.hpp"
 #include "bench/local_step.hpp"
+#include "skim/schedule.hpp"
 
 namespace skim::bench {
 namespace {
@@ -25,7 +26,7 @@ void select(benchmark::State& state, SelectRule rule, std::string_view shape, st
   options.rule = rule;
   options.threshold = 1.0F;  // of the rule that is told one
   const Gradients gradients(shape, n);
-  LocalStep step(make_selector(options), gradients, 0, n, kept(density, n));
+  LocalStep step(make_selector(options), gradients, 0, n, entries(density, n));
   std::uint64_t t = 0;
   for (; t < kStepsBefore; ++t) {
     step.load(t);

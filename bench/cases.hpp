@@ -47,10 +47,6 @@ inline constexpr std::array<std::size_t, 7> kLengths{
 // Where selectors are compared: a model of 25 million parameters in one bucket.
 inline constexpr std::size_t kMiddleLength = 25'000'000;
 
-inline std::size_t kept(double density, std::size_t n) {
-  return std::max<std::size_t>(1, static_cast<std::size_t>(density * static_cast<double>(n)));
-}
-
 // A counter-based generator (SplitMix64): entry i of any array can be made alone.
 inline std::uint64_t hash(std::uint64_t i) noexcept { return mix((i + 1) * kSplitMixStride); }
 

@@ -14,16 +14,14 @@
 #include <vector>
 
 #include "skim/codec.hpp"
+#include "skim/cost.hpp"
 #include "skim/error.hpp"
 
 namespace skim::bench {
 
 // What no code can do better on uniform sets: log2 of the number of k-subsets of n, in bytes.
 inline double entropy_bytes(std::size_t n, std::size_t k) {
-  const auto log_factorial = [](std::size_t x) {
-    return std::lgamma(static_cast<double>(x) + 1.0);
-  };
-  return (log_factorial(n) - log_factorial(k) - log_factorial(n - k)) / std::log(2.0) / 8.0;
+  return subset_bits(static_cast<double>(k), static_cast<double>(n)) / 8.0;
 }
 
 // k indices of [0, n), every set as likely as any other; the same on every machine. Values are 1.

@@ -10,6 +10,7 @@
 #include "bench/measure.hpp"
 #include "skim/codec.hpp"
 #include "skim/cost.hpp"
+#include "skim/schedule.hpp"
 
 namespace skim::bench {
 
@@ -23,7 +24,7 @@ inline LocalSpeeds measure_local(std::size_t n) {
   };
   constexpr std::uint64_t kSteps = 16;
   const Gradients gradients("normal", n, {});
-  LocalStep step(make_selector({}), gradients, 0, n, kept(0.001, n));
+  LocalStep step(make_selector({}), gradients, 0, n, entries(0.001, n));
   std::vector<double> select, add, merge;
   for (std::uint64_t t = 0; t < kStepsBefore + kSteps; ++t) {
     step.load(t);

@@ -25,6 +25,8 @@
 #include "bench/measure.hpp"
 #include "select/kernels.hpp"
 #include "skim/error.hpp"
+#include "skim/names.hpp"
+#include "skim/schedule.hpp"
 #include "tools/commands.hpp"
 #include "tools/json_file.hpp"
 #include "tools/npy.hpp"
@@ -172,7 +174,7 @@ class CpuSteps final : public bench::Timed {
       const std::size_t first = c.n * t / parts, n = c.n * (t + 1) / parts - first;
       const float threshold = c.rule == "threshold" ? known_threshold(gradients, first, n) : 0.0F;
       steps_.push_back(std::make_unique<bench::LocalStep>(selector_of(c.rule, threshold), gradients,
-                                                          first, n, bench::kept(c.density, n)));
+                                                          first, n, entries(c.density, n)));
     }
     reports_.resize(parts);
   }
@@ -239,7 +241,7 @@ class CpuSteps final : public bench::Timed {
     return last.threshold;
   }
   float known_threshold(const bench::Gradients& gradients, std::size_t first, std::size_t n) const {
-    return known_threshold(gradients, first, n, bench::kept(case_.density, n));
+    return known_threshold(gradients, first, n, entries(case_.density, n));
   }
 
   double each(const std::function<void(bench::LocalStep&)>& job) {
@@ -283,12 +285,6 @@ std::vector<std::pair<std::string, std::int64_t>> targets() {
   for (; bits != 0; bits &= bits - 1)
     list.emplace_back(hwy::TargetName(bits & -bits), bits & -bits);
   return list;
-}
-
-std::string joined(const std::vector<std::string>& names) {
-  std::string text;
-  for (const std::string& n : names) text += (text.empty() ? "" : ", ") + n;
-  return text;
 }
 
 template <class T>
@@ -476,7 +472,7 @@ void declare(CLI::App& app, BenchOptions& o) {
 
   line.group("What is timed (each a list A,B,...; without any of them: the full run)");
   list("--select", o.rules, "NAME",
-       fmt::format("rules: {} [all, and two baselines: {}, {}]", joined(names), kNthElement,
+       fmt::format("rules: {} [all, and two baselines: {}, {}]", name_list(names), kNthElement,
                    kTorchTopk))
       ->check(CLI::IsMember(names));
   list("--n", o.lengths, "N", "entries of the gradient [exact: 4^8 .. 4^14; others: 25000000]")
@@ -491,7 +487,7 @@ void declare(CLI::App& app, BenchOptions& o) {
   line.plain("--recorded", o.recorded, "FILE",
              "for --shape recorded: .npy file with a gradient of training, repeated to N entries");
   line.plain("--target", o.target, "NAME",
-             fmt::format("CPU target: {} [the best]", joined(target_names)))
+             fmt::format("CPU target: {} [the best]", name_list(target_names)))
       ->check(CLI::IsMember(target_names));
   line.plain("--seconds", o.seconds, "X",
              "how long to repeat each case [2; 0.25 for more than 16 cases]")

@@ -25,6 +25,7 @@
 #include "skim/cost.hpp"
 #include "skim/error.hpp"
 #include "skim/exchange.hpp"
+#include "skim/schedule.hpp"
 #include "skim/select.hpp"
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
@@ -227,7 +228,7 @@ void run_round(const ScalingOptions& o, Trial& t, std::uint64_t round, const Spa
 
 Trial measure(const ScalingOptions& o, const Setting& s, Communicator& comm) {
   Trial t{.ranks = comm.size(),
-          .k = bench::kept(o.density, o.parameters),
+          .k = entries(o.density, o.parameters),
           .select_n = std::min(o.parameters, kMostTimed),
           .waited_s = std::min(s.compute_s * o.time_scale, s.longest_wait_s)};
   if (comm.rank() == 0) fmt::print(stderr, "selection of {} entries\n", t.k);

@@ -25,6 +25,7 @@
 #include "skim/cost.hpp"
 #include "skim/error.hpp"
 #include "skim/exchange.hpp"
+#include "skim/schedule.hpp"
 #include "skim/select.hpp"
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
@@ -213,7 +214,7 @@ int run(const SimulateOptions& o) {
         fmt::format("--density: expected a number in (0, 1], got {:g}", o.density));
   }
   const VirtualTime time = o.link.time();
-  const std::size_t k = bench::kept(o.density, o.parameters);
+  const std::size_t k = entries(o.density, o.parameters);
   const std::vector<std::string> names = o.exchanges.empty() ? default_exchanges() : o.exchanges;
   for (const int ranks : o.ranks) {
     for (const std::string& name : names) {

@@ -17,6 +17,7 @@
 #include "codec/index_codes.hpp"
 #include "codec/value_codes.hpp"
 #include "skim/codec.hpp"
+#include "skim/schedule.hpp"
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
 #include "tools/json_file.hpp"
@@ -65,7 +66,7 @@ std::vector<WireCase> cases_of(const WireOptions& o) {
               ? o.lengths
               : std::vector{static_cast<std::size_t>(kLeastEntries / d), bench::kMiddleLength};
       for (const std::size_t n : lengths) {
-        list.push_back({"uniform", "", bench::uniform_set(n, bench::kept(d, n), 1)});
+        list.push_back({"uniform", "", bench::uniform_set(n, entries(d, n), 1)});
       }
     }
   }

@@ -184,14 +184,22 @@ class Exchange {
   // rollback_step() undoes them.
   virtual void end_step() noexcept {}
   virtual void rollback_step() {}
+  // What the exchange keeps of its runs, but for held_mass(), as part of a rank's saved state.
+  // Between steps only. load needs the options that saved the state. A run that resumes with
+  // another number of ranks starts without it. Throws: StateError (nothing changed).
   virtual void save(std::ostream&) const {}
   virtual void load(std::istream&) {}
 };
 
-// The stream (Codec::quantize) for this rank's hop-th rounding in one run, hop >= 1. No other rank
-// of comm uses it, and no selection does. (Each part of `hierarchical` runs with an id of its own.)
+// The stream (Codec::quantize) for the hop-th rounding, hop >= 1, of ranks that round the same sum.
+// lowest: the first of these ranks.
+inline int stream_of_hop(const Communicator& comm, int hop, int lowest) noexcept {
+  return lowest + comm.size() * hop;
+}
+// The stream for this rank's hop-th rounding in one run, hop >= 1. No other rank of comm uses it,
+// and no selection does. (Each part of `hierarchical` runs with an id of its own.)
 inline int stream_of_hop(const Communicator& comm, int hop) noexcept {
-  return comm.rank() + comm.size() * hop;
+  return stream_of_hop(comm, hop, comm.rank());
 }
 
 // Decodes `message` from rank `peer`. The message must be exactly one frame with statistics, with

@@ -27,7 +27,7 @@ struct Density {
 // The input of a schedule. It is equal on every rank, so every rank decides alike.
 struct Progress {
   std::uint64_t step = 0, total_steps = 0;  // total 0: not known
-  double epoch = 0.0;                       // fractional
+  double epoch = 0.0;                       // fractional; negative or NaN counts as 0
   // Of the previous step, over all slots, even if it was skipped. If that step reduced no bucket,
   // these are all 0, but for sent_bytes, which stays. After Reducer::abandon_step, these and `used`
   // are of the step before the abandoned one.

@@ -34,7 +34,6 @@ std::span<const std::string_view> names_of<Rounding>() noexcept {
 namespace skim::codes {
 namespace {
 
-constexpr std::size_t kBlock = 64;  // entries; the last block of a frame may have fewer
 constexpr std::uint32_t kInfinity = 0x7f800000U;
 
 std::uint32_t magnitude(float v) noexcept { return std::bit_cast<std::uint32_t>(v) & 0x7fffffffU; }

@@ -10,6 +10,9 @@
 
 namespace skim::codes {
 
+// Entries of a block with a scale; the last block of a frame may have fewer.
+inline constexpr std::size_t kBlock = 64;
+
 bool known(ValueCode code) noexcept;
 
 // The exact length of the section.

@@ -138,7 +138,7 @@ class GTopK final : public Exchange {
   void round_off(StepId id, const Communicator& comm, const Block& block, int hop) {
     if (codec_.options().value == ValueCode::f32) return;
     SparseBuffer& error = nth(error_, errors_.size(), room_);
-    codec_.quantize(kept_[merges_ % 2], id, block.first + comm.size() * (hop + 1), error);
+    codec_.quantize(kept_[merges_ % 2], id, stream_of_hop(comm, hop + 1, block.first), error);
     partial_ = kept_[merges_ % 2].view();
     take_turns(error, block, comm.rank());
     errors_.push_back(error.view());

@@ -341,7 +341,7 @@ class ParamServer final : public Exchange, public HeldMass {
   // Rounds `s` and subtracts it from the held mass, which keeps the rounding error. Non-finite
   // values occur only in the sums of this run. They go out first (Selector), and none is held.
   void deliver(StepId id, const Communicator& comm, SparseBuffer& s) {
-    codec_.quantize(s, id, comm.rank() + comm.size() * comm.size());
+    codec_.quantize(s, id, stream_of_hop(comm, comm.size()));
     State& state = *state_;
     const SparseView sent = s.view();
     for (std::size_t e = 0; e < sent.nnz(); ++e) {

@@ -18,6 +18,7 @@
 #include <numeric>
 #include <vector>
 
+#include "codec/value_codes.hpp"
 #include "exchange/byte_counts.hpp"
 #include "skim/error.hpp"
 #include "skim/exchange.hpp"
@@ -26,7 +27,7 @@
 namespace skim {
 namespace {
 
-constexpr std::size_t kBlock = 64;  // entries of a block of the value codes
+using codes::kBlock;
 
 // Regions of nearly equal size. If there are enough positions, they begin where blocks begin. Then
 // the parts of a quantized list are quantized, too.

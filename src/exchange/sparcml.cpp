@@ -152,7 +152,7 @@ class SparCML final : public Exchange {
   void round_off(StepId id, int block, int round, const Communicator& comm) {
     if (!is_sum_) return;
     SparseBuffer& error = error_[static_cast<std::size_t>(round)];
-    codec_.quantize(partial_, id, block + comm.size() * (round + 1), error);
+    codec_.quantize(partial_, id, stream_of_hop(comm, round + 1, block), error);
     if (comm.rank() == block) errors_.push_back(error.view());
   }
 

@@ -32,7 +32,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _rows(device: torch.device, n: int, density: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    k = max(1, int(n * density))
+    k = skim.entries(density, n)
     slots = range(arguments.buckets)
     residual, means = torch.zeros(n, device=device), [torch.empty(n, device=device) for _ in slots]
     factor = torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) if arguments.matmuls else None
