@@ -222,7 +222,9 @@ nlohmann::json record(const InspectOptions& o, Inspector& inspector, const Snaps
 void make_folder(const std::filesystem::path& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
-  if (error) throw Error("--out: cannot make '" + folder.string() + "': " + error.message());
+  if (!error) return;
+  throw InvalidArgument("--out: cannot make '" + folder.string() + "': " + error.message() +
+                        "; give another folder");
 }
 
 std::filesystem::path write_json(const std::filesystem::path& folder, const nlohmann::json& all) {

@@ -17,6 +17,7 @@
 #include "codec/index_codes.hpp"
 #include "codec/value_codes.hpp"
 #include "skim/codec.hpp"
+#include "skim/error.hpp"
 #include "skim/schedule.hpp"
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
@@ -49,6 +50,16 @@ struct WireResult {
   double ratio() const { return static_cast<double>(index_bytes) / entropy_bytes; }
 };
 
+// A file of --recorded.
+WireCase recorded_case(const std::string& file) {
+  try {
+    return {"recorded", std::filesystem::path(file).stem().string(), bench::read_frame(file)};
+  } catch (const Error& e) {
+    throw InvalidArgument(std::string("--recorded: ") + e.what() +
+                          "; expected a frame, as skim inspect --save-frames writes");
+  }
+}
+
 // Without options, the cases are uniform sets of the usual length, small sets, and all recorded
 // sets.
 std::vector<WireCase> cases_of(const WireOptions& o) {
@@ -70,10 +81,7 @@ std::vector<WireCase> cases_of(const WireOptions& o) {
       }
     }
   }
-  for (const std::string& file : o.recorded) {
-    list.push_back(
-        {"recorded", std::filesystem::path(file).stem().string(), bench::read_frame(file)});
-  }
+  for (const std::string& file : o.recorded) list.push_back(recorded_case(file));
   if (!axes_given && o.recorded.empty()) {
     for (bench::RecordedSet& r : bench::recorded_sets(SKIM_INDEX_SETS)) {
       list.push_back({"recorded", std::move(r.name), std::move(r.s)});

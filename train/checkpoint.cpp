@@ -295,9 +295,12 @@ GoodCheckpoint newest_checkpoint(const fs::path& dir, Communicator& comm, std::i
     found.faults.push_back(name + ": " + *fault);
   }
   if (found.faults.empty()) {
-    const bool is_any = last == std::numeric_limits<std::int64_t>::max();
-    const std::string which = is_any ? "" : " of step " + std::to_string(last) + " or before";
-    throw StateError("no checkpoint" + which + " in '" + dir.string() + "'");
+    if (last == std::numeric_limits<std::int64_t>::max()) {
+      throw InvalidArgument("--resume: no checkpoint in '" + dir.string() +
+                            "'; leave out --resume to begin a run there");
+    }
+    throw StateError("no checkpoint of step " + std::to_string(last) + " or before in '" +
+                     dir.string() + "'");
   }
   throw StateError("no good checkpoint in '" + dir.string() + "': " + found.faults.front());
 }

@@ -85,7 +85,8 @@ struct GoodCheckpoint {
   std::vector<std::string> faults;  // of newer ones: "step-00000120: model.pt is damaged: ..."
 };
 // The newest checkpoint in dir that has no fault and is of step `last` or before, equal on all
-// ranks. The ranks share the reading. Collective. Throws: StateError if there is none.
+// ranks. The ranks share the reading. Collective. Throws: StateError if there is none;
+// InvalidArgument if dir has no checkpoint at all and `last` was not given.
 GoodCheckpoint newest_checkpoint(
     const std::filesystem::path& dir, Communicator& comm,
     std::int64_t last = std::numeric_limits<std::int64_t>::max());

@@ -528,11 +528,13 @@ class Run {
     const nlohmann::json now = identity(options_);
     for (const auto& [key, value] : now.items()) {
       if (!meta.contains("identity") || !meta["identity"].contains(key)) {
-        throw StateError(dir.string() + ": not a checkpoint of this version (no '" + key + "')");
+        throw InvalidArgument("--resume: '" + dir.string() + "' is of another version of Skim (no '" +
+                              key + "'); continue it with that version, or leave out --resume");
       }
       if (meta["identity"][key] != value) {
-        throw StateError(dir.string() + ": the checkpoint was made with " + key + " = " +
-                         meta["identity"][key].dump() + ", this run has " + value.dump());
+        throw InvalidArgument("--resume: '" + dir.string() + "' was made with " + key + " = " +
+                              meta["identity"][key].dump() + ", this run has " + value.dump() +
+                              "; give the same value, or another --checkpoint");
       }
     }
     const int old_ranks = read<int>(meta, "ranks", dir);

@@ -163,9 +163,7 @@ class Wire(Case):
         for name, text in (("none.frame", None), ("text.frame", "no frame")):
             if text:
                 (self.dir / name).write_text(text)
-            done = wire("--recorded", self.dir / name)
-            self.assertEqual(done.returncode, 1)
-            self.assertIn(name, done.stderr)
+            self.assert_refused(wire("--recorded", self.dir / name), "--recorded", name, "--save-frames")
 
 
 if __name__ == "__main__":

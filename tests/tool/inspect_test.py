@@ -198,7 +198,7 @@ class Training(Case):
         self.assertFalse((self.dir / "none").exists())
         blocked = self.dir / "file"
         blocked.write_text("")
-        self.assert_refused(inspect(*self.MLP, "--out", blocked / "deeper"), "--out", status=1)
+        self.assert_refused(inspect(*self.MLP, "--out", blocked / "deeper"), "--out: cannot make", "give another folder")
 
 
 @unittest.skipUnless(CAN_DRAW, "no matplotlib")
