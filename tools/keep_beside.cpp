@@ -29,4 +29,14 @@ void keep_beside(const std::string& option, const fs::path& path) {
                path.string().c_str(), kept.filename().string().c_str());
 }
 
+bool is_one_file(const fs::path& one, const fs::path& other) {
+  // weakly_canonical alone leaves a relative path relative if nothing of it exists.
+  const auto whole = [](const fs::path& p) {
+    std::error_code code;
+    const fs::path found = p == "-" ? p : fs::weakly_canonical(fs::absolute(p, code), code);
+    return code ? p : found;
+  };
+  return !one.empty() && !other.empty() && whole(one) == whole(other);
+}
+
 }  // namespace skim::tool

@@ -335,7 +335,7 @@ void check(TrainingOptions& o) {
   if (!o.train.checkpoint.empty()) {
     throw InvalidArgument("--checkpoint: a simulation has no checkpoints; leave it out");
   }
-  if (!o.link.json.empty() && o.link.json == o.train.metrics.string()) {
+  if (is_one_file(o.link.json, o.train.metrics)) {
     throw InvalidArgument("--json and --metrics are one file: '" + o.link.json + "'");
   }
   o.simulation.time = o.link.time();

@@ -423,16 +423,13 @@ void check(const Arguments& a) {
     throw InvalidArgument("--resume and --compare exclude each other");
   }
   check_restarts(a);
-  const auto whole = [](const std::filesystem::path& p) {
-    return p == "-" ? p : std::filesystem::weakly_canonical(p);
-  };
   if (a.report == "-") throw InvalidArgument("--report: expected a file, got '-'");
   if (a.trace == "-") throw InvalidArgument("--trace: expected a file, got '-'");
   if (a.tensorboard == "-") throw InvalidArgument("--tensorboard: expected a folder, got '-'");
   const auto files = files_of(a);
   for (auto one = files.begin(); one != files.end(); ++one) {
     for (auto other = files.begin(); other != one; ++other) {
-      if (one->second.empty() || whole(one->second) != whole(other->second)) continue;
+      if (!is_one_file(one->second, other->second)) continue;
       throw InvalidArgument(fmt::format("{} and {} are one file: '{}'", one->first, other->first,
                                         one->second.string()));
     }

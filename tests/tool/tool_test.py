@@ -1132,6 +1132,12 @@ class Failures(Case):
     def test_one_file_by_two_names(self):
         done = train("--model", "linear", "--steps", 3, "--metrics", self.dir / "x", "--summary", f"{self.dir}/./x")
         self.assert_refused(done, "--summary and --metrics are one file")
+        # Neither file exists.
+        for one, other in ("y", "./y"), ("./y", self.dir / "y"), ("none/y", "./none/../none/y"):
+            done = train("--model", "linear", "--steps", 3, "--metrics", one, "--report", other, cwd=self.dir)
+            self.assert_refused(done, "--report and --metrics are one file")
+        done = skim("simulate", "--train", "--link", "1gbit", "--metrics", "y", "--json", "./y", cwd=self.dir)
+        self.assert_refused(done, "--json and --metrics are one file")
 
     def test_too_few_descriptors(self):
         def limit(hard):
