@@ -69,7 +69,10 @@ class CommandLine {
   }
   template <class T>
   CLI::Option* option(const char* name, T& value, const char* type, const std::string& what) {
-    return plain(name, value, type, what)->capture_default_str();
+    CLI::Option* const added = plain(name, value, type, what)->capture_default_str();
+    // The help has a default in brackets. CLI11 puts a list in brackets of its own.
+    const std::string text = added->get_default_str();
+    return text.starts_with('[') ? added->default_str(text.substr(1, text.size() - 2)) : added;
   }
   // An option that takes one of `names`.
   template <class Names>

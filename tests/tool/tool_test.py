@@ -132,6 +132,12 @@ class Usage(Case):
             self.assertRegex(done.stdout, rf"{option}\b")
         self.assert_ok(skim("--help"))
 
+    def test_a_default_is_in_one_pair_of_brackets(self):
+        for command in (["simulate"], ["bench", "select"], ["bench", "scaling"], ["plan"]):
+            text = skim(*command, "--help").stdout
+            self.assertNotIn("[[", text)
+        self.assertRegex(skim("simulate", "--help").stdout, r"ranks, each a thread \[8\]")
+
     def test_help_of_a_command(self):
         for command in (["train"], ["bench"], ["bench", "wire"]):
             done = skim("help", *command)
