@@ -229,7 +229,7 @@ void make_folder(const std::filesystem::path& folder) {
 
 std::filesystem::path write_json(const std::filesystem::path& folder, const nlohmann::json& all) {
   const std::filesystem::path path = folder / "inspect.json";
-  train::write_file(path, [&](std::ostream& out) { out << all.dump() << '\n'; });
+  train::write_file(path, [&](std::ostream& out) { out << train::json_text(all) << '\n'; });
   return path;
 }
 

@@ -12,6 +12,7 @@
 
 #include "skim/error.hpp"
 #include "tools/keep_beside.hpp"
+#include "train/files.hpp"
 
 namespace skim::tool {
 
@@ -36,7 +37,7 @@ class JsonFile {
     if (path_ != "-") keep_beside(option_, path_);
     const File file = path_ == "-" ? nullptr : open("w");
     std::FILE* const out = path_ == "-" ? stdout : file.get();
-    const std::string text = value.dump(1) + "\n";
+    const std::string text = train::json_text(value, 1) + "\n";
     if (out == nullptr || std::fwrite(text.data(), 1, text.size(), out) != text.size() ||
         std::fflush(out) != 0) {
       throw Error(option_ + ": cannot write '" + path_ + "': " + std::strerror(errno));

@@ -13,6 +13,7 @@
 #include "skim/version.hpp"
 #include "tools/keep_beside.hpp"
 #include "tools/launcher.hpp"
+#include "train/files.hpp"
 #include "train/options_json.hpp"
 
 namespace skim::tool {
@@ -97,7 +98,7 @@ void MetricsFile::write_all(const nlohmann::json& line) {
   report_.add(line);
   events_.add(line);
   if (file_ == nullptr) return;
-  const std::string text = line.dump() + "\n";
+  const std::string text = train::json_text(line) + "\n";
   if (std::fwrite(text.data(), 1, text.size(), file_) != text.size() || std::fflush(file_) != 0) {
     throw Error("--metrics: cannot write '" + path_.string() + "': " + std::strerror(errno));
   }

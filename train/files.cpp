@@ -40,6 +40,10 @@ void sync_to_disk(const fs::path& path) {
   }
 }
 
+std::string json_text(const nlohmann::json& value, int indent) {
+  return value.dump(indent, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
 nlohmann::json read_json(const fs::path& path) {
   std::ifstream in(path, std::ios::binary);
   if (!in) throw StateError("cannot read " + path.string() + ": " + reason(errno));

@@ -710,7 +710,7 @@ class Run {
 void expect_equal_on_all_ranks(const nlohmann::json& mine, const std::string& what,
                                Communicator& comm) {
   if (comm.size() == 1) return;
-  const std::string text = mine.dump();
+  const std::string text = json_text(mine);
   MessageList all;
   comm.set_phase({"comparison of options"});
   comm.allgather(std::as_bytes(std::span(text)), all);

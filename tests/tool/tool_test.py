@@ -1145,6 +1145,22 @@ class Failures(Case):
         done = skim("simulate", "--train", "--link", "1gbit", "--metrics", "y", "--json", "./y", cwd=self.dir)
         self.assert_refused(done, "--json and --metrics are one file")
 
+    def test_a_path_may_have_any_bytes(self):
+        def at(name):
+            return os.fsencode(self.dir) + b"/" + name + b"\xff\xfe"
+
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            command = [TOOL, "train", *SMALL, "--model", "linear", "--steps", "3", "--ranks", str(ranks), "--metrics",
+                       at(b"m"), "--summary", at(b"s"), "--checkpoint", at(b"c"), "--report", at(b"r"),
+                       "--tensorboard", at(b"t"), "--trace", at(b"x")]
+            done = subprocess.run(command, capture_output=True, timeout=LIMIT)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            beginning, *steps = lines(pathlib.Path(os.fsdecode(at(b"m"))))
+            self.assertIn("m\ufffd\ufffd", beginning["command"])
+            self.assertEqual(len([line for line in steps if "step_ms" in line]), 3)
+            [run] = json.loads(pathlib.Path(os.fsdecode(at(b"s"))).read_text())
+            self.assertIn("m\ufffd\ufffd", run["metrics"])
+
     def test_too_few_descriptors(self):
         def limit(hard):
             return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
