@@ -118,10 +118,11 @@ void MetricsFile::forget_after(const std::string& run, std::int64_t step) {
     if (j.value("run", "") == run && j.value("step", std::int64_t{0}) > step) continue;
     kept += line + "\n";
   }
-  owned_.reset(std::fopen(path_.c_str(), "w"));
+  in.close();
+  replace_file("--metrics", path_, kept);
+  owned_.reset(std::fopen(path_.c_str(), "a"));
   file_ = owned_.get();
-  if (file_ == nullptr || std::fwrite(kept.data(), 1, kept.size(), file_) != kept.size() ||
-      std::fflush(file_) != 0) {
+  if (file_ == nullptr) {
     throw Error("--metrics: cannot write '" + path_.string() + "': " + std::strerror(errno));
   }
 }

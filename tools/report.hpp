@@ -41,7 +41,8 @@ class MetricsFile {
   void write(const nlohmann::json& line);
   // Why a line could not be written, with the system's reason; empty: all were.
   const std::string& failure() const { return failure_; }
-  // Removes the lines of `run` after `step`, which a stopped run recorded after its checkpoint.
+  // Removes the lines of `run` after `step`, which a stopped run recorded after its checkpoint. If
+  // that fails, or the process dies meanwhile, the file still has all its lines. Throws: Error.
   void forget_after(const std::string& run, std::int64_t step);
   void end();  // writes the last page of the report; throws: Error
 

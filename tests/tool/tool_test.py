@@ -940,6 +940,22 @@ class Checkpoints(Case):
         self.assertEqual(sorted(f.name for f in folder.iterdir()), ["step-00000002"])
         self.assert_ok(train(*arguments, "--steps", 4, "--resume"))
 
+    def test_a_resume_that_cannot_rewrite_the_metrics_loses_none(self):
+        def small_disk():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write fails as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+        metrics = self.dir / "m.jsonl"
+        arguments = ["--model", "linear", "--metrics", metrics, "--checkpoint", self.dir / "c"]
+        self.assert_ok(train(*arguments, "--steps", 8))
+        before = metrics.read_text()
+        done = train(*arguments, "--steps", 9, "--resume", preexec_fn=small_disk, restore_signals=False)
+        self.assert_refused(done, "--metrics: cannot write", "m.jsonl", "File too large", status=1)
+        self.assertEqual(metrics.read_text(), before)
+        self.assertEqual(sorted(path.name for path in self.dir.iterdir()), ["c", "m.jsonl"])
+        self.assert_ok(train(*arguments, "--steps", 9, "--resume"))
+        self.assertTrue(metrics.read_text().startswith(before))
+
     def test_a_disk_that_is_too_small_is_found_before_the_first_step(self):
         small = self.dir / "small"
         small.mkdir()
