@@ -261,6 +261,15 @@ CLI::Validator in_range(const FieldRange& range) {
       },
       "");
 }
+CLI::Validator fits_float() {
+  return CLI::Validator(
+      [](std::string& text) {
+        const double x = std::strtod(text.c_str(), nullptr);
+        const bool good = std::isfinite(static_cast<float>(x));
+        return good ? std::string() : "expected a number of at most 3.4e38, got '" + text + "'";
+      },
+      "");
+}
 CLI::Validator digits() {
   return CLI::Validator(
       [](std::string& text) {

@@ -135,5 +135,6 @@ int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int(
 CLI::Validator positive();
 CLI::Validator not_negative();
 CLI::Validator in_range(const FieldRange& range);
+CLI::Validator fits_float();
 
 }  // namespace skim::tool

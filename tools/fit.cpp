@@ -4,23 +4,17 @@
 #include <nlohmann/json.hpp>
 
 #include "skim/error.hpp"
+#include "train/options_json.hpp"
 
 namespace skim::tool {
 
 Fit read_fit(const std::string& path) {
   std::ifstream in(path);
   if (!in) throw InvalidArgument("--fit: cannot open '" + path + "'");
-  try {
-    const nlohmann::json j = nlohmann::json::parse(in);
-    return {{.alpha_s = j.at("alpha_s").get<double>(),
-             .beta_s_per_byte = j.at("beta_s_per_byte").get<double>()},
-            {.select_s = j.at("select_s").get<double>(),
-             .merge_s = j.at("merge_s").get<double>(),
-             .add_s = j.at("add_s").get<double>()}};
-  } catch (const nlohmann::json::exception& e) {
-    throw InvalidArgument("--fit: '" + path +
-                          "' is not what skim bench network --json writes: " + e.what());
-  }
+  const std::string who = "--fit: '" + path + "' is not what skim bench network --json writes";
+  const nlohmann::json j = nlohmann::json::parse(in, nullptr, false);
+  if (j.is_discarded()) throw InvalidArgument(who + ": it is not JSON");
+  return {train::link_of(j, who), train::local_speeds_of(j, who)};
 }
 
 }  // namespace skim::tool

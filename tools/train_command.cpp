@@ -123,6 +123,7 @@ class Declare {
                                     ? line_.option(name.c_str(), x, type, info.what)
                                     : line_.plain(name.c_str(), x, type, info.what);
     if (!info.range.holds(-1.0)) option->check(in_range(info.range));
+    if (std::same_as<T, float>) option->check(fits_float());
   }
   void add(const std::string& name, std::string& x, const FieldInfo& info) const {
     line_.choice(name.c_str(), x, info.what, info.names());

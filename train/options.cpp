@@ -420,12 +420,20 @@ WarmUp warm_up(std::string_view text, const std::string& who) {
   if (text.starts_with(kGeometric)) {
     w.kind = WarmUp::Kind::geometric;
     w.epochs = part(text.substr(kGeometric.size()));
+    if (!(w.epochs >= 0.0) || !std::isfinite(w.epochs)) {
+      throw InvalidArgument(who + ": '" + std::string(text) +
+                            "' needs a number of epochs >= 0, as geometric:4");
+    }
     return w;
   }
   w.kind = WarmUp::Kind::list;
   for (std::string_view rest = text;;) {
     const std::size_t comma = rest.find(',');
     w.densities.push_back(part(rest.substr(0, comma)));
+    if (!is_density(w.densities.back())) {
+      throw InvalidArgument(who + ": '" + std::string(rest.substr(0, comma)) + "' in '" +
+                            std::string(text) + "' is no density: expected numbers in (0, 1]");
+    }
     if (comma == std::string_view::npos) return w;
     rest.remove_prefix(comma + 1);
   }

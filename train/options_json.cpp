@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <concepts>
 #include <cstdlib>
 #include <filesystem>
@@ -86,6 +87,11 @@ void take(const json& j, T& x, const FieldInfo& info, const std::string& who) {
     throw InvalidArgument(who + ": expected a number >= 0, got " + j.dump());
   }
   const T given = j.get<T>();
+  if constexpr (std::is_floating_point_v<T>) {
+    if (!std::isfinite(given)) {
+      throw InvalidArgument(who + ": expected a smaller number, got " + j.dump());
+    }
+  }
   const bool is_default = given == T{};  // may mean "not given", so the range is not checked
   if (!std::same_as<T, bool> && !is_default && !info.range.holds(j.get<double>())) {
     throw InvalidArgument(who + ": expected a number " + info.range.text() + ", got " + j.dump());
@@ -132,16 +138,20 @@ void take(const json& j, std::optional<Duration>& x, const FieldInfo&, const std
   x.reset();
   if (!j.is_null()) x = Duration{j.get<double>()};
 }
-void take(const json& j, std::optional<Link>& link, const FieldInfo&, const std::string&) {
+void take(const json& j, std::optional<Link>& link, const FieldInfo&, const std::string& who) {
   link.reset();
-  if (j.is_null()) return;
-  link = Link{.alpha_s = j.at("alpha_s").get<double>(),
-              .beta_s_per_byte = j.at("beta_s_per_byte").get<double>()};
+  if (!j.is_null()) link = link_of(j, who);
 }
-void take(const json& j, LocalSpeeds& s, const FieldInfo&, const std::string&) {
-  s = {.select_s = j.at("select_s").get<double>(),
-       .merge_s = j.at("merge_s").get<double>(),
-       .add_s = j.at("add_s").get<double>()};
+void take(const json& j, LocalSpeeds& s, const FieldInfo&, const std::string& who) {
+  s = local_speeds_of(j, who);
+}
+
+// A number of seconds in a measured file.
+double seconds_at(const json& j, const char* key, const std::string& who) {
+  const auto at = j.find(key);
+  if (at != j.end() && at->is_number() && at->get<double>() >= 0.0) return at->get<double>();
+  throw InvalidArgument(who + ": expected a number >= 0 as '" + key + "', got " +
+                        (at == j.end() ? "none" : at->dump()));
 }
 
 template <class Wanted>
@@ -154,6 +164,16 @@ json options_where(const TrainOptions& o, Wanted&& wanted) {
 }
 
 }  // namespace
+
+Link link_of(const json& j, const std::string& who) {
+  return {.alpha_s = seconds_at(j, "alpha_s", who),
+          .beta_s_per_byte = seconds_at(j, "beta_s_per_byte", who)};
+}
+LocalSpeeds local_speeds_of(const json& j, const std::string& who) {
+  return {.select_s = seconds_at(j, "select_s", who),
+          .merge_s = seconds_at(j, "merge_s", who),
+          .add_s = seconds_at(j, "add_s", who)};
+}
 
 json options_json(const TrainOptions& o) {
   return options_where(o, [](const FieldInfo&) { return true; });

@@ -24,6 +24,11 @@ template <class T>
 void read_option(const nlohmann::json& j, const char* name, T& member, const FieldInfo& info,
                  const std::string& who);
 
+// A link and local speeds, by the names of their members. Both throw: InvalidArgument whose message
+// begins with `who`, if one of them is no number >= 0.
+Link link_of(const nlohmann::json& j, const std::string& who);
+LocalSpeeds local_speeds_of(const nlohmann::json& j, const std::string& who);
+
 // The choices of a run: {"ranks": P, "changes": [[step, slot, entries, exchange], ...]} by step.
 nlohmann::json choices_json(const Choices& choices);
 // Throws: InvalidArgument whose message begins with `who`.

@@ -206,6 +206,12 @@ class Usage(Case):
         self.assert_refused(train("--inside", "dense"), "dense", "allgather")
         self.assert_refused(train("--cut-every", "0"), "--cut-every", "> 0")
         self.assert_refused(train("--fit", self.dir / "none"), "--fit", "cannot open", "none")
+        fit = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-9, "select_s": 1e-9, "merge_s": 0, "add_s": 0}
+        for key, value, got in (("select_s", -1, "-1"), ("alpha_s", -0.5, "-0.5"), ("merge_s", "x", '"x"'),
+                                ("add_s", None, "null")):
+            (self.dir / "fit").write_text(json.dumps(fit | {key: value}))
+            self.assert_refused(train("--exchange", "auto", "--fit", self.dir / "fit"), "--fit", "bench network",
+                                f"expected a number >= 0 as '{key}', got {got}")
 
     def test_values_out_of_range(self):
         for density in ["0", "-0.1", "1.5", "nan"]:
@@ -216,6 +222,12 @@ class Usage(Case):
             self.assert_refused(train("--threads", threads), "--threads", "[1, 1024]", str(threads))
         self.assert_refused(train("--lr", "fast"), "--lr", "fast")
         self.assert_refused(train("--density-warmup", "0.5,x"), "--density-warmup", "'x'")
+        for density in ("2", "0", "nan"):
+            self.assert_refused(train("--density-warmup", f"0.5,{density}"), f"--density-warmup: '{density}' in",
+                                "(0, 1]")
+        for epochs in ("-1", "nan", "inf"):
+            self.assert_refused(train("--density-warmup", f"geometric:{epochs}"),
+                                f"--density-warmup: 'geometric:{epochs}'", ">= 0")
         self.assert_refused(train("--resume"), "--checkpoint")
         self.assert_refused(train("--select", "threshold"), "--select-threshold > 0")
         self.assert_refused(train("--compare", "gtopk:0.01:threshold"), "--select-threshold > 0")
@@ -240,6 +252,7 @@ class Usage(Case):
                             "--momentum and --momentum-correction exclude each other")
         self.assert_refused(train("--no-factor-masking"), "--momentum-correction > 0")
         self.assert_refused(train("--local-clip", "-2"), "--local-clip", ">= 0")
+        self.assert_refused(train("--local-clip", "1e39"), "--local-clip", "at most 3.4e38", "1e39")
         self.assert_refused(train("--residual-decay", "1.5"), "--residual-decay", "[0, 1]")
         self.assert_refused(train("--value-code", "q3"), "--value-code", "q3", "f32,f16,bf16,q8")
         self.assert_refused(train("--index-code", "elias"), "--index-code", "elias",
@@ -293,7 +306,10 @@ class Usage(Case):
                                   ("batch", 0.5, ["batch", "whole number", "0.5"]),
                                   ("momentum", 1, ["momentum", "[0, 1)", "1"]),
                                   ("density", "much", ["density", "much", "adaptive"]),
-                                  ("lr", "fast", ["lr", "fast"])]:
+                                  ("lr", "fast", ["lr", "fast"]),
+                                  ("local_clip", 1e39, ["local_clip", "smaller", "1e+39"]),
+                                  ("local_speeds", {"select_s": -1}, ["local_speeds", "'select_s'", "-1"]),
+                                  ("density_warmup", "0.5,2", ["density_warmup", "'2'", "(0, 1]"])]:
             summary.write_text(json.dumps([{"exchange": "gtopk", key: value}]))
             self.assert_refused(train("--config", summary), "--config", *words)
         # The command line goes before the file, and files of the first run are not written again.
