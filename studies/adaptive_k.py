@@ -63,6 +63,7 @@ class Study:
         self.rate = rate or usual_rate
         arguments = [*arguments, "--epochs", f"{self.epochs:g}"]
         if generated:
+            arguments = [a for a in arguments if a != "--augment"]
             arguments[arguments.index("--data") + 1] = "generated"
             arguments += ["--generated-train", str(generated), "--generated-test", "200"]
         self.keep, self.only_kept = keep, only_kept

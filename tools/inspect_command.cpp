@@ -322,6 +322,7 @@ int inspect_command(int argc, char** argv) {
   command.example =
       "Example: a record every 200 steps of LeNet-5 on 4 ranks, with pictures:\n"
       "  skim inspect --model lenet5 --ranks 4 --epochs 2 --every 200 --out lenet5";
+  command.uses = {"--select-threshold", "--select-block", "--select-stages", "--select-seeds"};
   command.declare = [&](CommandLine& line) {
     line.group("Inspection");
     line.plain(

@@ -329,6 +329,13 @@ void on_stop(int signal) {
   g_stop.store(true);
 }
 
+Row row_of(const train::TrainOptions& o) {
+  return {.name = train::exchange_name(o), .options = o, .summary = {}};
+}
+
+// The options of a run that the simulation uses whatever the run is.
+constexpr std::array<std::string_view, 1> kUses{"--compute"};
+
 // Checks the options, except for conditions that only the simulation can check.
 void check(TrainingOptions& o) {
   check_training_options(o.train);
@@ -339,7 +346,7 @@ void check(TrainingOptions& o) {
     throw InvalidArgument("--json and --metrics are one file: '" + o.link.json + "'");
   }
   o.simulation.time = o.link.time();
-  check_budget({Row{.name = train::exchange_name(o.train), .options = o.train, .summary = {}}});
+  check_budget({row_of(o.train)});
   if (o.train.target_time.seconds > 0.0) {  // predictions use the simulated link and speeds
     o.train.chooser.link = o.simulation.time.link;
     if (!o.simulation.time.processor_time) o.train.chooser.local_speeds = {};
@@ -379,7 +386,6 @@ void print(std::FILE* out, const TrainingOptions& o, const train::SimulationSumm
 
 // command: the one that repeats this run.
 int run(TrainingOptions& o, const std::string& command) {
-  check(o);
   if (o.train.threads == 0) {
     o.train.threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   }
@@ -494,7 +500,11 @@ int simulate_training(int argc, char** argv) {
       "  skim simulate --train --ranks 100 --link 1gbit --latency 0.4ms --model mlp --steps 20");
   return parse_and_run(app, static_cast<int>(repetition.arguments.size()),
                        repetition.arguments.data(),
-                       [&] { return run(o, command_text(argc, argv)); });
+                       [&] {
+                         check(o);
+                         expect_effects(app, {row_of(o.train)}, kUses);
+                         return run(o, command_text(argc, argv));
+                       });
 }
 
 }  // namespace

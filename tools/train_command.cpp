@@ -226,29 +226,118 @@ void add_training_options(CommandLine& line, train::TrainOptions& t) {
   each_run_field(t, declare_field);
 }
 
+namespace {
+
+// Whether a run may take this exchange.
+template <ExchangeKind kKind>
+bool may_be(const TrainOptions& o) {
+  const HierarchyOptions& h = o.exchange.hierarchy;
+  const bool nests = o.exchange.kind == ExchangeKind::hierarchical;
+  return o.automatic || o.exchange.kind == kKind ||
+         (nests && (h.inside == kKind || h.between == kKind));
+}
+template <SelectRule kRule>
+bool selects_by(const TrainOptions& o) {
+  return o.select.rule == kRule;
+}
+bool selects_at_random(const TrainOptions& o) {
+  return selects_by<SelectRule::dgc>(o) || selects_by<SelectRule::mstopk>(o) ||
+         selects_by<SelectRule::randomk>(o);
+}
+bool has_density_limits(const TrainOptions& o) {
+  using Kind = train::DensityRule::Kind;
+  return o.density.kind != Kind::constant && o.density.kind != Kind::accordion;
+}
+bool is_auto(const TrainOptions& o) { return o.automatic; }
+bool is_lstm(const TrainOptions& o) { return o.model == "lstm"; }
+bool is_gpt(const TrainOptions& o) { return o.model == "gpt"; }
+bool is_lstm_or_gpt(const TrainOptions& o) { return is_lstm(o) || is_gpt(o); }
+bool has_drops(const TrainOptions& o) {
+  return o.learning_rate.kind == train::LearningRateKind::steps;
+}
+bool has_rounds(const TrainOptions& o) { return o.local_steps > 0; }
+bool has_checkpoints(const TrainOptions& o) { return !o.checkpoint.empty(); }
+bool has_target_time(const TrainOptions& o) { return o.target_time.seconds > 0.0; }
+
+// The options that only some runs use.
+struct Effect {
+  const char* option;
+  const char* needs;
+  bool (*is_there)(const TrainOptions&);
+};
+constexpr Effect kEffects[] = {
+    {"--shards-per-rank", "--split shards",
+     [](const TrainOptions& o) { return o.split == train::Split::shards; }},
+    {"--augment", "--data cifar10",
+     [](const TrainOptions& o) { return o.data.name == "cifar10"; }},
+    {"--sequence-length", "--data text",
+     [](const TrainOptions& o) { return o.data.name == "text"; }},
+    {"--layers", "--model lstm or gpt", is_lstm_or_gpt},
+    {"--hidden", "--model lstm", is_lstm},
+    {"--embedding", "--model lstm or gpt", is_lstm_or_gpt},
+    {"--heads", "--model gpt", is_gpt},
+    {"--lr-drops", "--lr-schedule steps", has_drops},
+    {"--lr-gamma", "--lr-schedule steps", has_drops},
+    {"--no-bias-decay", "--weight-decay > 0",
+     [](const TrainOptions& o) { return o.weight_decay > 0.0; }},
+    {"--ahead", "--local-steps H", has_rounds},
+    {"--outer-lr", "--local-steps H", has_rounds},
+    {"--outer-momentum", "--local-steps H", has_rounds},
+    {"--among", "--exchange auto", is_auto},
+    {"--trial-share", "--exchange auto", is_auto},
+    {"--fit", "--exchange auto or --target-time",
+     [](const TrainOptions& o) { return is_auto(o) || has_target_time(o); }},
+    {"--drop", "--exchange gtopk or gtopk-tree",
+     [](const TrainOptions& o) {
+       return may_be<ExchangeKind::gtopk>(o) || may_be<ExchangeKind::gtopk_tree>(o);
+     }},
+    {"--inside", "--exchange hierarchical", may_be<ExchangeKind::hierarchical>},
+    {"--between", "--exchange hierarchical", may_be<ExchangeKind::hierarchical>},
+    {"--server", "--exchange param-server", may_be<ExchangeKind::param_server>},
+    {"--oktopk-exact", "--exchange oktopk", may_be<ExchangeKind::oktopk>},
+    {"--cut-every", "--exchange oktopk", may_be<ExchangeKind::oktopk>},
+    {"--regions-every", "--exchange oktopk", may_be<ExchangeKind::oktopk>},
+    {"--rounding", "a --value-code other than f32",
+     [](const TrainOptions& o) { return o.exchange.codec.value != ValueCode::f32; }},
+    {"--select-threshold", "--select threshold", selects_by<SelectRule::threshold>},
+    {"--select-block", "--select blocktopk", selects_by<SelectRule::blocktopk>},
+    {"--select-stages", "--select sidco", selects_by<SelectRule::sidco>},
+    {"--select-seeds", "--select dgc, mstopk or randomk", selects_at_random},
+    {"--density-min", "--density adaptive, capture=SHARE or descent-per-bit", has_density_limits},
+    {"--density-max", "--density adaptive, capture=SHARE or descent-per-bit", has_density_limits},
+    {"--adaptive-form", "--density adaptive", is_adaptive},
+    {"--contraction", "--density adaptive", is_adaptive},
+    {"--compute", "--target-time", has_target_time},
+    {"--checkpoint-steps", "--checkpoint DIR", has_checkpoints},
+    {"--checkpoint-time", "--checkpoint DIR", has_checkpoints},
+    {"--keep", "--checkpoint DIR", has_checkpoints},
+    {"--divergence-factor", "--on-divergence stop or rollback",
+     [](const TrainOptions& o) { return o.on_divergence != train::OnDivergence::ignore; }},
+};
+
+}  // namespace
+
+void expect_effects(const CLI::App& app, const std::vector<Row>& rows,
+                    std::span<const std::string_view> of_command) {
+  for (const Effect& e : kEffects) {
+    if (app.count(e.option) == 0 || std::ranges::count(of_command, e.option) > 0) continue;
+    if (std::ranges::any_of(rows, [&](const Row& r) { return e.is_there(r.options); })) continue;
+    throw InvalidArgument(fmt::format("{} needs {}; it has no effect here, so leave it out",
+                                      e.option, e.needs));
+  }
+}
+
 void check_training_options(const train::TrainOptions& t) {
   if (t.resume && t.checkpoint.empty()) throw InvalidArgument("--resume needs --checkpoint DIR");
-  if (t.checkpoint_steps > 0 && t.checkpoint.empty()) {
-    throw InvalidArgument("--checkpoint-steps needs --checkpoint DIR");
-  }
-  if (t.checkpoint_time.seconds > 0.0 && t.checkpoint.empty()) {
-    throw InvalidArgument("--checkpoint-time needs --checkpoint DIR");
-  }
   if (t.on_divergence == train::OnDivergence::rollback &&
       (t.checkpoint.empty() || (t.checkpoint_steps == 0 && t.checkpoint_time.seconds <= 0.0))) {
     throw InvalidArgument(
         "--on-divergence rollback needs --checkpoint DIR, and --checkpoint-steps or "
         "--checkpoint-time");
   }
-  if (t.local_steps == 0 && t.local != LocalStepsOptions{}) {
-    throw InvalidArgument("--ahead, --outer-lr and --outer-momentum need --local-steps H");
-  }
   const bool has_steps = t.learning_rate.kind == train::LearningRateKind::steps;
   if (has_steps && t.learning_rate.drop_epochs.empty()) {
     throw InvalidArgument("--lr-schedule steps needs --lr-drops EPOCH,EPOCH,...");
-  }
-  if (!has_steps && !t.learning_rate.drop_epochs.empty()) {
-    throw InvalidArgument("--lr-drops needs --lr-schedule steps");
   }
   if (t.momentum > 0.0 && t.optimizer != train::OptimizerKind::sgd) {
     throw InvalidArgument("--momentum is for --optimizer sgd; Adam has a momentum of its own");
@@ -745,6 +834,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
     check(a);
     a.command = command_text(argc, argv);
     std::vector<Row> rows = plan(a);
+    expect_effects(app, rows, command.uses);
     if (command.before) {
       if (const std::optional<int> status = command.before(rows)) return *status;
     }

@@ -5,6 +5,7 @@
 #include <functional>
 #include <initializer_list>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,6 +28,11 @@ void add_codec_options(CommandLine& line, CodecOptions& codec,
 // Checks that the options fit together. Throws: InvalidArgument.
 void check_training_options(const train::TrainOptions& options);
 
+// Throws: InvalidArgument: an option of a run that was given has an effect on none of the runs.
+// of_command: options that the command itself uses.
+void expect_effects(const CLI::App& app, const std::vector<Row>& rows,
+                    std::span<const std::string_view> of_command = {});
+
 // Checks --budget and --target-time against the densities of all runs. Throws: InvalidArgument.
 void check_budget(const std::vector<Row>& rows);
 // A note to print before a run; may be empty.
@@ -37,6 +43,7 @@ struct TrainingCommand {
   std::string name;
   std::string description;
   std::string example;  // the last lines of --help
+  std::vector<std::string_view> uses = {};  // options of a run that the command uses, too
   // Declares the command's own options, which precede those of the run.
   std::function<void(CommandLine&)> declare = {};
   // Called after parsing, on every rank. Throws InvalidArgument if the command cannot run. A value

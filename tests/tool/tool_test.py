@@ -276,6 +276,50 @@ class Usage(Case):
         self.assert_refused(train("--batch", "1000"), "512")
         self.assert_refused(train("--model", "lstm"), "lstm")
 
+    def test_an_option_without_effect_is_refused(self):
+        needs = {
+            "--shards-per-rank 3": "--split shards", "--augment": "--data cifar10",
+            "--sequence-length 9": "--data text", "--layers 2": "--model lstm or gpt", "--hidden 9": "--model lstm",
+            "--embedding 9": "--model lstm or gpt", "--heads 2": "--model gpt", "--lr-drops 1": "--lr-schedule steps",
+            "--lr-gamma 0.5": "--lr-schedule steps", "--no-bias-decay": "--weight-decay > 0",
+            "--ahead 0.5": "--local-steps H", "--outer-lr 1": "--local-steps H",
+            "--outer-momentum 0.5": "--local-steps H", "--among gtopk": "--exchange auto",
+            "--trial-share 0.1": "--exchange auto", f"--fit {self.dir}/fit": "--exchange auto or --target-time",
+            "--drop sender-keeps --exchange allgather": "--exchange gtopk or gtopk-tree",
+            "--inside allgather": "--exchange hierarchical", "--between gtopk": "--exchange hierarchical",
+            "--server sharded": "--exchange param-server", "--oktopk-exact": "--exchange oktopk",
+            "--cut-every 9": "--exchange oktopk", "--regions-every 9": "--exchange oktopk",
+            "--rounding stochastic": "a --value-code other than f32", "--select-threshold 1": "--select threshold",
+            "--select-block 9": "--select blocktopk", "--select-stages 2": "--select sidco",
+            "--select-seeds own": "--select dgc, mstopk or randomk",
+            "--density-min 0.1": "--density adaptive, capture=SHARE or descent-per-bit",
+            "--density-max 0.1 --density accordion=0.1/0.2": "--density adaptive, capture=SHARE or descent-per-bit",
+            "--adaptive-form even": "--density adaptive", "--contraction 0.9": "--density adaptive",
+            "--compute 1ms": "--target-time", "--checkpoint-steps 9": "--checkpoint DIR",
+            "--checkpoint-time 1s": "--checkpoint DIR", "--keep 9": "--checkpoint DIR",
+            "--divergence-factor 9": "--on-divergence stop or rollback",
+        }
+        (self.dir / "fit").write_text(json.dumps(
+            {"alpha_s": 1e-3, "beta_s_per_byte": 1e-9, "select_s": 1e-9, "merge_s": 0, "add_s": 0}))
+        for given, what in needs.items():
+            option = given.split()[0]
+            self.assert_refused(train(*given.split()), f"{option} needs {what}; it has no effect here, so leave it out")
+        self.assert_refused(train("--compare", "dense,gtopk:0.1:randomk", "--select-block", 9),
+                            "--select-block needs --select blocktopk")
+        self.assert_refused(skim("simulate", "--train", "--link", "1gbit", "--among", "gtopk"), "--among needs")
+        config = self.dir / "run.toml"
+        config.write_text("keep = 9\n")
+        self.assert_refused(train("--config", config), "--keep needs --checkpoint DIR")
+
+    def test_an_option_is_accepted_if_one_of_the_runs_uses_it(self):
+        case = ["--model", "linear", "--steps", 2, "--dense-below", 0]
+        self.assert_ok(train(*case, "--compare", "dense,gtopk:0.1:blocktopk", "--select-block", 9))
+        self.assert_ok(train(*case, "--exchange", "hierarchical", "--between", "gtopk", "--drop", "sender-keeps"))
+        # A summary has all options, also those that its run does not use.
+        summary = self.dir / "s.json"
+        self.assert_ok(train(*case, "--select", "blocktopk", "--select-block", 9, "--summary", summary))
+        self.assert_ok(skim("train", "--config", summary, "--select", "exact"))
+
     def test_config_file(self):
         config = self.dir / "run.toml"
         config.write_text('model = "linear"\nsteps = 2\nexchange = "allgather"\n')
