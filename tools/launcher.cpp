@@ -97,6 +97,8 @@ void set_environment(const RunDir& dir) {
   set("OMPI_MCA_odls_base_sigkill_timeout", "3");
   // All ranks are on this machine. So they need no TCP, and no port that strangers can reach.
   set("OMPI_MCA_btl", "self,vader");
+  // Nor a remote shell. Open MPI 4 does not start without one, so it gets a shell that exists.
+  set("OMPI_MCA_plm_rsh_agent", "/bin/sh");
   setenv(kRunDir, dir.path().c_str(), 1);
   const auto tell = [](const char* name, int fd) {
     const std::string file = "/proc/" + std::to_string(getppid()) + "/fd/" + std::to_string(fd);

@@ -1053,6 +1053,12 @@ class Checkpoints(Case):
         done = train("--model", "linear", "--compare", "dense,gtopk", "--steps", 2, "--checkpoint", blocked)
         self.assert_refused(done, f"--checkpoint: cannot open '{blocked}/dense'")
 
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
+    def test_ranks_start_without_a_remote_shell(self):
+        done = train("--ranks", 2, "--model", "linear", "--steps", 2, env=dict(os.environ, PATH=str(self.dir)))
+        self.assert_ok(done)
+        self.assertEqual(done.stderr, "")
+
     def test_a_folder_to_resume_from_is_not_made(self):
         done = train("--model", "linear", "--steps", 2, "--checkpoint", self.dir / "none", "--resume")
         self.assertNotEqual(done.returncode, 0)
