@@ -54,7 +54,9 @@ double parse_seconds(const std::string& option, const std::string& text) {
     throw InvalidArgument(option + ": expected a time of at most 1e9 s, got '" + text + "'");
   }
   if (seconds >= 0.0) return seconds;
-  throw InvalidArgument(option + ": expected a time such as 200us, 0.4ms, 1.5s or 10min, got '" +
+  throw InvalidArgument(option +
+                        ": expected a number >= 0 with a unit of time, such as 200us, 0.4ms, 1.5s "
+                        "or 10min, got '" +
                         text + "'");
 }
 

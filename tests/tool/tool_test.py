@@ -478,6 +478,8 @@ class Usage(Case):
         self.assert_refused(train("--steps", "many"), "--steps", "many")
         self.assert_refused(train("--density", "101%"), "--density", "101%")
         self.assert_refused(train("--timeout", "10q"), "--timeout", "10q")
+        self.assert_refused(train("--checkpoint", self.dir / "c", "--checkpoint-time", "10"),
+                            "--checkpoint-time: expected a number >= 0 with a unit of time", "10min", "got '10'")
 
     def test_whole_numbers_are_the_ones_that_were_written(self):
         for option in ("--seed", "--dense-below"):
