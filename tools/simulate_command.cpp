@@ -403,6 +403,8 @@ int run(TrainingOptions& o, const std::string& command) {
   Row row{.name = name, .options = o.train, .summary = {}};
   metrics.write(beginning_json(row, 0, o.simulation.ranks, command));
 
+  const std::string warning = warning_on_data(data.info());
+  if (!warning.empty()) progress.warn(warning);
   const std::string note = note_on_budget(o.train, o.simulation.ranks);
   if (!note.empty()) progress.say(note);
 

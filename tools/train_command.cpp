@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -378,6 +379,12 @@ std::string note_on_budget(const train::TrainOptions& o, int ranks) {
                      o.density_max);
 }
 
+std::string warning_on_data(const train::DataInfo& data) {
+  if (data.missing.empty()) return {};
+  return fmt::format("{} has no {}: training on the {} images of the other files", data.name,
+                     fmt::join(data.missing, ", "), data.train_size);
+}
+
 namespace {
 
 void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
@@ -647,6 +654,8 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
       metrics.write(comparison_json(row.name, step, waited_s, seconds));
     };
     observer.on_warning = [&](const std::string& what) { progress.warn(what); };
+    const std::string warning = warning_on_data(data.info());
+    if (first && i == 0 && !warning.empty()) progress.warn(warning);
     const std::string note = note_on_budget(row.options, comm.size());
     if (first && !note.empty()) progress.say(note);
     const std::filesystem::path& folder = row.options.checkpoint;

@@ -37,6 +37,8 @@ void expect_effects(const CLI::App& app, const std::vector<Row>& rows,
 void check_budget(const std::vector<Row>& rows);
 // A note to print before a run; may be empty.
 std::string note_on_budget(const train::TrainOptions& options, int ranks);
+// A warning to print before a run; may be empty.
+std::string warning_on_data(const train::DataInfo& data);
 
 // A command that trains and does something more. A null function does nothing.
 struct TrainingCommand {

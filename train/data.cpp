@@ -466,8 +466,13 @@ Dataset load_data(const DataOptions& options) {
   } else if (options.name == "cifar10") {
     const Files files(options, {"cifar10", "cifar-10-batches-bin", ""});
     for (int i = 1; i <= 5; ++i) {
-      const fs::path file = files.find("data_batch_" + std::to_string(i) + ".bin");
-      if (!file.empty()) append_cifar(file, info.classes, train.pixels, train.labels);
+      const std::string name = "data_batch_" + std::to_string(i) + ".bin";
+      const fs::path file = files.find(name);
+      if (file.empty()) {
+        info.missing.push_back(name);
+      } else {
+        append_cifar(file, info.classes, train.pixels, train.labels);
+      }
     }
     if (train.labels.empty()) files.missing("data_batch_1.bin");
     append_cifar(files.expect("test_batch.bin"), info.classes, test.pixels, test.labels);

@@ -46,6 +46,7 @@ struct DataInfo {
   std::int64_t channels = 0, height = 0, width = 0, classes = 0;  // images
   std::int64_t vocabulary = 0, sequence_length = 0;               // text
   std::int64_t train_size = 0, test_size = 0;                     // examples: images, or windows
+  std::vector<std::string> missing;  // cifar10: the training files that are not there
 };
 
 // B examples.

@@ -481,6 +481,22 @@ class Usage(Case):
         self.assert_refused(train("--checkpoint", self.dir / "c", "--checkpoint-time", "10"),
                             "--checkpoint-time: expected a number >= 0 with a unit of time", "10min", "got '10'")
 
+    def test_missing_batches_of_cifar10_are_named(self):
+        for name in ("data_batch_2.bin", "data_batch_4.bin", "test_batch.bin"):
+            (self.dir / name).write_bytes(bytes(3073) * 16)
+        case = ["--model", "linear", "--data", "cifar10", "--data-dir", self.dir, "--steps", 1, "--batch", 8]
+        said = ("gtopk: cifar10 has no data_batch_1.bin, data_batch_3.bin, data_batch_5.bin: "
+                "training on the 32 images of the other files\n")
+        for command in (["train"], ["simulate", "--train", "--link", "1gbit"]):
+            done = skim(*command, *case, "--lr", 0.05)
+            self.assert_ok(done)
+            self.assertEqual(done.stderr, f"skim: {said}")
+        for missing in (1, 3, 5):
+            (self.dir / f"data_batch_{missing}.bin").write_bytes(bytes(3073) * 16)
+        done = train(*case)
+        self.assert_ok(done)
+        self.assertEqual(done.stderr, "")
+
     def test_whole_numbers_are_the_ones_that_were_written(self):
         for option in ("--seed", "--dense-below"):
             self.assert_refused(train(option, "-1"), option, "whole number in [0, 18446744073709551615]", "'-1'")

@@ -651,6 +651,8 @@ TEST(cifar, takes_which_batches_are_there) {
   const Dataset data = load_data(options("cifar10", folder.path()));
   EXPECT_EQ(data.info().train_size, 5);
   EXPECT_EQ(data.info().test_size, 2);
+  EXPECT_EQ(data.info().missing, (std::vector<std::string>{"data_batch_1.bin", "data_batch_3.bin",
+                                                           "data_batch_5.bin"}));
   EXPECT_EQ((std::vector{data.info().channels, data.info().height, data.info().width}),
             (std::vector<std::int64_t>{3, 32, 32}));
   const Batch batch = data.train_batch(first(5), 3);
