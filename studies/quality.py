@@ -7,7 +7,7 @@ TASK: gpt, gpt10m, lstm, fashion, resnet8 or resnet20. All methods take the same
 the same rule. Seed 0 runs at every rate. While the lowest or highest rate is the best, half or twice that rate runs
 too. The other seeds run at the rate that is best on the validation data. Tables show the test data. FILE keeps a line
 of JSON for each run, and these runs are not repeated, so an interrupted study goes on. Needs SKIM_DATA, and Skim
-installed in the Python that runs this.
+installed in the Python that runs this. Without --methods, all run that the task and the number of ranks allow.
 """
 
 import argparse
@@ -113,6 +113,19 @@ for _density in SWEEP:
         METHODS[f"{_name}, density {_density:g}"] = [_kind, dict.fromkeys(RANKS, _density)]
 
 
+def methods_for(task, ranks):
+    """The methods that have a density for so many ranks, and shard only the GPT."""
+    return [method for method, (_, *more) in METHODS.items()
+            if (not more or ranks in more[0]) and ("--islands" not in more or task in ("gpt", "gpt10m"))]
+
+
+def expect_possible(parser, options):
+    """Refuses --methods that the task or the number of ranks does not allow."""
+    for method in options.methods:
+        if method not in methods_for(options.task, options.ranks):
+            parser.error(f"--methods: '{method}' is not for {options.task} on {options.ranks} ranks")
+
+
 def arguments_of(task, method, rate, seed, options):
     steps, batch, _ = TASKS[task]
     kind, *more = METHODS[method]
@@ -159,9 +172,11 @@ def main():
     parser.add_argument("--rates", type=numbers(float), default=None)
     parser.add_argument("--one-rate", action="store_true", help="do not look for a better rate than the best of --rates")
     parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=None, metavar="METHOD")
     parser.add_argument("--script", type=pathlib.Path, default=SCRIPT, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.methods = options.methods or methods_for(options.task, options.ranks)
+    expect_possible(parser, options)
     task, steps = options.task, options.steps or TASKS[options.task][0]
     rows = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
 

@@ -121,6 +121,7 @@ def main():
     parser.add_argument("--tuned", type=pathlib.Path, default=ROOT / "studies/rows/quality.jsonl")
     parser.add_argument("--tuned-ranks", type=int, choices=[2, 4], default=4)
     options = parser.parse_args()
+    quality.expect_possible(parser, options)
     tuned = [json.loads(line) for line in options.tuned.read_text().splitlines()]
     rows = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
     steps = options.steps or quality.TASKS[options.task][0]

@@ -1,5 +1,6 @@
 """studies/quality.py: all methods are tuned by one rule, the validation data choose, an interrupted study goes on."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -44,6 +45,32 @@ class Quality(unittest.TestCase):
         tried = [(0.005, 0), (0.01, 0), (0.02, 0), (0.04, 0), (0.02, 1)]
         self.assertEqual([(r["lr"], r["seed"]) for r in found], tried)
         self.assertIn("--every 15 --ahead 0", found[-1]["command"])
+
+    def test_only_methods_that_the_task_and_the_ranks_allow(self):
+        sys.path.insert(0, str(STUDIES))
+        self.addCleanup(sys.path.remove, str(STUDIES))
+        import quality
+
+        for task in quality.TASKS:
+            for ranks in quality.RANKS:
+                methods = quality.methods_for(task, ranks)
+                self.assertIn("momentum correction, 1 %", methods)
+                for method in methods:
+                    options = argparse.Namespace(ranks=ranks, steps=7)
+                    words = quality.arguments_of(task, method, 0.01, 0, options)
+                    self.assertFalse("--islands" in words and task not in ("gpt", "gpt10m"), (task, method))
+        with tempfile.TemporaryDirectory() as folder:
+            rows = pathlib.Path(folder, "rows.jsonl")
+            of_four = "momentum correction, 1 %, sharded"
+            for study, task, ranks in (("quality", "gpt", "2"), ("quality", "fashion", "4"), ("slow_link", "gpt", "2")):
+                done = subprocess.run(
+                    [sys.executable, STUDIES / f"{study}.py", task, rows, "--ranks", ranks, "--methods", "dense", of_four],
+                    capture_output=True, text=True, timeout=300,
+                )  # fmt: skip
+                self.assertEqual(done.returncode, 2, done.stderr)
+                line = f"--methods: '{of_four}' is not for {task} on {ranks} ranks"
+                self.assertIn(line, done.stderr.splitlines()[-1])
+                self.assertFalse(rows.exists())
 
     def test_a_run_of_each_kind(self):
         without = {k: v for k, v in os.environ.items() if k != "SKIM_DATA"}  # the text is made up
