@@ -179,7 +179,9 @@ class Study:
                     out.write(json.dumps(row) + "\n")
                     out.flush()
                     self.done[row["command"]] = row
-                    say(f"{100 * row['test_accuracy']:.2f} % in {row['wall_s']:.0f} s; {self.left(runs)}")
+                    accuracy = row["test_accuracy"]  # None: it diverged
+                    result = "diverged" if accuracy is None else f"{100 * accuracy:.2f} %"
+                    say(f"{result} in {row['wall_s']:.0f} s; {self.left(runs)}")
             except KeyboardInterrupt:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for simulation in set(self.running):

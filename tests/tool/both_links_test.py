@@ -69,6 +69,15 @@ class Runs(Case):
         self.assertIn("mnist-mlp sgd P 20 partition seed 1: status 2: skim simulate: data: ranks x batch must be", done.stderr)
         self.assertEqual([row["ranks"] for row in lines(self.out)], [10])
 
+    def test_a_run_that_diverges_is_told_and_the_others_go_on(self):
+        tool = self.dir / "tool"
+        tool.write_text("""#!/bin/sh\necho '[{"test_accuracy": null, "ranks": 10, "wall_s": 1.0}]'\n""")
+        tool.chmod(0o755)
+        done = self.start("--only", "mnist-mlp sgd P 10 partition seed 1,mnist-mlp sgd P 20 partition seed 1", "--tool", tool)
+        self.assert_ok(done)
+        self.assertEqual([row["test_accuracy"] for row in lines(self.out)], [None, None])
+        self.assertEqual(done.stderr.count("diverged in 1 s"), 2, done.stderr)
+
     def test_sigterm_ends_the_simulation_too(self):
         run = subprocess.Popen([sys.executable, str(SCRIPT), str(self.out), "--tool", TOOL, "--only", "mnist-mlp sgd P 10",
                                 *map(str, SHORT[:-2]), "--metrics", str(self.dir / "m.jsonl"), "--epochs", "100000"],
