@@ -113,8 +113,9 @@ def main():
     ddp = nn.parallel.DistributedDataParallel(GPT(letters))
     torch.manual_seed(1000 * options.seed + 1 + dist.get_rank())  # for batches that differ between ranks
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=options.lr, weight_decay=0.1)
+    # Of 10 steps, OneCycleLR would divide by the 0 steps between the first and the end of the warm-up.
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, options.steps, pct_start=0.1, cycle_momentum=False
+        optimizer, options.lr, max(11, options.steps), pct_start=0.1, cycle_momentum=False
     )
     if options.gradients == "fp16":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)

@@ -95,6 +95,11 @@ class Examples(unittest.TestCase):
         self.assert_falls(output, 0.9)
         self.assertIn("8 steps", output)  # rounds; the last one is of two local steps
 
+    def test_gpt_text_of_a_few_steps(self):
+        for steps in ("1", "10"):
+            output = self.run_example("gpt_text.py", "--steps", steps, "--gradients", "dense", "--batch", "2")
+            self.assertIn(f"\nstep {steps}: loss ", "\n" + output)
+
     def test_gpt_text_dense(self):
         output = self.run_example("gpt_text.py", "--steps", "30", "--gradients", "dense", "--batch", "4")
         self.assertEqual(self.tensors, 0)
