@@ -1,0 +1,49 @@
+"""The build files in other places than the usual ones: folders of an installation.
+
+Usage: layouts_test.py SOURCE CMAKE GENERATOR. PKG_CONFIG names pkg-config; without it its part is skipped.
+"""
+
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+SOURCE, CMAKE, GENERATOR = sys.argv[1:4]
+
+
+class Layouts(unittest.TestCase):
+    def setUp(self):
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), "with a space")
+        self.build = self.folder / "build"
+
+    def cmake(self, *arguments):
+        done = subprocess.run([CMAKE, *map(str, arguments)], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def configure(self, source, *options):
+        self.cmake("-G", GENERATOR, "-S", source, "-B", self.build, *options)
+
+    def configure_library(self, *options):
+        self.configure(SOURCE, "-DSKIM_TRAIN=OFF", "-DSKIM_DEVELOPER=OFF", "-DSKIM_MPI=OFF", *options)
+
+    @unittest.skipUnless(shutil.which(os.environ.get("PKG_CONFIG", "pkg-config")), "there is no pkg-config")
+    def test_pkg_config_finds_headers_and_library_beside_its_file(self):
+        for libdir, includedir in [("lib", "include"), ("lib/x86_64-linux-gnu", "include/deep")]:
+            with self.subTest(libdir):
+                self.configure_library(f"-DCMAKE_INSTALL_LIBDIR={libdir}", f"-DCMAKE_INSTALL_INCLUDEDIR={includedir}")
+                place = self.folder / "prefix" / libdir / "pkgconfig"
+                place.mkdir(parents=True)
+                shutil.copy(self.build / "skim.pc", place)
+                flags = subprocess.run(
+                    [os.environ.get("PKG_CONFIG", "pkg-config"), "--cflags", "--libs", "skim"],
+                    capture_output=True, text=True, check=True, env={**os.environ, "PKG_CONFIG_PATH": str(place)})
+                found = [os.path.normpath(flag[2:]) for flag in shlex.split(flags.stdout) if flag[:2] in ("-I", "-L")]
+                self.assertEqual(found, [str(self.folder / "prefix" / folder) for folder in (includedir, libdir)])
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *sys.argv[4:]])
