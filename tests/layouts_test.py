@@ -44,6 +44,11 @@ class Layouts(unittest.TestCase):
                 found = [os.path.normpath(flag[2:]) for flag in shlex.split(flags.stdout) if flag[:2] in ("-I", "-L")]
                 self.assertEqual(found, [str(self.folder / "prefix" / folder) for folder in (includedir, libdir)])
 
+    def test_the_installed_target_names_the_folder_of_the_headers(self):
+        self.configure_library("-DCMAKE_INSTALL_INCLUDEDIR=include/deep")
+        [targets] = self.build.glob("CMakeFiles/Export/**/skimTargets.cmake")
+        self.assertRegex(targets.read_text(), r'INTERFACE_INCLUDE_DIRECTORIES "\$\{_IMPORT_PREFIX\}/include/deep"')
+
 
 if __name__ == "__main__":
     unittest.main(argv=[sys.argv[0], *sys.argv[4:]])
