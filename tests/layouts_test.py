@@ -1,10 +1,11 @@
-"""The build files in other places than the usual ones: folders of an installation.
+"""The build files in other places than the usual ones: a multiarch prefix, and as a part of another project.
 
 Usage: layouts_test.py SOURCE CMAKE GENERATOR. PKG_CONFIG names pkg-config; without it its part is skipped.
 """
 
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,6 +14,12 @@ import tempfile
 import unittest
 
 SOURCE, CMAKE, GENERATOR = sys.argv[1:4]
+PARENT = f"""
+cmake_minimum_required(VERSION 3.25)
+project(parent VERSION 9.9 LANGUAGES CXX)
+set(SKIM_MPI OFF)
+add_subdirectory("{SOURCE}" skim)
+"""
 
 
 class Layouts(unittest.TestCase):
@@ -48,6 +55,19 @@ class Layouts(unittest.TestCase):
         self.configure_library("-DCMAKE_INSTALL_INCLUDEDIR=include/deep")
         [targets] = self.build.glob("CMakeFiles/Export/**/skimTargets.cmake")
         self.assertRegex(targets.read_text(), r'INTERFACE_INCLUDE_DIRECTORIES "\$\{_IMPORT_PREFIX\}/include/deep"')
+
+    def test_packages_of_another_project_are_its_own(self):
+        self.folder.mkdir()
+        for packs in (False, True):
+            with self.subTest(packs=packs):
+                more = "set(CPACK_GENERATOR TGZ)\ninclude(CPack)\n" if packs else ""
+                (self.folder / "CMakeLists.txt").write_text(PARENT + more)
+                self.configure(self.folder)
+                config = self.build / "CPackConfig.cmake"
+                self.assertEqual(config.exists(), packs)
+                if packs:
+                    self.assertEqual(re.findall(r'set\(CPACK_(?:PACKAGE_NAME|GENERATOR|COMPONENTS_ALL) "(.*)"', config.read_text()),
+                                     ["TGZ", "parent"])
 
 
 if __name__ == "__main__":
