@@ -5,7 +5,9 @@ With root it needs the machine's network; docs/slow-network.md says how to try i
 
 import os
 import pathlib
+import random
 import shutil
+import string
 import subprocess
 import tempfile
 import unittest
@@ -78,6 +80,21 @@ class Refusals(unittest.TestCase):
             for program in ("dirname", "uname"):
                 os.symlink(shutil.which(program), os.path.join(folder, program))
             self.refused(cluster("up", "2", "1gbit", env={"PATH": folder}), 1, "needs ip", "iproute2")
+
+
+class Places(unittest.TestCase):
+    def test_a_folder_with_a_space(self):
+        environment = os.environ | {"SKIM_CLUSTER": "space" + "".join(random.choices(string.ascii_lowercase, k=3))}
+        once = ["once", "2", "none", "hostname"]
+        there = cluster(*once, env=environment)
+        if there.returncode:
+            self.skipTest(f"no hosts here: {there.stderr.strip().splitlines()[-1]}")
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder, "with a space")
+            shutil.copytree(SCRIPT.parent, copy)
+            done = cluster(*once, script=copy / "cluster", env=environment)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(sorted(done.stdout.split()), sorted(there.stdout.split()))
 
 
 if __name__ == "__main__":
