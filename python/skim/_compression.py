@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
@@ -52,6 +53,7 @@ KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
     str: ("a string", (str,)),
 }
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")  # of a key's end
+RATE = "rate"  # a key of states: the last learning rate above 0, if residuals hold updates
 COMPARED_EVERY = 100  # steps between comparisons of how long the ranks waited
 LEAST_RATE = 1e-20  # stands for a learning rate of 0 until the first rate above 0
 LAST_WAIT_S = 10.0  # close(), and Python's end, wait at most this long for threads that still wait for another rank
@@ -218,6 +220,21 @@ class Unit:
         self._rate = max(float(group["lr"]) for group in self._updates_of.param_groups) or self._rate
         return scale / self._rate
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What a run that resumes at a rate of 0 must know."""
+        return {} if self._updates_of is None else {RATE: torch.tensor([self._rate], dtype=torch.float64, device="cpu")}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Without the key, as in old states, nothing changes. Raises StateError if its value is no rate; nothing has
+        changed then."""
+        if self._updates_of is None or RATE not in state:
+            return
+        value = state[RATE]
+        is_rate = isinstance(value, torch.Tensor) and value.numel() == 1 and 0.0 < float(value) < math.inf
+        if not is_rate:
+            raise _core.StateError(f"skim: '{RATE}' must be a tensor with one learning rate above 0, not {value!r}")
+        self._rate = float(value)
+
 
 class Trainable:
     """Which parameters require a gradient. Warns once if that changes, because the layout stays as it is.
@@ -258,9 +275,11 @@ class Compression:
         process_group: Any,
         timeout: float,
         writer: Any = None,
+        unit: Unit | None = None,
         also_equal: Sequence[str] = (),
     ) -> None:
-        """also_equal: descriptions of other options, which must be equal on all ranks."""
+        """unit: of the residuals; None: that of the tensors. also_equal: descriptions of other options, which must be equal
+        on all ranks."""
         if not parameters:
             raise _core.InvalidArgument("skim: there is no parameter that requires a gradient")
         for name, p in parameters.items():
@@ -279,6 +298,8 @@ class Compression:
             raise _core.InvalidArgument(f"skim: writer: must have add_scalar(tag, value, step), not {writer!r}")
         self.names = list(parameters)
         self.lengths = [p.numel() for p in parameters.values()]
+        self._unit = unit or Unit(None, None)
+        also_equal = [*self._unit.described(), *also_equal]
         is_elastic = isinstance(process_group, ElasticGroup)
         if is_elastic:
             options.expect_elastic()
@@ -632,7 +653,7 @@ class Compression:
 
     def state_dict(self, *, gather: bool = False) -> dict[str, torch.Tensor]:
         """This rank's residuals and all other state of compression, for load_state_dict(): one tensor of bytes, under the key
-        rank_R_of_P. Every rank must save its own.
+        rank_R_of_P. Every rank must save its own. If residuals hold updates, the key "rate" has the last learning rate above 0.
 
         Ends the open step, if there is one. A rollback() after it changes nothing.
         gather: True: rank 0 gets the states of all ranks, and the others an empty dict. Collective.
@@ -645,7 +666,8 @@ class Compression:
                 states = enumerate(of_all) if self.comm.rank == 0 else ()
             else:
                 states = ((self.comm.rank, saved),)
-        return {f"rank_{r}_of_{self.comm.size}": torch.frombuffer(s, dtype=torch.uint8) for r, s in states}
+        found = {f"rank_{r}_of_{self.comm.size}": torch.frombuffer(s, dtype=torch.uint8) for r, s in states}
+        return {**found, **self._unit.state_dict()} if found else {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
         """Restores what state_dict() returned. skim.load_state_dict describes arguments, result and errors."""
@@ -682,8 +704,12 @@ class Compression:
                 )
             states = [by_rank[r] for r in range(old_size)]
         self.finish_step()
+        unit = copy.copy(self._unit)
+        unit.load_state_dict(state)
         with self.lock:
-            return self.reducer.load([array(s.detach().cpu().contiguous()) for s in states], strict=strict)
+            report = self.reducer.load([array(s.detach().cpu().contiguous()) for s in states], strict=strict)
+            self._unit = unit
+            return report
 
     # ---- the end --------------------------------------------------------------------------------
 

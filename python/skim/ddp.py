@@ -260,7 +260,8 @@ def state_dict(model: torch.nn.Module, *, gather: bool = False) -> dict[str, tor
     """This rank's residuals and all other state of compression: one tensor of bytes, under the key
     rank_R_of_P, or shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own. Ends the last step: take a
     step back, with rollback(), before you save. Once DDP's buckets are
-    settled, after its third step, the key "buckets" has them, and a run that resumes goes on bit for bit.
+    settled, after its third step, the key "buckets" has them, and a run that resumes goes on bit for bit. With updates_of,
+    the key "rate" has the last learning rate above 0.
 
     gather: True, for scripts that save on rank 0: rank 0 gets the states of all ranks, and the others an empty dict.
         Collective. For a moment every rank holds P times its residuals. Not with fully_shard.
@@ -358,9 +359,8 @@ class DdpCompression(Compression):
                 )
         _expect_found_by(ddp, self._parameters)
         ranks = ddp.process_group if elastic is None else elastic
-        super().__init__(named, options, ranks, timeout, writer, also_equal=unit.described())
+        super().__init__(named, options, ranks, timeout, writer, unit)
         self._index_of = {p: i for i, p in enumerate(named.values())}
-        self._unit = unit
         self._trainable = Trainable(
             ((name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore),
             "call skim.detach, wrap the model in DDP anew, and attach",

@@ -53,9 +53,8 @@ class FsdpCompression(Compression):
         shard = Shard.of(names)
         assert shard is not None
         self._shard = shard
-        super().__init__(shards, options, between, timeout, writer, also_equal=[*unit.described(), self._shard.prefix])
+        super().__init__(shards, options, between, timeout, writer, unit, [self._shard.prefix])
         self.inside = shard.connect(timeout)
-        self._unit = unit
         self._trainable = Trainable(((name, p) for p, name in names.items()), "call skim.detach, and attach anew")
         self._scale_now = 1.0  # of this step
         self._reduced: set[int] = set()  # buckets of this step

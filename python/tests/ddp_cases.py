@@ -1071,6 +1071,46 @@ def case_state_goes_on_bit_by_bit():
     assert skim.compression_of(other).buckets != skim.compression_of(first).buckets
 
 
+def case_residuals_of_updates_resume_at_a_rate_of_0():
+    rates = [0.5, 1.0, 0.25, 0.25, 0.5, 0.0, 0.0, 0.125]
+
+    def make():
+        inner = Linear()
+        optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
+        return attached(inner, attach={"updates_of": optimizer}), optimizer
+
+    def run(made, steps):
+        model, optimizer = made
+        for step in steps:
+            optimizer.param_groups[0]["lr"] = rates[step]
+            model(gradients(step)).backward()
+            yield means(model), kept(model)
+
+    first = make()
+    for _ in run(first, range(5)):
+        pass
+    state = {key: value.clone() for key, value in skim.state_dict(first[0]).items()}
+    assert state.keys() - {"buckets", "rate"} == {f"rank_{RANK}_of_{SIZE}"}
+    whole = list(run(first, range(5, 8)))
+    again = make()
+    skim.load_state_dict(again[0], state)
+    resumed = kept(again[0])
+    for step, (got, expected) in enumerate(zip(run(again, range(5, 8)), whole), 5):
+        assert all(map(torch.equal, got, expected)), step
+    had = kept(again[0])
+    for wrong in (torch.zeros(1), torch.tensor([math.nan]), torch.ones(2), 1.0):
+        expect(skim.StateError, "one learning rate above 0", skim.load_state_dict, again[0], {**state, "rate": wrong})
+    assert torch.equal(kept(again[0]), had)
+    without = {key: value for key, value in state.items() if key != "rate"}  # as old states are
+    skim.load_state_dict(again[0], without)
+    of_gradients = attached()
+    skim.load_state_dict(of_gradients, state)
+    for model in (again[0], of_gradients):
+        assert torch.equal(kept(model), resumed)
+    of_all = skim.state_dict(first[0], gather=True)
+    assert ("rate" in of_all) == (RANK == 0)
+
+
 def case_state_on_another_number_of_ranks():
     if SIZE < 3:
         return

@@ -587,6 +587,28 @@ def case_a_resumed_run_is_the_same():
         dist.barrier()
 
 
+def case_residuals_of_updates_resume_at_a_rate_of_0():
+    def make():
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        skim.attach(model, between=MESH["between"].get_group(), updates_of=optimizer, **EXACT, timeout=60.0)
+        return model, optimizer
+
+    model, optimizer = make()
+    train(model, range(3))
+    state = {key: value.clone() for key, value in skim.state_dict(model).items()}
+    again, its_optimizer = make()
+    skim.load_state_dict(again, state)
+    for one in (optimizer, its_optimizer):
+        one.param_groups[0]["lr"] = 0.0
+    _, expected = train(model, range(3, 5))
+    _, got = train(again, range(3, 5))
+    for name, g in got.items():
+        assert torch.equal(g, expected[name]), name
+    of_both = [skim.compression_of(m).residuals() for m in (again, model)]
+    assert all(torch.equal(r, of_both[1][name]) for name, r in of_both[0].items())
+
+
 def case_another_number_of_islands():
     """What the residuals still owe the mean stays: the sum over the old islands divided by their number."""
     model = attached()
