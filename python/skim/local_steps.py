@@ -191,8 +191,8 @@ class LocalSteps:
             zip(self._names, self._parameters), density=density, exchange=exchange, process_group=process_group,
             fragments=int(fragments), optimizer=corrected, of_updates=True, **options,
         )  # fmt: skip
-        if corrected is None:  # attach, or every=1, may have taken the momentum out, and it is needed here
-            put_back(inner_optimizer(optimizer), of_updates=True)
+        self._needs_momentum = corrected is None  # in the optimizer itself
+        self._put_momentum_back()
         if self._shard is not None:
             self._aggregator.inside = self._shard.connect(options.get("timeout", 1800.0))
         self._elastic = self._aggregator.elastic
@@ -237,6 +237,7 @@ class LocalSteps:
         """
         self._expect_training("step")
         self._meet_before_round()
+        self._put_momentum_back()
         if not idle:
             self.optimizer.step()
         self.after_step()
@@ -249,6 +250,7 @@ class LocalSteps:
         """
         self._expect_training("step")
         self._meet_before_round()
+        self._put_momentum_back()
         # First the wait: if something is raised meanwhile, the step has not been counted, and this may be called again.
         self._land(f for f, flight in self._flights.items() if flight.steps_left == 1)
         self._steps += 1
@@ -282,6 +284,11 @@ class LocalSteps:
             self._aggregator.reduce_nothing()
         else:
             self.exchange()
+
+    def _put_momentum_back(self) -> None:
+        """If attach, or every=1, has taken the momentum out, also in a state that was loaded since, and it is needed here."""
+        if self._needs_momentum:
+            put_back(inner_optimizer(self.optimizer), of_updates=True)
 
     def _meet_before_round(self) -> None:
         """In an elastic group, ranks leave and join before a round."""
@@ -578,6 +585,7 @@ class LocalSteps:
         Raises StateError if the state does not fit; nothing has changed then.
         """
         self._expect_replica("load_state_dict")
+        self._put_momentum_back()
         if self._shard is not None:
             state = self._shard.own(state)
         state = self._fitted(state, strict)

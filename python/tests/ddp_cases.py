@@ -2396,8 +2396,16 @@ def case_momentum_comes_back_and_weight_decay_with_it():
         one_local_step(model, local, 0)
         of_updates = copy.deepcopy(optimizer.state_dict())
         optimizer.load_state_dict(saved)  # while it trains
-        if every == 1:
-            one_local_step(model, local, 1)
+        one_local_step(model, local, 1)
+        expect_group(optimizer, expected)
+        has_sums = "momentum_buffer" in optimizer.state[model.w[0]]
+        assert has_sums == (every == 2), "the optimizer has its momentum in the step itself if it keeps it"
+        optimizer.load_state_dict(saved)
+        local.after_step()  # as after GradScaler.step
+        expect_group(optimizer, expected)
+        if every == 2:
+            optimizer.load_state_dict(saved)
+            local.load_state_dict(local.state_dict())
             expect_group(optimizer, expected)
     for state in (saved, of_updates, old):
         model, optimizer = resumed(state)
