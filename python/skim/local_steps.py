@@ -246,7 +246,8 @@ class LocalSteps:
         """Call it instead of step() if the optimizer has already made its step, as after GradScaler.step.
 
         With delay it may wait. If a signal handler raises meanwhile, x and the round are as they were before this call.
-        Then save a state, or call after_step() again to go on.
+        Then save a state, or call after_step() again to go on. If one raises in an exchange, or before it has begun, the
+        group ends, and every later exchange raises.
         """
         self._expect_training("step")
         self._meet_before_round()
@@ -318,6 +319,8 @@ class LocalSteps:
         epoch = self.epoch  # now, because it may be set on some ranks before the job ends, and on others later
 
         def job() -> None:
+            if not flight.arrived.set_running_or_notify_cancel():
+                return
             try:
                 self._aggregator.epoch = epoch
                 with on_streams(streams):
@@ -326,11 +329,16 @@ class LocalSteps:
             except BaseException as e:
                 flight.arrived.set_exception(e)
 
-        if delay > 0:
-            self._aggregator.submit(job)
-            return True
         began = time.perf_counter()
-        self._aggregator.run_after_others(job)
+        try:
+            (self._aggregator.submit if delay > 0 else self._aggregator.run_after_others)(job)
+        except BaseException as e:
+            if flight.arrived.cancel():  # by a signal handler, before the exchange that the other ranks wait for has begun
+                del self._flights[f]
+                self._aggregator.fail(e)
+            raise
+        if delay > 0:
+            return True
         self._aggregator.statistics.exposed_s += time.perf_counter() - began
         return self._land([f])
 

@@ -2232,6 +2232,33 @@ def check_an_exception(interrupted, saves, **options):
         same(total(moved), total(flat(local.residuals().values())) - SIZE * x)
 
 
+def case_an_interrupt_before_an_exchange_begins_ends_the_group_and_nobody_waits():
+    for how, options in (("run_after_others", {"every": 1}), ("submit", {"every": 2, "delay": 1})):
+        for use in ("exchange", "finish", "after_step", "load_state_dict"):
+            model, local = local_steps(**options)
+            saved, last = local.state_dict(), RANK == SIZE - 1
+            with contextlib.ExitStack() as stack:
+                if last:
+                    interrupted = unittest.mock.patch.object(local._aggregator, how, side_effect=KeyboardInterrupt)
+                    stack.enter_context(interrupted)
+                ends = KeyboardInterrupt if last else skim.CommError
+                try:
+                    for step in range(4):
+                        one_local_step(model, local, step)
+                    raise AssertionError("it trains on")
+                except ends:
+                    pass
+            assert not local._flights
+            local.state_dict()
+            try:
+                for _ in range(4 if use == "after_step" else 1):
+                    getattr(local, use)(*([saved] if use == "load_state_dict" else []))
+                assert use == "load_state_dict" or (use == "finish" and SIZE == 1), use
+            except (ends, skim.CommError):
+                assert use != "load_state_dict", use
+            dist.barrier()
+
+
 def case_the_state_of_local_steps_is_the_same_inside_shared():
     for options in ({"every": 4}, {"every": 4, "fragments": 2, "delay": 3}):
         model, local = local_steps(**options)
