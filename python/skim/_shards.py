@@ -31,6 +31,16 @@ def is_sharded(model: Any) -> bool:
     return any(t.__name__ == "FSDPModule" for t in type(model).__mro__)
 
 
+def expect_no_replicate(what: str, model: torch.nn.Module) -> None:
+    """Raises InvalidArgument if replicate() of PyTorch was applied to the model, or to a part of it. what: who asks."""
+    for module in model.modules():
+        if any(t.__module__.startswith("torch.distributed._composable.replicate") for t in type(module).__mro__):
+            raise _core.InvalidArgument(
+                f"{what}: replicate() exchanges whole gradients itself; make the model without it, and wrap it in "
+                "DistributedDataParallel for skim.attach, or give it to skim.LocalSteps as it is"
+            )
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Lets fully_shard gather parameters anew. Call it after their shards have changed."""
     for module in model.modules():

@@ -19,7 +19,7 @@ from skim._momentum import expect_trains
 from skim._report import Report
 from skim.dry_run import DryRun
 from skim.elastic import ElasticGroup
-from skim._shards import is_sharded
+from skim._shards import expect_no_replicate, is_sharded
 from skim.fsdp import FsdpCompression
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def attach(
     other functions find it by the model.
     Raises InvalidArgument if the model or an option cannot work. The message says what to do instead.
     """
+    if isinstance(model, torch.nn.Module):
+        expect_no_replicate("skim.attach", model)
     inner = _unwrapped(model)
     if isinstance(between, str):  # the option of skim.Reducer
         options["between"], between = between, None

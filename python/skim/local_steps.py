@@ -20,7 +20,7 @@ from skim._checks import expect_whole
 from skim._compression import packed, unpacked
 from skim._momentum import correction_for, expect_trains, inner_optimizer, put_back
 from skim._report import Report
-from skim._shards import Shard, local, make_equal, reshard
+from skim._shards import Shard, expect_no_replicate, local, make_equal, reshard
 from skim.aggregator import Aggregator
 from skim.elastic import ElasticGroup
 from skim.tensor_half import on_streams, streams_of
@@ -149,6 +149,7 @@ class LocalSteps:
                 "skim.LocalSteps: DistributedDataParallel exchanges the gradients of every step; give the model "
                 "without it"
             )
+        expect_no_replicate("skim.LocalSteps", model)
         hooks = (hook for module in model.modules() for hook in module._state_dict_hooks.values())
         if any(isinstance(hook, _Hook) and hook.call for hook in hooks):
             raise _core.InvalidArgument("skim.LocalSteps: this model has LocalSteps already; call finish() first")

@@ -1477,6 +1477,28 @@ def case_fsdp_is_refused():
     expect(skim.InvalidArgument, "shard inside islands, or use skim.LocalSteps", skim.attach, other)
 
 
+def case_modules_that_replicate_synchronizes_are_refused():
+    """It exchanges whole gradients itself. Whatever Skim exchanged would come on top."""
+    try:
+        from torch.distributed._composable import replicate
+    except ImportError:
+        left_out("replicate")
+        return
+    inside = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    replicate(inside[1])
+    models = [replicate(nn.Linear(8, 8)), inside]
+    with contextlib.suppress(ImportError):  # newer versions of PyTorch have another one
+        from torch.distributed._composable.replicate_with_fsdp import replicate as by_fsdp
+        from torch.distributed.device_mesh import init_device_mesh
+
+        models.append(by_fsdp(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (SIZE,))))
+    text = "replicate() exchanges whole gradients itself; make the model without it"
+    for model in models:
+        expect(skim.InvalidArgument, text, skim.attach, model)
+        expect(skim.InvalidArgument, text, skim.attach, model, between=dist.group.WORLD)
+        expect(skim.InvalidArgument, text, skim.LocalSteps, model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
 # ---- what it says
 
 
