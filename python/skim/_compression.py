@@ -416,6 +416,16 @@ class Compression:
             _threads.add(self._thread)
         self._jobs.put(job)
 
+    def expect_no_gradient_of_a_server(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Raises InvalidArgument if this rank only serves, and an entry of the tensors is not 0."""
+        serves = self.comm.rank < self.comm.size - self.reducer.ranks_of_mean
+        if serves and any(bool(t.any()) for t in tensors):
+            raise _core.InvalidArgument(
+                f"skim: rank {self.comm.rank} is a dedicated server, and has a gradient, which no mean would count: give it a "
+                "gradient of zeros, as by (0 * loss).backward() or LocalSteps.step(idle=True), or use server='rank0', which "
+                "trains, too"
+            )
+
     def begin_bucket(self, index: int, members: tuple[int, ...], *, opens_step: bool) -> None:
         """Call it before reducing the pieces of a bucket. opens_step: it is the first bucket of a step."""
         self.raise_failure()

@@ -149,6 +149,7 @@ class Aggregator(Compression):
             raise _core.InvalidArgument(
                 f"skim.Aggregator: reduce needs {len(lengths)} tensors with the lengths that it was made for"
             )
+        self.expect_no_gradient_of_a_server(tensors)
         tensor_of = dict(zip(self.fragments[fragment], tensors))
         with self.lock:
             try:

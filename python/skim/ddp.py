@@ -149,6 +149,8 @@ def attach(
         feedback: False: there is no residual, and entries that are not sent are lost.
         residual_decay: factor of the residual in every step, in [0, 1]. Below 1, old entries fade.
         dense_below: buckets with fewer entries are summed whole.
+        server: for exchange="param-server": "rank0", which also trains, "dedicated", or "sharded". A dedicated server is
+            rank 0, which has no gradient: it hands in zeros, as by (0 * loss).backward(), and anything else is refused.
         among, trial_share: for exchange="auto": the exchanges that it may choose, and the part of the
             time that it may spend on trials.
     process_group: a skim.ElasticGroup, whose ranks may change. The process group of DDP is then one of this rank
@@ -532,6 +534,7 @@ class DdpCompression(Compression):
     def _reduce_bucket(self, index: int, last: bool, members: tuple[int, ...], flat: torch.Tensor) -> None:
         if index == 0:
             self.finish_step()
+        self.expect_no_gradient_of_a_server([flat])
         if self._collects:
             self._seen.append(members)
             self._gradients.update(zip(members, torch.split(flat, [self.lengths[i] for i in members])))

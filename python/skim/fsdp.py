@@ -178,6 +178,7 @@ class FsdpCompression(Compression):
                 f"skim: module '{name}' reduces {flat.numel()} entries instead of {expected}: a parameter has no gradient "
                 "in this step; call model.set_reduce_scatter_unused_params(True)"
             )
+        self.expect_no_gradient_of_a_server([flat])
         with self.lock:
             if index in self._reduced:
                 self.finish_step()

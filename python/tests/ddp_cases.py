@@ -1627,6 +1627,53 @@ def case_aggregator():
     expect(skim.InvalidArgument, "no 'skip'", skim.Aggregator, differences, non_finite="skip")
 
 
+def case_a_dedicated_server_has_no_gradient():
+    """It does not count in the mean, so whatever gradient rank 0 had would not count either, or too much."""
+    if SIZE == 1:
+        return
+    options = {"exchange": "param-server", "server": "dedicated", "dense_below": 60}
+    text, serves = "is a dedicated server", RANK == 0
+
+    def some(step, used=True):
+        return [(SIZE - 1) * c * (used and not serves) for c in gradients(step, size=1)]
+
+    def check(model, steps):
+        given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+        for step in range(steps):
+            c = some(step)
+            model(c).backward()
+            given += flat(c)
+            got += means(model)
+        torch.testing.assert_close(
+            total(given), (SIZE - 1) * got + total(kept(model)), rtol=1e-6, atol=0.01 * (SIZE - 1 not in (1, 2))
+        )
+
+    model = attached(attach=options)
+    check(model, 5)
+    try:
+        model(gradients(0)).backward()
+        raise AssertionError("it was taken")
+    except skim.InvalidArgument as e:
+        assert serves and text in str(e) and "server='rank0'" in str(e), e
+    except skim.CommError as e:
+        assert not serves and e.peer == 0, e
+
+    aggregator = skim.Aggregator([torch.zeros(n) for n in LENGTHS], density=0.02, value_code="f32", **options)
+    right, wrong = [c.clone() for c in some(0)], gradients(0)
+    if serves:
+        expect(skim.InvalidArgument, text, aggregator.reduce, wrong)
+    assert aggregator.reduce(right), "a right call works"
+
+    inner, local = local_steps(ahead=1.0, **options)
+    for step in range(3):
+        one_local_step(inner, local, step, idle=serves)
+    if serves:
+        expect(skim.InvalidArgument, text, one_local_step, inner, local, 3)
+        local._aggregator.fail(RuntimeError("ends"))
+    else:
+        expect(skim.CommError, "", one_local_step, inner, local, 3)
+
+
 def case_a_wrong_call_leaves_an_aggregator_usable():
     wrong, ones = skim.InvalidArgument, [torch.ones(n) for n in LENGTHS]
     aggregator = skim.Aggregator(ones, density=1.0, exchange="dense", value_code="f32")
@@ -1963,7 +2010,7 @@ def case_the_outer_rate_follows_the_density():
             model, local = local_steps(every=every, outer_lr=rate, dense_below=60, **options)
             began = shared(local)
             for step in range(every + local.delay):  # each fragment is exchanged once
-                one_local_step(model, local, step)
+                one_local_step(model, local, step, idle=ranks < SIZE and RANK == 0)
             moved.append((shared(local) - began).split(LENGTHS))
         densities = [d for f in range(options.get("fragments", 1)) for d in local._aggregator.densities(f)]
         assert densities == [int(0.02 * n) / n if n > 60 else 1.0 for n in LENGTHS]
