@@ -8,6 +8,7 @@ ranks go over gloo, in a group that each generation makes anew.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -61,9 +62,19 @@ class _Store:
         self.has_ended = False
         self._expect_listener(min(timeout, STORE_WAIT_S))
         limit = datetime.timedelta(seconds=timeout)
+        made: concurrent.futures.Future[dist.TCPStore] = concurrent.futures.Future()
+
+        def make() -> None:
+            try:
+                made.set_result(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+            except BaseException as e:  # noqa: BLE001 - the waiting thread raises it
+                made.set_exception(e)
+
+        # Its timeout does not bound the wait for a listener that never answers.
+        threading.Thread(target=make, name="skim-connect", daemon=True).start()
         try:
-            self.tcp = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        except RuntimeError:
+            self.tcp = made.result(max(timeout, STORE_WAIT_S))
+        except (RuntimeError, concurrent.futures.TimeoutError):
             raise _core.CommError(
                 f"skim.ElasticGroup: what listens at {host}:{port} does not answer as a store of torch.distributed; start "
                 "one at another port with: python -m skim.store PORT"

@@ -513,6 +513,24 @@ class Elastic(unittest.TestCase):
         with self.assertRaisesRegex(skim.CommError, f"what listens at {address} does not answer as a store"):
             skim.ElasticGroup(address, {"model": nn.Linear(3, 3)}, timeout=1)
 
+    def test_what_never_answers_is_told(self):
+        listener = socket.create_server(("localhost", 0))
+        self.addCleanup(listener.close)
+        address = "localhost:{}".format(listener.getsockname()[1])
+        made, group = threading.Event(), []
+
+        def make():
+            try:
+                skim.ElasticGroup(address, {"model": nn.Linear(3, 3)}, timeout=1)
+            except skim.CommError as e:
+                group.append(str(e))
+            made.set()
+
+        with unittest.mock.patch.object(elastic, "STORE_WAIT_S", 1.0):
+            threading.Thread(target=make, daemon=True).start()
+            self.assertTrue(made.wait(SECONDS / 2), "it waits for ever")
+        self.assertRegex(group[0], f"what listens at {address} does not answer as a store")
+
     def test_usage(self):
         run, model = Run(), nn.Linear(3, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
