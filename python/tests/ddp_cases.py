@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import os
+import pathlib
 import pickle
 import shutil
 import sys
@@ -1262,7 +1263,15 @@ def case_files_beside_the_checkpoint_of_a_framework():
     dist.broadcast_object_list(folder)
     old = attached(Named(**BODY, **HEAD), attach={"dense_below": 0})
     steps_of(old, BODY | HEAD, range(3))
+    # An earlier run on another number of ranks has saved there, too. Its residuals are not those of this checkpoint.
+    earlier = [pathlib.Path(folder[0], f"skim_rank_{r}_of_{SIZE + 1}.pt") for r in range(SIZE + 1)]
+    for file in earlier:
+        file.touch()
+    dist.barrier()
     save_into(folder[0], old)
+    dist.barrier()
+    found = sorted(file.name for file in pathlib.Path(folder[0]).iterdir())
+    assert found == sorted(f"skim_rank_{r}_of_{SIZE}.pt" for r in range(SIZE)), found
     same_model = attached(Named(**BODY, **HEAD), attach={"dense_below": 0})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

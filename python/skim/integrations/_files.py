@@ -20,13 +20,17 @@ def without_residuals(checkpoint: object) -> StateError:
 
 
 def save_into(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
-    """Every rank calls it. A file is whole or is not there."""
+    """Every rank calls it. A file is whole or is not there. Files of another number of ranks, which an earlier run has
+    saved there, are removed: a run that resumes on that number would take them."""
     comm = ddp.compression_of(model).comm
     path = pathlib.Path(folder, NAME.format(comm.rank, comm.size))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     torch.save(ddp.state_dict(model), part)
     part.replace(path)
+    for file in path.parent.glob(NAME.format("*", "*")):
+        if not file.match(NAME.format("*", comm.size)):
+            file.unlink(missing_ok=True)
 
 
 def load(model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool) -> None:
