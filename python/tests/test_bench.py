@@ -196,9 +196,10 @@ class LocalHalf(unittest.TestCase):
                          ["pass", "topk", "pytorch", "pytorch q8", "pytorch offload"])  # fmt: skip
 
     def test_a_device_that_is_not_there(self):
-        done = bench("local-half", "--device", "nothing")
-        self.assertEqual((done.returncode, done.stdout), (1, ""))
-        self.assertRegex(done.stderr, r"^skim\.bench: no device 'nothing': [^\n]*\n$")
+        for device in ("nothing", "meta"):
+            done = bench("local-half", "--n", "1000", "--device", device)
+            self.assertEqual((done.returncode, done.stdout), (1, ""))
+            self.assertRegex(done.stderr, rf"^skim\.bench: no device '{device}': [^\n]*\n$")
 
     def test_kernels_that_cannot_run_there(self):
         done = bench("local-half", "--n", "1000", "--kernels", "triton")

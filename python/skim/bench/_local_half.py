@@ -25,7 +25,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of the JSON file. Raises NoDevice."""
     try:
         device = torch.device(arguments.device)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
         raise NoDevice(f"no device '{arguments.device}': {str(e).splitlines()[0]}") from None
     return [row for n in arguments.n for density in arguments.density for row in _rows(device, n, density, arguments)]
