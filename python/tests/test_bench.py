@@ -223,6 +223,7 @@ class Refusals(unittest.TestCase):
             (["ddp", "--ranks", "4", "--islands", "3"], "--islands 3 must divide --ranks 4"),
             (["ddp", "--ranks", "4", "--islands", "2", "--hooks", "none,bf16"], "'bf16'"),
             (["ddp", "--density", "nan"], "'nan'"),
+            (["ddp", "--bucket-mb", "1e6"], "above 0 and below 1e6, got '1e6'"),
             (["ddp", "--exchange", "telepathy"], "'telepathy'"),
             (["ddp", "--value-code", "q3"], "'q3'"),
             (["ddp", "--json", "/nowhere/x.json"], "/nowhere/x.json"),

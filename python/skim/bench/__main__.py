@@ -248,7 +248,7 @@ def _density(text: str) -> float:
 
 def _size(text: str) -> float:
     if not 0 < (value := _number(text)) < 1e6:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and below 1e6, got '{text}'")
     return value
 
 
