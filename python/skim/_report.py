@@ -202,8 +202,8 @@ class Report:
 
 
 def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if float(f"{count:.3g}") < 1000 or unit == "TB":  # as it is shown
             break
         count /= 1000
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"

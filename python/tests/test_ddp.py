@@ -336,6 +336,18 @@ class Waits(unittest.TestCase):
         self.assertEqual([i for i in range(20) if report.compare(slow, 10.0)], [5])
 
 
+class Bytes(unittest.TestCase):
+    @unittest.skipUnless(HAS_TORCH, "torch is not installed")
+    def test_bytes_have_up_to_three_digits_and_the_unit_that_fits(self):
+        from skim._report import _bytes
+
+        for count, text in (
+            (0, "0 B"), (999.4, "999 B"), (999.6, "1 kB"), (1234, "1.23 kB"), (999_499, "999 kB"), (999_700, "1 MB"),
+            (12.3e6, "12.3 MB"), (999.9e6, "1 GB"), (1234e9, "1.23 TB"),
+        ):  # fmt: skip
+            self.assertEqual(_bytes(count), text)
+
+
 # Rank 1 dies in the first attempt, between two checkpoints. The model has one parameter: DDP forms its buckets anew
 # after a restart, and until they stand, Skim compresses each parameter alone.
 RESTARTED = """
