@@ -279,8 +279,6 @@ constexpr Effect kEffects[] = {
     {"--heads", "--model gpt", is_gpt},
     {"--lr-drops", "--lr-schedule steps", has_drops},
     {"--lr-gamma", "--lr-schedule steps", has_drops},
-    {"--no-bias-decay", "--weight-decay > 0",
-     [](const TrainOptions& o) { return o.weight_decay > 0.0; }},
     {"--ahead", "--local-steps H", has_rounds},
     {"--outer-lr", "--local-steps H", has_rounds},
     {"--outer-momentum", "--local-steps H", has_rounds},

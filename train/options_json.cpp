@@ -92,7 +92,7 @@ void take(const json& j, T& x, const FieldInfo& info, const std::string& who) {
       throw InvalidArgument(who + ": expected a smaller number, got " + j.dump());
     }
   }
-  const bool is_default = given == T{};  // may mean "not given", so the range is not checked
+  const bool is_default = given == x;  // may mean "not given", so the range is not checked
   if (!std::same_as<T, bool> && !is_default && !info.range.holds(j.get<double>())) {
     throw InvalidArgument(who + ": expected a number " + info.range.text() + ", got " + j.dump());
   }

@@ -281,7 +281,7 @@ class Usage(Case):
             "--shards-per-rank 3": "--split shards", "--augment": "--data cifar10",
             "--sequence-length 9": "--data text", "--layers 2": "--model lstm or gpt", "--hidden 9": "--model lstm",
             "--embedding 9": "--model lstm or gpt", "--heads 2": "--model gpt", "--lr-drops 1": "--lr-schedule steps",
-            "--lr-gamma 0.5": "--lr-schedule steps", "--no-bias-decay": "--weight-decay > 0",
+            "--lr-gamma 0.5": "--lr-schedule steps",
             "--ahead 0.5": "--local-steps H", "--outer-lr 1": "--local-steps H",
             "--outer-momentum 0.5": "--local-steps H", "--among gtopk": "--exchange auto",
             "--trial-share 0.1": "--exchange auto", f"--fit {self.dir}/fit": "--exchange auto or --target-time",
@@ -348,6 +348,9 @@ class Usage(Case):
             self.assert_refused(train("--config", summary), "--config", "no summary", "TOML")
         for key, value, words in [("select", "best", ["select", "best", "exact"]),
                                   ("batch", 0.5, ["batch", "whole number", "0.5"]),
+                                  ("batch", 0, ["batch", "> 0", "got 0"]),
+                                  ("cut_every", 0, ["cut_every", "> 0", "got 0"]),
+                                  ("lr", 0, ["lr", "> 0", "got 0"]),
                                   ("momentum", 1, ["momentum", "[0, 1)", "1"]),
                                   ("density", "much", ["density", "much", "adaptive"]),
                                   ("lr", "fast", ["lr", "fast"]),
