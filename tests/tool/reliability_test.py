@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import unittest
 import unittest.mock
@@ -21,6 +22,7 @@ from launched import is_running, listening, parent_of, pids_of, port_of
 NEEDS_MPI = "this build has no MPI: it cannot start several ranks"
 RUN = ["--ranks", 3, "--model", "mlp-64", "--steps", 120, "--momentum", 0.9, "--eval-epochs", 0, "--checkpoint-steps", 10]
 TEMPFAIL = 75
+SCRIPTS = pathlib.Path(__file__).resolve().parents[2] / "scripts"
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples/slurm.sh"
 
 
@@ -312,6 +314,33 @@ class Leftovers(Reliability):
         self.assertEqual(run.returncode, 0, out + err)
         self.assertEqual(set(self.dir.iterdir()), {self.dir / "c", self.dir / "c.jsonl"})
         self.assertFalse([s for s in segments if s.parent.exists()])
+
+
+@unittest.skipUnless(HAS_MPI, NEEDS_MPI)
+class Scripts(Reliability):
+    """scripts/soak and scripts/chaos, which are asked to end."""
+
+    def assert_ends_with_its_ranks(self, script, *arguments, folder):
+        run = subprocess.Popen([sys.executable, str(SCRIPTS / script), *arguments], text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, env=dict(os.environ, TMPDIR=str(self.dir), SKIM_TOOL=TOOL))
+        self.addCleanup(run.kill)
+        pids = {}
+
+        def started():
+            for found in self.dir.glob(folder):
+                pids.update(pids_of(found))
+            return len(pids) >= 2
+
+        self.wait_until(run, started, "no ranks")
+        run.terminate()
+        _, err = run.communicate(timeout=LIMIT)
+        self.assertEqual(run.returncode, 130, err)
+        self.assertNotIn("Traceback", err)
+        self.assertEqual([pid for pid in pids.values() if is_running(pid)], [])
+        self.assertEqual(list(self.dir.iterdir()), [])
+
+    def test_chaos(self):
+        self.assert_ends_with_its_ranks("chaos", "--faults", "kill", folder="chaos-*/undisturbed")
 
 
 @unittest.skipUnless(HAS_MPI, NEEDS_MPI)
