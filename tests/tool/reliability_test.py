@@ -339,6 +339,16 @@ class Scripts(Reliability):
         self.assertEqual([pid for pid in pids.values() if is_running(pid)], [])
         self.assertEqual(list(self.dir.iterdir()), [])
 
+    def test_soak(self):
+        self.assert_ends_with_its_ranks("soak", "--ranks", "2", folder="*")
+
+    def test_soak_refuses_a_time_in_which_nothing_is_measured(self):
+        for minutes in ("0", "-1", "nan"):
+            done = subprocess.run([sys.executable, str(SCRIPTS / "soak"), f"--minutes={minutes}"], text=True,
+                                  capture_output=True, env=dict(os.environ, SKIM_TOOL=TOOL), timeout=LIMIT)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertTrue(done.stderr.endswith(f"--minutes: must be above 0, not {float(minutes):g}\n"), done.stderr)
+
     def test_chaos(self):
         self.assert_ends_with_its_ranks("chaos", "--faults", "kill", folder="chaos-*/undisturbed")
 
