@@ -13,6 +13,7 @@ Lines on standard error name the current run.
 """
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -44,10 +45,26 @@ def spelled(words):
     return words.replace("--feedback residual", "").replace("--feedback none", "--no-feedback").split()
 
 
+def kept_runs(file):
+    return json.loads(file.read_text()) if file and file.exists() else {}
+
+
+def keep_run(file, words, run, indent=None):
+    """Adds a run to the file. Other studies may add theirs, and an interruption leaves the file as it was."""
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        beside = file.with_name(f".{file.name}.new")
+        beside.write_text(json.dumps(kept_runs(file) | {words: run}, indent=indent))
+        beside.replace(file)
+    finally:
+        os.close(folder)
+
+
 def skim(arguments, keep=None):
     """The summary of one run; kept in the file `keep`, by its command line."""
     words = " ".join(["train", *arguments])
-    kept = json.loads(keep.read_text()) if keep and keep.exists() else {}
+    kept = kept_runs(keep)
     if words not in kept:
         print("+", words, file=sys.stderr, flush=True)
         done = subprocess.run([str(ROOT / "build/release/skim"), *spelled(words), "--summary", "-"],
@@ -56,7 +73,7 @@ def skim(arguments, keep=None):
             sys.exit(done.stderr.strip().splitlines()[-1])
         [kept[words]] = json.loads(done.stdout)
         if keep:
-            keep.write_text(json.dumps(kept, indent=1))
+            keep_run(keep, words, kept[words], indent=1)
     return kept[words]
 
 

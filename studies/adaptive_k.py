@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 
-from accuracy import spelled
+from accuracy import keep_run, kept_runs, spelled
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SGD = ["--momentum", "0.9", "--lr-schedule", "cosine", "--batch", "32"]
@@ -67,7 +67,7 @@ class Study:
             arguments[arguments.index("--data") + 1] = "generated"
             arguments += ["--generated-train", str(generated), "--generated-test", "200"]
         self.keep, self.only_kept = keep, only_kept
-        self.kept = json.loads(keep.read_text()) if keep and keep.exists() else {}
+        self.kept = kept_runs(keep)
         self.common = ["--ranks", str(ranks), "--link", "1gbit", "--link-only", "--compute", "10ms", "--exchange",
                        exchange, "--lr", f"{self.rate:g}", *arguments, "--memory", memory]
 
@@ -89,7 +89,7 @@ class Study:
                 lines = [json.loads(entry) for entry in metrics.read_text().splitlines()]
             self.kept[line] = outcome(row, lines)
             if self.keep:
-                self.keep.write_text(json.dumps(self.kept))
+                keep_run(self.keep, line, self.kept[line])
         return self.kept[line]
 
 

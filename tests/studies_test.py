@@ -1,0 +1,67 @@
+"""The studies' scripts, without the programs that they run.
+
+Usage: studies_test.py -v
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+import unittest.mock
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "studies"))
+import accuracy  # noqa: E402
+import adaptive_k  # noqa: E402
+
+
+class Kept(unittest.TestCase):
+    """--keep: two studies may share a file, and a study may be interrupted while it writes."""
+
+    def setUp(self):
+        self.file = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()), "runs.json")
+
+    def kept(self):
+        return json.loads(self.file.read_text())
+
+    def test_a_run_that_another_study_adds_meanwhile_stays(self):
+        def run(command, **_):
+            self.file.write_text(json.dumps({**(self.kept() if self.file.exists() else {}), "another": 1}))
+            return subprocess.CompletedProcess(command, 0, '[{"loss": 1}]', "")
+
+        def simulate(command, **options):
+            pathlib.Path(command[command.index("--metrics") + 1]).write_text("")
+            done = run(command, **options)
+            done.stdout = json.dumps([{"max_sent_bytes_per_step": 1, "steps_done": 1, "train_loss": 1, "test_loss": 1,
+                                       "test_accuracy": 1}])
+            return done
+
+        study = adaptive_k.Study("mnist-mlp", keep=self.file)
+        with unittest.mock.patch("subprocess.run", run):
+            accuracy.skim(["--lr", "1"], self.file)
+        self.assertEqual(set(self.kept()), {"train --lr 1", "another"})
+        with unittest.mock.patch("subprocess.run", simulate):
+            study.run("--seed", 1)
+        self.assertEqual(len(self.kept()), 3)
+
+    def test_an_interrupted_write_leaves_what_was_there(self):
+        def run(command, **_):
+            return subprocess.CompletedProcess(command, 0, '[{"loss": 1}]', "")
+
+        self.file.write_text('{"before": 1}')
+        with unittest.mock.patch("subprocess.run", run), \
+                unittest.mock.patch("pathlib.Path.write_text", interrupted), self.assertRaises(KeyboardInterrupt):
+            accuracy.skim(["--lr", "1"], self.file)
+        self.assertEqual(self.kept(), {"before": 1})
+
+
+def interrupted(path, text):
+    with path.open("w") as out:
+        out.write(text[:5])
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    unittest.main()
