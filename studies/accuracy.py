@@ -105,6 +105,8 @@ def main():
     parser.add_argument("--runs", default=RUNS)
     parser.add_argument("--keep", type=pathlib.Path)
     options = parser.parse_args()
+    if "dense" not in options.runs.split(","):
+        parser.error("--runs: needs dense, with which the others are compared")
     if not os.environ.get("SKIM_DATA"):
         sys.exit("SKIM_DATA must name the folder with the data sets")
     epochs, rate, arguments = TASKS[options.task]

@@ -4,6 +4,7 @@ Usage: studies_test.py -v
 """
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -55,6 +56,14 @@ class Kept(unittest.TestCase):
                 unittest.mock.patch("pathlib.Path.write_text", interrupted), self.assertRaises(KeyboardInterrupt):
             accuracy.skim(["--lr", "1"], self.file)
         self.assertEqual(self.kept(), {"before": 1})
+
+
+class Accuracy(unittest.TestCase):
+    def test_runs_without_dense_are_refused_before_they_start(self):
+        done = subprocess.run([sys.executable, ROOT / "studies/accuracy.py", "mnist-mlp", "--runs", "gtopk:0.01"],
+                              capture_output=True, text=True, env=os.environ | {"SKIM_DATA": "/nowhere"})
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertTrue(done.stderr.endswith("--runs: needs dense, with which the others are compared\n"), done.stderr)
 
 
 def interrupted(path, text):
