@@ -254,6 +254,8 @@ skim_status skim_reducer_residual(skim_reducer* reducer, uint32_t slot, float* r
   return guarded([&] {
     expect(reducer, "reducer");
     expect(residual, "residual");
+    SKIM_EXPECTS(reducer->own.is_between_steps(),
+                 "residual: a step or a ticket is open; call skim_reducer_wait, then end the step");
     const std::size_t length = reducer->own.local().size(slot);
     SKIM_EXPECTS(n == length, "residual: slot " + std::to_string(slot) + " has " +
                                   std::to_string(length) + " entries, not " + std::to_string(n));

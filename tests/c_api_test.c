@@ -265,8 +265,12 @@ static void arguments_are_refused(void) {
 
   /* Nothing has changed: the step goes on. start() has shown that no ticket is open. */
   CHECK(skim_reducer_start(reducer, 7, gradient, N, SKIM_F32, &ticket) == SKIM_OK);
+  float residual[N];
+  CHECK_FAILS(skim_reducer_residual(reducer, 7, residual, N), wrong, "a step or a ticket");
   CHECK(skim_reducer_wait(reducer, ticket, &report) == SKIM_OK && report.n == N);
+  CHECK_FAILS(skim_reducer_residual(reducer, 7, residual, N), wrong, "a step or a ticket");
   CHECK(skim_reducer_rollback_step(reducer, 0.0) == SKIM_OK);
+  CHECK(skim_reducer_residual(reducer, 7, residual, N) == SKIM_OK);
   skim_reducer_free(reducer);
   skim_communicator_free(alone);
 
