@@ -211,6 +211,15 @@ class Script(Case):
         self.assertNotIn("\x1b", out)
         self.assertEqual(out.count("  step 4/4  "), 6, out)
 
+    def test_names_of_files_are_relative_to_the_caller(self):
+        (self.dir / "skim").symlink_to(TOOL)
+        done = subprocess.run([ROOT / "scripts/demo", "--stepz", "4"], cwd=self.dir, text=True, capture_output=True,
+                              env={**os.environ, "SKIM_TOOL": "./skim", "SKIM_DEMO": "results", "SKIM_CLUSTER": "0"},
+                              timeout=LIMIT)
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        self.assertIn("skim train: no option '--stepz'", done.stderr)
+        self.assertTrue((self.dir / "results").is_dir())
+
     def test_ctrl_c_ends_everything(self):
         metrics = self.dir / "memory-dense.jsonl"
         run = self.start("--steps", 1000000, "--eval-epochs", 0)
