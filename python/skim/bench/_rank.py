@@ -27,7 +27,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import skim
@@ -143,6 +142,7 @@ class _Trainer:
         )  # fmt: skip
 
     def _shard(self, task: Task) -> None:
+        from torch.distributed.device_mesh import init_device_mesh  # since PyTorch 2.2
         from torch.distributed.fsdp import fully_shard  # since PyTorch 2.6
 
         shape = (task.islands, task.ranks // task.islands)
