@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import statistics
 import subprocess
 import sys
@@ -122,6 +123,7 @@ def main():
     parser.add_argument("--tuned-ranks", type=int, choices=[2, 4], default=4)
     options = parser.parse_args()
     quality.expect_possible(parser, options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the hosts are taken down
     tuned = [json.loads(line) for line in options.tuned.read_text().splitlines()]
     rows = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
     steps = options.steps or quality.TASKS[options.task][0]
@@ -152,4 +154,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,11 +1,13 @@
 """studies/quality.py: all methods are tuned by one rule, the validation data choose, an interrupted study goes on."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import pathlib
 import random
+import signal
 import string
 import subprocess
 import sys
@@ -167,6 +169,29 @@ class Quality(unittest.TestCase):
         self.assertEqual(seconds, sorted(seconds))
         self.assertNotEqual(unknown.returncode, 0)
         self.assertIn("no rows of 'dense' on 2 ranks; studies/quality.py makes them", unknown.stderr)
+
+    def test_sigterm_takes_the_slow_links_down(self):
+        with tempfile.TemporaryDirectory() as folder:
+            # In place of the program that makes hosts: it notes what it is asked for. A rank does not end.
+            tool, asked = pathlib.Path(folder, "cluster"), pathlib.Path(folder, "asked")
+            tool.write_text(f'echo "$1" >> {asked}; if [ "$1" = enter ]; then exec sleep 1000; fi\n')
+            tuned = pathlib.Path(folder, "tuned.jsonl")
+            tuned.write_text(json.dumps({"task": "lstm", "label": "dense", "ranks": 2, "seed": 0, "lr": 0.1,
+                                         "validation_loss": 1.0}))  # fmt: skip
+            start = (f"import sys; sys.path.insert(0, {str(STUDIES)!r}); import slow_link\n"
+                     f"slow_link.CLUSTER = {str(tool)!r}; slow_link.main()")  # fmt: skip
+            run = subprocess.Popen([sys.executable, "-c", start, "lstm", pathlib.Path(folder, "rows.jsonl"), "--tuned", tuned,
+                                    "--tuned-ranks", "2", "--ranks", "2", "--methods", "dense"], stderr=subprocess.PIPE,
+                                   text=True)  # fmt: skip
+            self.addCleanup(run.kill)
+            while not (asked.exists() and asked.read_text().count("enter") == 2):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.wait(timeout=0.05)
+                self.assertIsNone(run.returncode, "it ended early")
+            run.terminate()
+            err = run.communicate(timeout=60)[1]
+            self.assertEqual(run.returncode, -signal.SIGINT, err)
+            self.assertEqual(asked.read_text().split(), ["up", "enter", "enter", "down"])
 
 
 if __name__ == "__main__":
