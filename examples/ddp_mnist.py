@@ -35,7 +35,9 @@ def digits(part):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=500)
-    steps = max(1, parser.parse_args().steps)
+    steps = parser.parse_args().steps
+    if steps < 1:
+        parser.error("--steps must be at least 1")
     images, labels = digits("train")
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())  # for batches that differ between ranks; DDP copies rank 0's parameters

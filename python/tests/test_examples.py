@@ -131,6 +131,7 @@ class Input(unittest.TestCase):
 
     def test_wrong_arguments_get_one_line(self):
         self.refused(2, "--steps", [EXAMPLES / "ddp_mnist.py", "--steps", "x"])
+        self.refused(2, "--steps must be at least 1", [EXAMPLES / "ddp_mnist.py", "--steps", "0"])
         self.refused(2, "'telepathy'", [EXAMPLES / "gpt_text.py", "--exchange", "telepathy"])
         self.refused(2, "--local-steps", [EXAMPLES / "local_steps.py", "--local-steps", "0"])
 
