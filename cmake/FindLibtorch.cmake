@@ -107,8 +107,8 @@ else()
         "${Libtorch_PREFIX}/include;${Libtorch_PREFIX}/include/torch/csrc/api/include"
       INTERFACE_INCLUDE_DIRECTORIES
         "${Libtorch_PREFIX}/include;${Libtorch_PREFIX}/include/torch/csrc/api/include"
-      INTERFACE_LINK_LIBRARIES "-Wl,--push-state,--no-as-needed,${_libtorch_lib}/libtorch_cpu.so,\
-${_libtorch_lib}/libc10.so,--pop-state"
+      INTERFACE_LINK_LIBRARIES "-Wl,--push-state,--no-as-needed,\"${_libtorch_lib}/libtorch_cpu.so\",\
+\"${_libtorch_lib}/libc10.so\",--pop-state"
       # A CUDA build's libtorch_cpu names CUDA libraries that a CPU machine lacks at link time.
       INTERFACE_LINK_OPTIONS "LINKER:-rpath,${_libtorch_lib};LINKER:--allow-shlib-undefined")
   endif()

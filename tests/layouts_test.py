@@ -1,4 +1,4 @@
-"""The build files in other places than the usual ones: a multiarch prefix, and as a part of another project.
+"""The build files in other places than the usual ones: a multiarch prefix, a folder with a space, another project.
 
 Usage: layouts_test.py SOURCE CMAKE GENERATOR. PKG_CONFIG names pkg-config; without it its part is skipped.
 """
@@ -19,6 +19,14 @@ cmake_minimum_required(VERSION 3.25)
 project(parent VERSION 9.9 LANGUAGES CXX)
 set(SKIM_MPI OFF)
 add_subdirectory("{SOURCE}" skim)
+"""
+USER_OF_LIBTORCH = f"""
+cmake_minimum_required(VERSION 3.25)
+project(main LANGUAGES CXX)
+set(CMAKE_MODULE_PATH "{SOURCE}/cmake")
+find_package(Libtorch REQUIRED)
+add_executable(main main.cpp)
+target_link_libraries(main PRIVATE Libtorch::Libtorch)
 """
 
 
@@ -55,6 +63,22 @@ class Layouts(unittest.TestCase):
         self.configure_library("-DCMAKE_INSTALL_INCLUDEDIR=include/deep")
         [targets] = self.build.glob("CMakeFiles/Export/**/skimTargets.cmake")
         self.assertRegex(targets.read_text(), r'INTERFACE_INCLUDE_DIRECTORIES "\$\{_IMPORT_PREFIX\}/include/deep"')
+
+    def test_a_program_links_libtorch_in_a_folder_with_a_space(self):
+        library = self.folder / "libtorch"
+        (library / "lib").mkdir(parents=True)
+        header = library / "include/torch/csrc/api/include/torch/torch.h"
+        header.parent.mkdir(parents=True)
+        header.touch()
+        (library / "build-version").write_text("2.13.0\n")
+        (self.folder / "main.cpp").write_text("int main() {}\n")
+        for name in ("torch_cpu", "c10"):
+            subprocess.run([os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-x", "c++", "/dev/null", "-o",
+                            library / f"lib/lib{name}.so"], check=True)
+        (self.folder / "CMakeLists.txt").write_text(USER_OF_LIBTORCH)
+        self.configure(self.folder, f"-DCMAKE_PREFIX_PATH={library}")
+        self.cmake("--build", self.build)
+        subprocess.run([self.build / "main"], check=True)
 
     def test_packages_of_another_project_are_its_own(self):
         self.folder.mkdir()
