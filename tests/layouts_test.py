@@ -90,8 +90,8 @@ class Layouts(unittest.TestCase):
                 config = self.build / "CPackConfig.cmake"
                 self.assertEqual(config.exists(), packs)
                 if packs:
-                    self.assertEqual(re.findall(r'set\(CPACK_(?:PACKAGE_NAME|GENERATOR|COMPONENTS_ALL) "(.*)"', config.read_text()),
-                                     ["TGZ", "parent"])
+                    settings = r'set\(CPACK_(?:PACKAGE_NAME|GENERATOR|COMPONENTS_ALL) "(.*)"'
+                    self.assertEqual(re.findall(settings, config.read_text()), ["TGZ", "parent"])
 
 
 if __name__ == "__main__":

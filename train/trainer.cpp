@@ -528,8 +528,8 @@ class Run {
     const nlohmann::json now = identity(options_);
     for (const auto& [key, value] : now.items()) {
       if (!meta.contains("identity") || !meta["identity"].contains(key)) {
-        throw InvalidArgument("--resume: '" + dir.string() + "' is of another version of Skim (no '" +
-                              key + "'); continue it with that version, or leave out --resume");
+        throw InvalidArgument("--resume: '" + dir.string() + "' is of another version (no '" + key +
+                              "'); continue it with that version of Skim, or leave out --resume");
       }
       if (meta["identity"][key] != value) {
         throw InvalidArgument("--resume: '" + dir.string() + "' was made with " + key + " = " +

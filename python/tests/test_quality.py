@@ -66,7 +66,8 @@ class Quality(unittest.TestCase):
             of_four = "momentum correction, 1 %, sharded"
             for study, task, ranks in (("quality", "gpt", "2"), ("quality", "fashion", "4"), ("slow_link", "gpt", "2")):
                 done = subprocess.run(
-                    [sys.executable, STUDIES / f"{study}.py", task, rows, "--ranks", ranks, "--methods", "dense", of_four],
+                    [sys.executable, STUDIES / f"{study}.py", task, rows, "--ranks", ranks, "--methods", "dense",
+                     of_four],
                     capture_output=True, text=True, timeout=300,
                 )  # fmt: skip
                 self.assertEqual(done.returncode, 2, done.stderr)

@@ -73,7 +73,8 @@ class Runs(Case):
         tool = self.dir / "tool"
         tool.write_text("""#!/bin/sh\necho '[{"test_accuracy": null, "ranks": 10, "wall_s": 1.0}]'\n""")
         tool.chmod(0o755)
-        done = self.start("--only", "mnist-mlp sgd P 10 partition seed 1,mnist-mlp sgd P 20 partition seed 1", "--tool", tool)
+        done = self.start("--only", "mnist-mlp sgd P 10 partition seed 1,mnist-mlp sgd P 20 partition seed 1",
+                          "--tool", tool)
         self.assert_ok(done)
         self.assertEqual([row["test_accuracy"] for row in lines(self.out)], [None, None])
         self.assertEqual(done.stderr.count("diverged in 1 s"), 2, done.stderr)
