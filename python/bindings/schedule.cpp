@@ -32,6 +32,15 @@ class OwnSchedule final : public DensitySchedule, public OwnPart {
     return d;
   }
   std::string describe() const override { return "own"; }
+  double max_bytes(const Density& d) const override {
+    const nb::gil_scoped_acquire gil;
+    if (!nb::hasattr(object_, "max_bytes")) return 0.0;
+    const nb::object answer = object_.attr("max_bytes")(d);
+    double bytes = -1.0;
+    SKIM_EXPECTS(nb::try_cast(answer, bytes) && bytes >= 0.0,
+                 "max_bytes: needs a number >= 0, not " + nb::cast<std::string>(nb::repr(answer)));
+    return bytes;
+  }
 
   void save(std::ostream& out) const override { save_own(out); }
   void load(std::istream& in) override { load_own(in); }
@@ -102,18 +111,22 @@ void bind_schedule(nb::module_& m) {
       .def(
           "__init__",
           [](Progress* self, std::uint64_t step, std::uint64_t total_steps, double epoch,
-             const GroupStats& last, const std::optional<Density>& used) {
-            new (self) Progress{step, total_steps, epoch, last, used.value_or(Progress{}.used)};
+             const GroupStats& last, const std::optional<Density>& used, double unknown_bytes) {
+            new (self) Progress{
+                step, total_steps, epoch, last, used.value_or(Progress{}.used), unknown_bytes};
           },
           nb::kw_only(), "step"_a = 0, "total_steps"_a = 0, "epoch"_a = 0.0,
-          "last"_a = GroupStats{}, "used"_a = nb::none())
+          "last"_a = GroupStats{}, "used"_a = nb::none(), "unknown_bytes"_a = 0.0)
       .def_ro("step", &Progress::step)
       .def_ro("total_steps", &Progress::total_steps,
               "The number of steps of the run; 0: not known.")
       .def_ro("epoch", &Progress::epoch, "The epoch, with its fraction.")
       .def_ro("last", &Progress::last, "Statistics of the previous step, over all slots.")
       .def_ro("used", &Progress::used,
-              "The density of the last step that reduced a bucket; up = 0: there was none.");
+              "The density of the last step that reduced a bucket; up = 0: there was none.")
+      .def_ro("unknown_bytes", &Progress::unknown_bytes,
+              "The most bytes that the busiest rank can have sent besides last.sent_bytes: what "
+              "the schedule's max_bytes told for the steps whose bytes are not known yet.");
 
   nb::class_<BoundSchedule>(
       m, "DensitySchedule",

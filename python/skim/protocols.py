@@ -47,6 +47,10 @@ class OwnSchedule(Protocol):
         """
         ...
 
+    # Optional, for a schedule with a budget: max_bytes(self, density: Density) -> float. The most bytes that the
+    # busiest rank can send in a step of this density, which density() has answered. Progress.unknown_bytes adds
+    # them up over the steps whose bytes are not known yet.
+
 
 class OwnLocalHalf(Protocol):
     """The local half of a step: all work on this rank's gradient and residual, wherever their memory is.

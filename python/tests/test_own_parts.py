@@ -257,6 +257,50 @@ class OwnSchedule(Case):
             g = rng.integers(-50, 50, 20_000) * rng.integers(0, 2, 20_000)
         self.assertEqual(last.last.gradient_norm2, float(np.sum(g.astype(np.float64) ** 2)))
 
+    def test_a_budget_counts_the_bytes_that_are_not_known_yet(self):
+        class Budget:
+            def __init__(self):
+                self.seen = []
+
+            def density(self, progress):
+                self.seen.append((progress.step, progress.unknown_bytes, progress.last.sent_bytes))
+                return 0.01 * (1 + progress.step)
+
+            def max_bytes(self, density):
+                return 1e6 * density.up
+
+        def run(rank, comm):
+            schedule, sent = Budget(), [0]
+            reducer = skim.Reducer(comm, density=schedule, dense_below=0)
+            reducer.set_layout([(0, [("w", 20_000)])])
+            for step in range(4):
+                reducer.reduce(0, np.ones(20_000, np.float32))
+                sent.append(comm.traffic.sent_bytes)
+                reducer.end_step(0.0)
+            return schedule.seen, sent
+
+        seen, sent = on_ranks(skim.in_process_group(2), run)[0]
+        told = {step: (unknown, known) for step, unknown, known in seen}
+        self.assertEqual(told[0], (0.0, 0))
+        for step in range(1, 5):
+            unknown, known = told[step]
+            self.assertEqual(unknown, 1e6 * 0.01 * step, "of the last step, whose bytes no frame has told yet")
+            self.assertEqual(known, sent[step - 1])
+
+        class Wrong(Budget):
+            def max_bytes(self, density):
+                return "many"
+
+        def fails(rank, comm):
+            with self.assertRaises(skim.InvalidArgument if rank == 1 else skim.CommError) as caught:
+                reduce(comm, rank, density=Wrong() if rank == 1 else 0.01)
+            return caught.exception
+
+        told = on_ranks(skim.in_process_group(2), fails)
+        self.assertRegex(str(told[1]), "max_bytes: needs a number >= 0, not 'many'")
+        self.assert_told(told[0], 1)
+        self.assertEqual(skim.Progress(unknown_bytes=3.0).unknown_bytes, 3.0)
+
     def test_wrong_densities_are_named(self):
         for answer, why in ((0.0, r"must be in \(0, 1\]"), (1.5, r"must be in \(0, 1\]"), (float("nan"), "must be in"),
                             ("x", "needs a float or skim.Density, not 'x'")):

@@ -298,7 +298,7 @@ struct Reducer::Impl {
     } else {
       progress.last = step_stats;
       progress.used = density;
-      progress.unknown_bytes = schedule->max_bytes(density);
+      progress.unknown_bytes = max_bytes();
     }
     open_step(epoch);
   }
@@ -312,6 +312,9 @@ struct Reducer::Impl {
     progress.epoch = epoch;
     // A user's schedule may fail on one rank. The other ranks must not wait for it.
     density = or_abort(comm, [&] { return schedule->density(progress); });
+  }
+  double max_bytes() {  // may fail, too
+    return or_abort(comm, [&] { return schedule->max_bytes(density); });
   }
   void commit_step() noexcept {
     local->end_step();
@@ -425,7 +428,7 @@ void Reducer::rollback_step(double epoch) {
 void Reducer::abandon_step(double epoch) {
   impl_->expect_nothing_open("abandon_step");
   impl_->undo_step();
-  impl_->progress.unknown_bytes += impl_->schedule->max_bytes(impl_->density);
+  impl_->progress.unknown_bytes += impl_->max_bytes();
   impl_->open_step(epoch);
 }
 
