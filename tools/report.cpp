@@ -41,6 +41,13 @@ std::vector<double> in_milliseconds(std::vector<double> seconds) {
 // JSON cannot represent NaN and infinity, so they become null.
 nlohmann::json finite(double x) { return std::isfinite(x) ? nlohmann::json(x) : nlohmann::json(); }
 
+// Whether a line of a metrics file, which may be any JSON, is of a later step of the run.
+bool is_step_after(const nlohmann::json& j, const std::string& run, std::int64_t step) {
+  if (!j.is_object() || j.value("run", nlohmann::json()) != run) return false;
+  const nlohmann::json its_step = j.value("step", nlohmann::json());
+  return its_step.is_number() && its_step > step;
+}
+
 }  // namespace
 
 std::string human_bytes(double bytes) {
@@ -115,7 +122,7 @@ void MetricsFile::forget_after(const std::string& run, std::int64_t step) {
   while (std::getline(in, line)) {
     const nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
     if (j.is_discarded()) continue;  // an incomplete line, from when the run was stopped
-    if (j.value("run", "") == run && j.value("step", std::int64_t{0}) > step) continue;
+    if (is_step_after(j, run, step)) continue;
     kept += line + "\n";
   }
   in.close();

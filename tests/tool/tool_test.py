@@ -1037,6 +1037,16 @@ class Checkpoints(Case):
         self.assert_ok(train(*arguments, "--steps", 9, "--resume"))
         self.assertTrue(metrics.read_text().startswith(before))
 
+    def test_a_resume_keeps_lines_of_the_metrics_that_are_not_its_own(self):
+        metrics = self.dir / "m.jsonl"
+        arguments = ["--model", "linear", "--metrics", metrics, "--checkpoint", self.dir / "c"]
+        self.assert_ok(train(*arguments, "--steps", 3))
+        others = '3\n"step"\n[1]\n{"run": 3, "step": 9}\n{"run": "gtopk", "step": "many"}\n'
+        before = others + metrics.read_text()
+        metrics.write_text(before)
+        self.assert_ok(train(*arguments, "--steps", 4, "--resume"))
+        self.assertTrue(metrics.read_text().startswith(before))
+
     def test_a_disk_that_is_too_small_is_found_before_the_first_step(self):
         small = self.dir / "small"
         small.mkdir()
