@@ -1495,6 +1495,9 @@ def case_modules_that_replicate_synchronizes_are_refused():
         return
     inside = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     replicate(inside[1])
+    if type(inside[1]) is nn.Linear:
+        left_out("replicate, whose modules do not show it")
+        return
     models = [replicate(nn.Linear(8, 8)), inside]
     with contextlib.suppress(ImportError):  # newer versions of PyTorch have another one
         from torch.distributed._composable.replicate_with_fsdp import replicate as by_fsdp
@@ -2503,7 +2506,7 @@ def case_momentum_comes_back_and_weight_decay_with_it():
         optimizer.load_state_dict(saved)  # while it trains
         one_local_step(model, local, 1)
         expect_group(optimizer, expected)
-        has_sums = "momentum_buffer" in optimizer.state[model.w[0]]
+        has_sums = optimizer.state[model.w[0]].get("momentum_buffer") is not None  # old PyTorch has None
         assert has_sums == (every == 2), "the optimizer has its momentum in the step itself if it keeps it"
         optimizer.load_state_dict(saved)
         local.after_step()  # as after GradScaler.step
