@@ -571,6 +571,22 @@ TEST(group, host_is_equal_for_ranks_of_one_machine) {
   });
 }
 
+TEST(group, uncounted_traffic_leaves_the_counts_as_they_were) {
+  each_group(2, [](Communicator& comm) {
+    comm.barrier();
+    const Traffic before = comm.traffic();
+    {
+      const UncountedTraffic uncounted(comm);
+      comm.barrier();
+      EXPECT_GT(comm.traffic().rounds, before.rounds);
+    }
+    EXPECT_EQ(comm.traffic().sent_bytes, before.sent_bytes);
+    EXPECT_EQ(comm.traffic().received_bytes, before.received_bytes);
+    EXPECT_EQ(comm.traffic().messages, before.messages);
+    EXPECT_EQ(comm.traffic().rounds, before.rounds);
+  });
+}
+
 TEST(group, split_by_parity_and_again) {
   each_group(1, [](Communicator& comm) {
     const int parity = comm.rank() % 2;

@@ -17,7 +17,8 @@ namespace skim {
 
 struct LocalStepsOptions {
   double ahead = 1.0;           // in [0, 1]: a
-  double outer_lr = 0.0;        // >= 0, finite as a float: r; 0: outer_lr_for(), or 1 with momentum
+  // >= 0, finite as a float: r. 0: outer_lr_for(), but 1 with outer_momentum.
+  double outer_lr = 0.0;
   double outer_momentum = 0.0;  // in [0, 1): b
 
   bool operator==(const LocalStepsOptions&) const = default;
