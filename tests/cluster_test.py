@@ -82,6 +82,29 @@ class Refusals(unittest.TestCase):
             self.refused(cluster("up", "2", "1gbit", env={"PATH": folder}), 1, "needs ip", "iproute2")
 
 
+class Links(unittest.TestCase):
+    def setUp(self):
+        self.name = "shape" + "".join(random.choices(string.ascii_lowercase, k=3))
+        self.addCleanup(self.cluster, "down")
+
+    def cluster(self, *arguments):
+        return cluster(*arguments, env=os.environ | {"SKIM_CLUSTER": self.name, "SKIM_CLUSTER_NET": "10.77.9"})
+
+    def test_another_rate_keeps_the_latency(self):
+        up = self.cluster("up", "2", "100mbit+5ms")
+        if up.returncode:
+            self.skipTest(f"no hosts here: {up.stderr.strip().splitlines()[-1]}")
+        for rate, bits, nanoseconds in [("10mbit", 10_000_000, 5_000_000), ("none", 0, 5_000_000),
+                                        ("1gbit+0us", 1_000_000_000, 0)]:
+            with self.subTest(rate):
+                done = self.cluster("shape", rate)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                link = pathlib.Path(f"/run/skim-cluster-{self.name}/link").read_text()
+                self.assertEqual(link.split(), [str(bits), str(nanoseconds)])
+        done = self.cluster("shape", "10mbit", "8192")
+        self.assertEqual((done.returncode, done.stderr), (1, "cluster: hosts with a latency have no burst: '8192'\n"))
+
+
 class Places(unittest.TestCase):
     def test_a_folder_with_a_space(self):
         environment = os.environ | {"SKIM_CLUSTER": "space" + "".join(random.choices(string.ascii_lowercase, k=3))}
