@@ -1,10 +1,12 @@
-"""The scripts that people call first say what they do, and do nothing, if they are asked for help.
+"""The scripts: the help of those that people call first, and files that they write.
 
 Usage: scripts_test.py -v
 """
 
+import os
 import pathlib
 import subprocess
+import sys
 import tempfile
 import unittest
 
@@ -24,6 +26,17 @@ class Help(unittest.TestCase):
                                           env={"PATH": folder}, timeout=30)
                     self.assertEqual((done.returncode, done.stderr), (0, ""))
                     self.assertEqual(done.stdout.splitlines(), comment)
+
+
+class Soak(unittest.TestCase):
+    def test_its_file_has_the_lines_of_one_run(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder, "soak.jsonl")
+            out.write_text("a line of an earlier run\n")
+            done = subprocess.run([sys.executable, SCRIPTS / "soak", "--out", out], capture_output=True, text=True,
+                                  env=os.environ | {"SKIM_TOOL": "/bin/false"}, timeout=30)
+            self.assertEqual((done.returncode, done.stderr), (1, "soak: the run ended with status 1\n"))
+            self.assertEqual(out.read_text(), "")
 
 
 if __name__ == "__main__":
