@@ -6,10 +6,11 @@
 A SETTING is HOSTS@RATE: by default 4@1gbit 8@1gbit 16@1gbit 16@100mbit 32@100mbit. On each the link is fitted
 (skim bench network), then the exchanges are measured for each model of arXiv 1901.04359, with its published time of
 computing; FOLDER/scaling-HOSTS-RATE.json has the objects that skim bench scaling wrote, each with `model`, `rate`
-and `drops` (must be 0) added. Links of other rates than 1 Gbit/s
-stand for 1 Gbit/s with everything slower by one factor (--time-scale): a machine cannot drive 32 hosts at that
-rate. More ARGUMENTs go to skim bench scaling. Has the requirements of scripts/cluster/cluster. Takes the hosts
-down at the end, also when interrupted. Tables and figures: studies/figures.py scaling --help.
+and `drops` (must be 0) added. A model that is measured again replaces its objects there, and those of other models
+stay. Links of other rates than 1 Gbit/s stand for 1 Gbit/s with everything slower by one factor (--time-scale): a
+machine cannot drive 32 hosts at that rate. More ARGUMENTs go to skim bench scaling. Has the requirements of
+scripts/cluster/cluster. Takes the hosts down at the end, also when interrupted. Tables and figures:
+studies/figures.py scaling --help.
 """
 
 import argparse
@@ -49,6 +50,7 @@ def measure(setting, options):
     number, unit = re.fullmatch(r"([\d.]+)([kmg]bit)(?:\+.*)?", rate).groups()
     name = re.sub(r"[^\w.-]", "-", f"{hosts}-{rate}")
     fit, result = (options.out / f"{kind}-{name}.json" for kind in ("fit", "scaling"))
+    before = json.loads(result.read_text()) if result.exists() else []
     say(f"{hosts} hosts, {rate}")
     ours = True  # hosts that are up already are somebody else's
     try:
@@ -60,15 +62,18 @@ def measure(setting, options):
         for model in options.models:
             params, compute_s = SCALED_MODELS[model]
             say(model)
-            cluster("run", options.tool, "bench", "scaling", "--parameters", str(params), "--compute", f"{compute_s:.9f}s",
-                    "--fit", str(fit), "--json", str(result), "--shared-cores", str(os.cpu_count()), "--time-scale",
-                    f"{1 / (float(number) * GBITS[unit]):g}", *options.arguments)
-            rows += [{"model": model} | row for row in json.loads(result.read_text())]
+            done = cluster(
+                "run", options.tool, "bench", "scaling", "--parameters", str(params), "--compute", f"{compute_s:.9f}s",
+                "--fit", str(fit), "--json", "-", "--shared-cores", str(os.cpu_count()), "--time-scale",
+                f"{1 / (float(number) * GBITS[unit]):g}", *options.arguments, stdout=subprocess.PIPE, text=True)
+            rows += [{"model": model} | row for row in json.loads(done.stdout)]
         lost = drops()
     finally:
         if ours:
             cluster("down", start_new_session=True)  # out of reach of a second Ctrl-C
-    result.write_text(json.dumps([row | {"rate": rate, "drops": lost} for row in rows], indent=1) + "\n")
+    rows = [row for row in before if row["model"] not in options.models] + [
+        row | {"rate": rate, "drops": lost} for row in rows]
+    result.write_text(json.dumps(rows, indent=1) + "\n")
     if lost:
         say(f"{setting}: {lost} packets were dropped: these figures are not the link's")
     return not lost

@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "studies"))
 import accuracy  # noqa: E402
 import adaptive_k  # noqa: E402
+import scaling  # noqa: E402
 
 
 class Kept(unittest.TestCase):
@@ -64,6 +65,26 @@ class Accuracy(unittest.TestCase):
                               capture_output=True, text=True, env=os.environ | {"SKIM_DATA": "/nowhere"})
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertTrue(done.stderr.endswith("--runs: needs dense, with which the others are compared\n"), done.stderr)
+
+
+class Scaling(unittest.TestCase):
+    def test_the_rows_of_other_models_stay(self):
+        def run(command, **_):
+            out = "[]" if "network" in command else ""
+            if "--parameters" in command:
+                out = json.dumps([{"parameters": int(command[command.index("--parameters") + 1])}])
+            if "--json" in command and command[command.index("--json") + 1] != "-":
+                pathlib.Path(command[command.index("--json") + 1]).write_text(out)
+            return subprocess.CompletedProcess(command, 0, out, "")
+
+        out = self.enterContext(tempfile.TemporaryDirectory())
+        for models in ("vgg16,resnet20", "resnet20", "alexnet"):
+            with unittest.mock.patch("subprocess.run", run), self.assertRaises(SystemExit) as ended, \
+                    unittest.mock.patch("sys.argv", ["scaling.py", "4@1gbit", "--models", models, "--out", out]):
+                scaling.main()
+            self.assertEqual(ended.exception.code, 0)
+        rows = json.loads(pathlib.Path(out, "scaling-4-1gbit.json").read_text())
+        self.assertEqual([row["model"] for row in rows], ["vgg16", "resnet20", "alexnet"])
 
 
 def interrupted(path, text):
