@@ -82,6 +82,13 @@ def result(run, figure):
     return math.nan if run[figure] is None else run[figure]
 
 
+def mean_and_deviation(values):
+    """Over runs: nan if one diverged. The deviation of a single run is 0."""
+    if any(map(math.isnan, values)):
+        return math.nan, math.nan
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 def train_loss(runs):
     """The mean over runs."""
     losses = [run["train_loss"] for run in runs]
@@ -138,25 +145,22 @@ def main():
                      options.keep))
 
     unit, digits = (1, 3) if text else (100, 2)
-    dense = [unit * result(r, figure) for r in runs["dense"]]
+    dense, spread = mean_and_deviation([unit * result(r, figure) for r in runs["dense"]])
     print(f"{options.task}: {runs['dense'][0]['parameters']} parameters, {options.ranks} ranks, "
           f"{epochs:g} epochs, lr {rate}, seeds {options.seeds}\n")
     print(f"| run | train loss | {'test loss' if text else 'accuracy %'} | difference to dense | allowed "
           "| within | bytes sent per step and rank | of dense |")
     print("|---|---|---|---|---|---|---|---|")
     for name, of_seed in runs.items():
-        values = [unit * result(r, figure) for r in of_seed]
-        mean = statistics.mean(values)
-        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-        spread = statistics.stdev(dense) if len(dense) > 1 else 0.0
+        mean, deviation = mean_and_deviation([unit * result(r, figure) for r in of_seed])
         pooled = math.sqrt((deviation**2 + spread**2) / 2)
-        difference = mean - statistics.mean(dense)
+        difference = mean - dense
         allowed = max(0.03 if text else 0.3, 2 * pooled)
         worse = difference if text else -difference
+        value = "diverged" if math.isnan(mean) else f"{mean:.{digits}f} ± {deviation:.{digits}f}"
+        gap = "- | -" if math.isnan(difference) else f"{difference:+.{digits}f} | {allowed:.{digits}f}"
         sent = statistics.mean(r["sent_bytes_per_step"] for r in of_seed)
-        print(f"| {name} | {train_loss(of_seed)} "
-              f"| {mean:.{digits}f} ± {deviation:.{digits}f} | {difference:+.{digits}f} "
-              f"| {allowed:.{digits}f} "
+        print(f"| {name} | {train_loss(of_seed)} | {value} | {gap} "
               f"| {'-' if name == 'dense' else 'yes' if worse <= allowed else 'no'} "
               f"| {sent:,.0f} | {100 * sent / of_seed[0]['dense_bytes_per_step']:.2f} % |")
 

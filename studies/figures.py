@@ -26,6 +26,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools/plots"))
 
 import slow_link  # noqa: E402
+from accuracy import mean_and_deviation, result  # noqa: E402
 from plots import (COLOURS, MARKERS, PAGE, QUALITIES, add_case_options, cases, fail, legend_below, plt, read,  # noqa: E402
                    read_json, save)
 from published import MODELS, PUBLISHED, PUBLISHED_RANKS, ZOU_METHODS, ZOU_SAVING, published, zou_accuracy  # noqa: E402
@@ -311,13 +312,9 @@ def downlink_runs(arguments):
     return {key: found[key] for key in sorted(found, key=order.get)}
 
 
-def mean_spread(values):
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 def accuracy_of(rows):
-    """Per cent: mean and standard deviation over seeds."""
-    return mean_spread([100 * r["test_accuracy"] for r in rows])
+    """Per cent: mean and standard deviation over seeds; nan if a run diverged."""
+    return mean_and_deviation([100 * result(r, "test_accuracy") for r in rows])
 
 
 def saving_of(rows):
@@ -336,10 +333,11 @@ def downlink_table(arguments):
         bi = method == "bi"
         saving = ZOU_SAVING.get(task, {}).get(ranks) if (split, down) == ("partition", 0.001) else None
         cells = [task, split, str(ranks), method, f"{down:g}" if bi else "-", f"{rows[0]['lr']:g}",
-                 f"{mean:.2f}" + (f" ± {spread:.2f}" if len(rows) > 1 else "") + f" ({len(rows)})",
+                 ("diverged" if math.isnan(mean) else f"{mean:.2f}" + (f" ± {spread:.2f}" if len(rows) > 1 else "")) +
+                 f" ({len(rows)})",
                  "-" if not known else f"{statistics.mean(known):.2f}" + (
                      f" [{min(known):.2f}, {max(known):.2f}]" if len(known) > 1 else ""),
-                 f"{mean - statistics.mean(known):+.2f}" if known else "-",
+                 f"{mean - statistics.mean(known):+.2f}" if known and not math.isnan(mean) else "-",
                  f"{saving_of(rows):.1f}" if bi else "-", f"{saving:g}" if bi and saving else "-"]
         print("| " + " | ".join(cells) + " |")
 

@@ -10,12 +10,13 @@ as in accuracy.py. FILE has the summaries that the plots read. Needs SKIM_DATA a
 """
 
 import argparse
+import math
 import os
 import pathlib
 import statistics
 import sys
 
-from accuracy import TASKS, length, result, skim, train_loss
+from accuracy import TASKS, length, mean_and_deviation, result, skim, train_loss
 
 SELECTORS = [("exact", "residual"), ("gaussian", "residual"), ("gaussian-two-sided", "residual"),
              ("randomk", "residual"), ("randomk", "none")]
@@ -59,11 +60,11 @@ def main():
     for select, feedback, density, more in rows:
         runs = [skim([*arguments, *more, "--seed", seed], options.keep)
                 for seed in options.seeds.split(",")]
-        values = [unit * result(run, figure) for run in runs]
-        spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+        mean, deviation = mean_and_deviation([unit * result(run, figure) for run in runs])
+        spread = f" ± {deviation:.2f}" if len(runs) > 1 else ""
         print(f"| {select} | {feedback} | {density} "
               f"| {train_loss(runs)} "
-              f"| {statistics.mean(values):.2f}{spread} "
+              f"| {'diverged' if math.isnan(mean) else f'{mean:.2f}{spread}'} "
               f"| {statistics.mean(run['sent_bytes_per_step'] for run in runs):,.0f} |", flush=True)
 
 

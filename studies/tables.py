@@ -23,6 +23,7 @@ import sys
 import adaptive_k
 import quality
 import slow_link
+from accuracy import mean_and_deviation, result
 from published import PUBLISHED, PUBLISHED_RANKS, ZOU_METHODS, ZOU_SAVING, ZOU_UNION, zou_accuracy
 
 SEEDS = ("1", "2", "3")
@@ -85,10 +86,8 @@ def adding(load, **more):
 
 def over(values, name):
     """The mean and, of several, the standard deviation."""
-    found = {name: statistics.mean(values)}
-    if len(values) > 1:
-        found[f"{name}_deviation"] = statistics.stdev(values)
-    return found
+    mean, deviation = mean_and_deviation(values)
+    return {name: mean} | ({f"{name}_deviation": deviation} if len(values) > 1 else {})
 
 
 def links(files, tasks, splits=("partition", "shards")):
@@ -109,7 +108,7 @@ def group_of_links(task, split, ranks, methods):
     one = {"task": task, "split": split, "ranks": ranks, "seeds": len(methods["bi"]),
            "examples": {"partition": "own", "shards": "two shards a rank", "iid": "all"}[split]}
     for method in ZOU_METHODS:
-        one |= over([100 * row["test_accuracy"] for row in methods[method]], method)
+        one |= over([100 * result(row, "test_accuracy") for row in methods[method]], method)
         known = zou_accuracy(task, "partition" if split == "iid" and task == "fashion-cnn" else split, ranks, method,
                              0.001)
         if split == "shards" and len(known) > 1:  # the least and the most
@@ -140,7 +139,7 @@ def sweep(folder):
         if (row["method"], row["ranks"], row["split"], row["seed"]) == ("bi", 100, "partition", 1) and \
                 row["task"] in ("mnist-mlp", "fashion-mlp"):
             one = found.setdefault(row["down"], {"down": row["down"]})
-            one |= {f"accuracy_{row['task']}": 100 * row["test_accuracy"], f"saved_{row['task']}": saved(row)}
+            one |= {f"accuracy_{row['task']}": 100 * result(row, "test_accuracy"), f"saved_{row['task']}": saved(row)}
             known = zou_accuracy(row["task"], "partition", 100, "bi", row["down"])
             if known:
                 one[f"published_{row['task']}"] = statistics.mean(known)
@@ -436,9 +435,9 @@ def at_density(folder, task, rule, memory, feedback, density, file, printed, see
         return {}
     sent = statistics.mean(100 * run["sent"] / budget for run in runs)
     return {"budget": budget / 1e6, "off": f" (sent {sent:.0f} %)" if abs(sent - 100) > 4 else "",
-            "train_loss": statistics.mean(run["train_loss"] for run in runs),
-            "test_loss": statistics.mean(run["test_loss"] for run in runs),
-            **over([100 * run["test_accuracy"] for run in runs], "accuracy")}
+            "train_loss": statistics.mean(result(run, "train_loss") for run in runs),
+            "test_loss": statistics.mean(result(run, "test_loss") for run in runs),
+            **over([100 * result(run, "test_accuracy") for run in runs], "accuracy")}
 
 
 def claims(folder):
@@ -797,10 +796,12 @@ TABLE_OF = {table.name: table for table in TABLES}
 
 
 def filled(template, row):
-    """The template with the fields of the row, or None where it lacks one."""
-    names = re.findall(r"\{([^}:]+)", template)
-    if any(row.get(name) is None for name in names):
+    """The template with the fields of the row, or None where it lacks one. nan is the field of runs that diverged."""
+    fields = [row.get(name) for name in re.findall(r"\{([^}:]+)", template)]
+    if None in fields:
         return None
+    if any(field != field for field in fields):
+        return "diverged"
     return re.sub(r"\{([^}:]+)(?::([^}]*))?\}", lambda found: format(row[found[1]], found[2] or ""), template)
 
 

@@ -76,6 +76,26 @@ class Tables(unittest.TestCase):
         path.write_text("\n".join([json.dumps(row), *rest]) + "\n")
         self.assert_found("both-links.md: links-mnist-mlp")
 
+    def test_a_run_that_diverged_is_shown(self):
+        path = self.copy / ROWS / "both-links.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            if row["seed"] == 1 and row["method"] == "bi":
+                row["test_accuracy"] = None
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = self.copy / ROWS / "adaptive-k-mnist-mlp.json"
+        runs = json.loads(path.read_text())
+        for run in runs.values():
+            run["test_accuracy"] = run["train_loss"] = run["test_loss"] = None
+        path.write_text(json.dumps(runs))
+        done = tables("--root", self.copy)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for page, name in (("both-links", "links-fashion-mlp"), ("both-links", "links-sweep"),
+                           ("adaptive-k", "adaptive-mnist-mlp")):
+            text = (self.copy / PAGES / f"{page}.md").read_text()
+            table = re.search(rf"<!-- table: {name} -->\n(.*?)<!-- end -->", text, re.DOTALL)[1]
+            self.assertIn("| diverged |", table, name)
+
     def test_markers(self):
         self.change(f"{PAGES}/frames.md", "<!-- table: fuzz -->", "<!-- table: fuss -->")
         self.assert_found("frames.md: fuss: studies/tables.py has no such table",

@@ -3,6 +3,8 @@
 Usage: studies_test.py -v
 """
 
+import contextlib
+import io
 import json
 import os
 import pathlib
@@ -16,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "studies"))
 import accuracy  # noqa: E402
 import adaptive_k  # noqa: E402
+import rules  # noqa: E402
 import scaling  # noqa: E402
 
 
@@ -65,6 +68,33 @@ class Accuracy(unittest.TestCase):
                               capture_output=True, text=True, env=os.environ | {"SKIM_DATA": "/nowhere"})
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertTrue(done.stderr.endswith("--runs: needs dense, with which the others are compared\n"), done.stderr)
+
+
+class Diverged(unittest.TestCase):
+    def table_of(self, study, *words):
+        """Of a study of text, where the runs of seed 2 diverge unless they are dense."""
+        def run(command, **_):
+            loss = 1.5 if "dense" in command or "1" == command[command.index("--seed") + 1] else None
+            summary = {"parameters": 9, "train_loss": loss, "test_loss": loss, "sent_bytes_per_step": 8,
+                       "dense_bytes_per_step": 80}
+            return subprocess.CompletedProcess(command, 0, json.dumps([summary]), "")
+
+        out = io.StringIO()
+        with unittest.mock.patch("subprocess.run", run), contextlib.redirect_stdout(out), \
+                unittest.mock.patch("sys.argv", ["study", "text-lstm", "--seeds", "1,2", *words]), \
+                unittest.mock.patch.dict(os.environ, SKIM_DATA="/nowhere"), contextlib.redirect_stderr(io.StringIO()):
+            study.main()
+        return out.getvalue().splitlines()
+
+    def test_accuracy_says_so(self):
+        table = self.table_of(accuracy, "--runs", "dense,gtopk:0.01")
+        self.assertEqual(table[-2:], ["| dense | 1.5000 | 1.500 ± 0.000 | +0.000 | 0.030 | - | 8 | 10.00 % |",
+                                      "| gtopk:0.01 | diverged | diverged | - | - | no | 8 | 10.00 % |"])
+
+    def test_rules_say_so(self):
+        table = self.table_of(rules, "--densities", "0.01")
+        self.assertIn("| dense |  |  | 1.5000 | 1.50 ± 0.00 | 8 |", table)
+        self.assertIn("| exact | residual | 0.01 | diverged | diverged | 8 |", table)
 
 
 class Scaling(unittest.TestCase):

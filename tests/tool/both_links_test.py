@@ -141,6 +141,18 @@ class Plots(Case):
         for word in ["mnist-mlp", "mnist-cnn", "sgd", "bi", "published", "100 ranks"]:
             self.assertIn(word, out.read_text())
 
+    def test_a_run_that_diverged(self):
+        rows = lines(self.file)
+        rows[1]["test_accuracy"] = rows[3]["test_accuracy"] = None  # one of two seeds; the only one
+        self.file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        done = self.plot("downlink-table", self.file)
+        self.assert_ok(done)
+        table = done.stdout.splitlines()
+        at = "| mnist-mlp | partition | 100 |"
+        self.assertIn(f"{at} sgd | - | 0.1 | diverged (1) | 97.66 [97.61, 97.72] | - | - | - |", table)
+        self.assertIn(f"{at} bi | 0.001 | 0.1 | diverged (2) | 97.38 [97.31, 97.47] | - | 84.0 | 90.7 |", table)
+        self.assert_ok(self.plot("downlink", self.file, "--out", self.dir / "x.svg"))
+
     def test_what_cannot_be_drawn(self):
         self.file.write_text('{"task": "mnist-mlp"}\n')
         self.assert_refused(self.plot("downlink-table", self.file), "line 1", "split", status=1)
