@@ -80,6 +80,13 @@ class Layouts(unittest.TestCase):
         self.cmake("--build", self.build)
         subprocess.run([self.build / "main"], check=True)
 
+    def test_if_there_is_no_mpi_the_message_names_the_option(self):
+        done = subprocess.run(
+            [CMAKE, "-G", GENERATOR, "-S", SOURCE, "-B", self.build, "-DSKIM_TRAIN=OFF", "-DSKIM_DEVELOPER=OFF",
+             "-DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON"], capture_output=True, text=True)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("or build without MPI: -DSKIM_MPI=OFF", " ".join(done.stderr.split()))
+
     def test_packages_of_another_project_are_its_own(self):
         self.folder.mkdir()
         for packs in (False, True):
