@@ -749,11 +749,11 @@ TABLES = [
         **{f"{steps} steps": "{after %d}" % steps for steps in (1000, 1500, 2000, 3000)}, "reached": "{needs} steps"}),
     Table("quality.md", "quality-resnet20-4-10000", quality_of("resnet20", 4, 10000), quality_columns("accuracy", ".2f")),
     Table("quality.md", "outer-rates", outer_rates, {
-        "P": "{ranks}", "method": "{method}", "density": "{density:g}", "factor": "{factor:.2f}",
-        "minus dense": "{by_density:+.3f}", "with factor 1": "{one:+.3f}",
+        "P": "{ranks}", "method": "{method}", "density": "{density:g}", "outer rate": "{factor:.2f}",
+        "minus dense": "{by_density:+.3f}", "with outer rate 1": "{one:+.3f}",
         "momentum correction": "{correction:+.3f}", "one rank alone": "{alone:+.3f}"}),
     Table("quality.md", "outer-rates-sgd", outer_rates_of_sgd, {
-        "task": "{task}", "method": "{method}", "bytes": "{bytes:.3g} %", "S": "{sends:.3g}", "factor": "{factor:.2f}",
+        "task": "{task}", "method": "{method}", "bytes": "{bytes:.3g} %", "S": "{sends:.3g}", "outer rate": "{factor:.2f}",
         "accuracy": "{accuracy:.2f}"}),
     Table("quality.md", "shared-indices", shared_indices, {
         "task": "{task}", "P": "{ranks}", "steps": "{steps}", "method": "{method}", "dense": "{dense}", "alone": "{alone}",
