@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Adaptive K against other densities at equal bytes: loss and accuracy against what a run sends.
+"""Adaptive density against other densities at equal bytes: loss and accuracy against what a run sends.
 
   studies/adaptive_k.py TASK [--densities 0.0005,0.002,0.01] [--seeds 1,2,3] [--feedback residual,none]
                   [--rules RULE,RULE,...] [--exchange gtopk] [--ranks 4] [--epochs E] [--lr X]
