@@ -8,11 +8,7 @@
 //   tree       (gtopk_tree) as published: the lowest rank of the upper block sends to the lowest
 //              rank of the lower block, which merges; at the end rank 0 broadcasts the result
 //   butterfly  (gtopk) all ranks of both blocks swap in pairs, and all of them merge; every rank
-//              does the same merges, so no broadcast is needed
-//
-// If P is not a power of two, let Q be the largest power of two below it. In the butterfly, the
-// ranks from Q up first give their selections to the rank Q below, and later get the result from
-// it.
+//              does the same merges, so no broadcast is needed (pairwise.hpp)
 //
 // The tree cannot broadcast before its reduction ends, because the result depends on every frame.
 // The butterfly does both at once: it also uses the tree's links in the other direction.
@@ -27,7 +23,7 @@
 //   sender_keeps  as published: every rank re-queues its own entry if the index is not in the
 //                 result; if the index survived elsewhere, the entry that the merge dropped is lost
 //
-// A sum is rounded before it is sent. The rounding error (`error_`) has a keeper, too. With
+// A sum is rounded before it is sent. The rounding error (`errors_`) has a keeper, too. With
 // merger_keeps the keeper always gets it back. With the other policies the keeper gets it back only
 // if the index is in the result; otherwise the ranks take back their whole entries.
 #include <algorithm>
@@ -37,6 +33,7 @@
 #include <vector>
 
 #include "exchange/byte_counts.hpp"
+#include "exchange/pairwise.hpp"
 #include "numbers.hpp"
 #include "skim/error.hpp"
 #include "skim/exchange.hpp"
@@ -45,10 +42,10 @@
 namespace skim {
 namespace {
 
-class GTopK final : public Exchange {
+class GTopK final : public PairwiseExchange {
  public:
   explicit GTopK(const ExchangeOptions& options)
-      : codec_(options.codec), drop_(options.drop), kind_(options.kind) {}
+      : PairwiseExchange(options.codec), drop_(options.drop), kind_(options.kind) {}
   std::string_view name() const noexcept override { return name_of(kind_); }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
@@ -57,13 +54,11 @@ class GTopK final : public Exchange {
     if (comm.size() == 1) return {.sum = mine, .returned = returned_.view()};
     return or_abort(comm, [&] {
       make_room(mine, most_entries(keep));
-      partial_ = mine;
-      merges_ = 0;
-      errors_.clear();
+      const Run run{id, keep.k, stats, comm};
       if (kind_ == ExchangeKind::gtopk_tree) {
-        tree(id, keep.k, stats, comm);
+        tree(run);
       } else {
-        butterfly(id, keep.k, stats, comm);
+        butterfly(run, {"gtopk: fold", "gtopk: merge", "gtopk: unfold"});
       }
       put_back(mine);
       return ExchangeResult{.sum = partial_, .returned = returned_.view()};
@@ -71,7 +66,7 @@ class GTopK final : public Exchange {
   }
 
   // In the tree, the root has one child per round. In the butterfly, the busiest rank also sends
-  // the result to one of the ranks from Q up.
+  // the result to one of the ranks from the largest power of two up.
   double max_sent_bytes(std::size_t n, const Keep& keep, int ranks) const override {
     const auto p = static_cast<unsigned>(ranks);
     int frames = std::countr_zero(p);
@@ -85,43 +80,15 @@ class GTopK final : public Exchange {
   // Reserves for the largest sizes that can occur, so a warm step allocates nothing, however much
   // the ranks' selections overlap.
   void make_room(const SparseView& mine, std::size_t most) {
-    room_ = std::max(most, mine.nnz());
-    const std::size_t most_bytes = codec_.max_encoded_bytes(room_, mine.dim);
-    for (auto* frame : {&frame_out_, &frame_in_}) frame->reserve(most_bytes);
-    result_frame_.reserve(kind_ == ExchangeKind::gtopk_tree ? most_bytes : 0);
-    for (SparseBuffer* s : {&incoming_, &kept_[0], &kept_[1], &mine_lost_}) s->reserve(room_);
+    begin(mine, std::max(most, mine.nnz()));
+    const bool is_tree = kind_ == ExchangeKind::gtopk_tree;
+    result_frame_.reserve(is_tree ? codec_.max_encoded_bytes(room_, mine.dim) : 0);
+    mine_lost_.reserve(room_);
     merged_.reserve(2 * room_);
     scratch_.reserve(2 * room_);
   }
-  // Returns the i-th buffer. Every run of a group asks for the same buffers in the same order, so
-  // only the first run allocates.
-  static SparseBuffer& nth(std::deque<SparseBuffer>& buffers, std::size_t i, std::size_t room) {
-    if (buffers.size() == i) buffers.emplace_back();
-    buffers[i].reserve(room);
-    return buffers[i];
-  }
 
-  // Sends partial_. This rank's selection is rounded already, but a sum is not.
-  void send(StepId id, const GroupStats& stats, Communicator& comm, int to) {
-    if (merges_ > 0) round_off(id, comm, {comm.rank(), 1}, 0);
-    encode(stats, frame_out_);
-    comm.wait(comm.isend(frame_out_, to));
-  }
-  void encode(const GroupStats& stats, std::vector<std::byte>& frame) {
-    frame.clear();
-    codec_.encode(partial_, &stats, frame);
-  }
-  void receive(Communicator& comm, int from) {
-    comm.wait(comm.ireceive(frame_in_, from));
-    decode_frame(codec_, frame_in_, partial_.dim, incoming_, of_peer_, comm, from);
-  }
-
-  // Ranks first .. first + size - 1, which did the same merges.
-  struct Block {
-    int first = 0, size = 1;
-  };
-  // Leaves in s the entries that this rank keeps.
-  static void take_turns(SparseBuffer& s, const Block& block, int rank) {
+  void keep_own(SparseBuffer& s, const Block& block, int rank) override {
     if (block.size == 1) return;
     const auto turn = static_cast<std::size_t>(rank - block.first);
     const std::span<Index> index = s.indices();
@@ -134,34 +101,18 @@ class GTopK final : public Exchange {
     s.resize(own);
   }
 
-  // Rounds partial_, a sum, to the values that a frame keeps. All ranks of the block round alike.
-  void round_off(StepId id, const Communicator& comm, const Block& block, int hop) {
-    if (codec_.options().value == ValueCode::f32) return;
-    SparseBuffer& error = nth(error_, errors_.size(), room_);
-    codec_.quantize(kept_[merges_ % 2], id, stream_of_hop(comm, hop + 1, block.first), error);
-    partial_ = kept_[merges_ % 2].view();
-    take_turns(error, block, comm.rank());
-    errors_.push_back(error.view());
-  }
-
-  // Merges partial_ with the sum that arrived. All ranks of the block do the same merge. lower:
-  // partial_ belongs to the lower half.
-  void merge(std::size_t k, GroupStats& stats, bool lower, const Block& block, int rank) {
-    const SparseView theirs = incoming_.view();
-    sum(lower ? std::array{partial_, theirs} : std::array{theirs, partial_}, merged_);
+  void merge(const Run& run, const SparseView& lower, const SparseView& upper, const Block& block,
+             SparseBuffer& kept) override {
+    sum(std::array{lower, upper}, merged_);
     SparseBuffer& dropped = nth(dropped_, merges_, 2 * room_);
-    SparseBuffer& kept = kept_[++merges_ % 2];
-    split_top_k(merged_.view(), k, kept, dropped, scratch_);
-    take_turns(dropped, block, rank);
-    partial_ = kept.view();
-    GroupStats first = lower ? stats : of_peer_;
-    combine(first, lower ? of_peer_ : stats);
-    stats = first;
+    split_top_k(merged_.view(), run.k, kept, dropped, scratch_);
+    keep_own(dropped, block, run.comm.rank());
   }
 
   // In round r, a rank that is an odd multiple of 2^r sends its sum to the rank 2^r below it and is
   // done.
-  void tree(StepId id, std::size_t k, GroupStats& stats, Communicator& comm) {
+  void tree(const Run& run) {
+    Communicator& comm = run.comm;
     const int rounds = log2_ceil(comm.size());
     const int rank = comm.rank();
     bool active = true;
@@ -169,71 +120,25 @@ class GTopK final : public Exchange {
       comm.set_phase({"gtopk: merge", round + 1, rounds});
       const int distance = 1 << round;
       if (active && (rank & distance) != 0) {
-        send(id, stats, comm, rank - distance);
+        round_off(run, {rank, 1}, 0);
+        comm.wait(start_send(run, rank - distance));
         active = false;
       } else if (active && rank + distance < comm.size()) {
         receive(comm, rank + distance);
-        merge(k, stats, true, {rank, 1}, rank);
+        meet(run, true, {rank, 1});
       }
       comm.end_round();
     }
     comm.set_phase({"gtopk: broadcast"});
     if (rank == 0) {
-      round_off(id, comm, {0, 1}, 0);
-      encode(stats, result_frame_);
+      round_off(run, {0, 1}, 0);
+      result_frame_.clear();
+      codec_.encode(partial_, &run.stats, result_frame_);
     }
     comm.broadcast(result_frame_, 0);
     if (rank == 0) return;
-    decode_frame(codec_, result_frame_, partial_.dim, incoming_, stats, comm, 0);
-    partial_ = incoming_.view();
-  }
-
-  void butterfly(StepId id, std::size_t k, GroupStats& stats, Communicator& comm) {
-    const int rank = comm.rank();
-    const int inner = static_cast<int>(std::bit_floor(static_cast<unsigned>(comm.size())));
-    const int rounds = std::countr_zero(static_cast<unsigned>(inner));
-    const bool folds = inner < comm.size();
-    if (folds) {
-      comm.set_phase({"gtopk: fold"});
-      if (rank >= inner) {
-        send(id, stats, comm, rank - inner);
-      } else if (rank + inner < comm.size()) {
-        receive(comm, rank + inner);
-        merge(k, stats, true, {rank, 1}, rank);
-      }
-      comm.end_round();
-    }
-    for (int round = 0; round < rounds; ++round) {
-      if (rank < inner) {
-        comm.set_phase({"gtopk: merge", round + 1, rounds});
-        const int size = 1 << round;
-        const int partner = rank ^ size;
-        const Block mine{rank & ~(size - 1), size};
-        if (merges_ > 0) round_off(id, comm, mine, round);
-        encode(stats, frame_out_);
-        const Ticket sending = comm.isend(frame_out_, partner);
-        receive(comm, partner);
-        comm.wait(sending);
-        merge(k, stats, rank < partner, {rank & ~(2 * size - 1), 2 * size}, rank);
-      }
-      comm.end_round();
-    }
-    if (folds) {
-      comm.set_phase({"gtopk: unfold"});
-      if (rank >= inner) {
-        receive(comm, rank - inner);
-        partial_ = incoming_.view();
-        stats = of_peer_;
-      } else {
-        // Round first, so that this rank keeps the same values as it sends.
-        round_off(id, comm, {0, inner}, rounds);
-        if (rank + inner < comm.size()) {
-          encode(stats, frame_out_);
-          comm.wait(comm.isend(frame_out_, rank + inner));
-        }
-      }
-      comm.end_round();
-    }
+    decode_frame(codec_, result_frame_, partial_.dim, incoming_, of_peer_, comm, 0);
+    take(run.stats);
   }
 
   // Expects the result in partial_.
@@ -260,21 +165,13 @@ class GTopK final : public Exchange {
     if (!parts_.empty()) sum(parts_, returned_);
   }
 
-  Codec codec_;
   DropPolicy drop_;
-  ExchangeKind kind_;  // gtopk or gtopk_tree
-  std::vector<std::byte> frame_out_, frame_in_;
+  ExchangeKind kind_;                    // gtopk or gtopk_tree
   std::vector<std::byte> result_frame_;  // of the tree's broadcast
-  GroupStats of_peer_;
-  SparseView partial_;      // this rank's partial sum
-  std::size_t merges_ = 0;  // merges that made partial_
-  std::size_t room_ = 0;    // the most entries of a frame
-  SparseBuffer incoming_, merged_, mine_lost_, returned_;
-  std::array<SparseBuffer, 2> kept_;  // of alternate merges: one reads the other
+  SparseBuffer merged_, mine_lost_, returned_;
   std::deque<SparseBuffer> dropped_;  // [merges_]: the entries that this rank keeps
-  std::deque<SparseBuffer> error_;    // [errors_.size()]: the entries that this rank keeps
-  std::vector<SparseView> errors_, parts_;
-  std::deque<SparseBuffer> arrived_;  // entries of dropped_ and error_ that are in the result
+  std::vector<SparseView> parts_;
+  std::deque<SparseBuffer> arrived_;  // entries of dropped_ and errors_ that are in the result
   std::vector<std::uint32_t> scratch_;
 };
 

@@ -2,13 +2,10 @@
 // High-Performance Sparse Communication for Machine Learning", SC 2019, arXiv 1802.08021, its
 // SSAR_Recursive_double). Exact. Any number of ranks.
 //
-// In round i, blocks of 2^i ranks hold the same partial sum. Each rank of a block swaps that sum
-// with its partner in the neighbouring block and adds the two. The lower block's sum comes first,
-// so all ranks do the same additions. If the two sums together could fill more than half of the
-// gradient, the new sum becomes *full*: it holds all n entries, additions are plain loops, and
-// frames need no bits for indices. If P is not a power of two, let Q be the largest power of two
-// below it. The ranks from Q up first give their selections to the rank Q below, and later get the
-// result from it.
+// The ranks swap partial sums in a butterfly (pairwise.hpp) and add them. The lower block's sum
+// comes first, so all ranks do the same additions. If the two sums together could fill more than
+// half of the gradient, the new sum becomes *full*: it holds all n entries, additions are plain
+// loops, and frames need no bits for indices.
 //
 // A block rounds its sum before it sends it. The block's lowest rank gets the rounding error back.
 #include <algorithm>
@@ -18,6 +15,7 @@
 #include <vector>
 
 #include "exchange/byte_counts.hpp"
+#include "exchange/pairwise.hpp"
 #include "skim/error.hpp"
 #include "skim/exchange.hpp"
 
@@ -48,9 +46,9 @@ void add(const SparseView& lower, const SparseView& upper, SparseBuffer& out) {
   }
 }
 
-class SparCML final : public Exchange {
+class SparCML final : public PairwiseExchange {
  public:
-  explicit SparCML(const CodecOptions& codec) : codec_(codec) {}
+  explicit SparCML(const CodecOptions& codec) : PairwiseExchange(codec) {}
   std::string_view name() const noexcept override { return name_of(ExchangeKind::sparcml); }
 
   ExchangeResult run(StepId id, const SparseView& mine, const Keep& keep, GroupStats& stats,
@@ -58,56 +56,15 @@ class SparCML final : public Exchange {
     returned_.reset(mine.dim);
     if (comm.size() == 1) return {.sum = mine, .returned = returned_.view()};
     return or_abort(comm, [&] {
-      const int rank = comm.rank();
-      const int inner = static_cast<int>(std::bit_floor(static_cast<unsigned>(comm.size())));
-      const int rounds = std::countr_zero(static_cast<unsigned>(inner));
-      const bool folds = inner < comm.size();
-      make_room(mine, keep, comm.size(), rounds);
-      partial_.assign(mine);
-      is_sum_ = false;
-      if (folds) {
-        comm.set_phase({"sparcml: fold"});
-        if (rank >= inner) {
-          send(stats, comm, rank - inner);
-        } else if (rank + inner < comm.size()) {
-          receive(mine.dim, comm, rank + inner);
-          meet(stats, true);
-        }
-        comm.end_round();
-      }
-      for (int round = 0; round < rounds; ++round) {
-        if (rank < inner) {
-          comm.set_phase({"sparcml: add", round + 1, rounds});
-          const int block = rank >> round << round;
-          const int partner = rank ^ (1 << round);
-          round_off(id, block, round, comm);
-          frame_.clear();
-          codec_.encode(partial_.view(), &stats, frame_);
-          const Ticket sending = comm.isend(frame_, partner);
-          receive(mine.dim, comm, partner);
-          comm.wait(sending);
-          meet(stats, rank < partner);
-        }
-        comm.end_round();
-      }
-      if (folds) {
-        comm.set_phase({"sparcml: unfold"});
-        // Round first, so that this rank keeps the same values as it sends.
-        if (rank < inner) round_off(id, 0, rounds, comm);
-        if (rank >= inner) {
-          receive(mine.dim, comm, rank - inner);
-          std::swap(partial_, incoming_);
-          stats = of_peer_;
-        } else if (rank + inner < comm.size()) {
-          send(stats, comm, rank + inner);
-        }
-        comm.end_round();
-      }
+      const std::size_t all = most_entries(keep) * static_cast<std::size_t>(comm.size());
+      begin(mine, all <= mine.dim / 2 ? all : mine.dim);
+      butterfly({id, keep.k, stats, comm}, {"sparcml: fold", "sparcml: add", "sparcml: unfold"});
+      returned_.reserve(errors_.size() * room_);
       if (!errors_.empty()) sum(errors_, returned_);
-      ExchangeResult result{.sum = partial_.view(), .returned = returned_.view()};
+      ExchangeResult result{.sum = partial_, .returned = returned_.view()};
       if (mine.dim > 0 && partial_.nnz() == mine.dim) {
         result.sum = {{}, {}, mine.dim};
-        result.dense_sum = DenseView(partial_.values());
+        result.dense_sum = DenseView(last_sum().values());
       }
       return result;
     });
@@ -132,58 +89,15 @@ class SparCML final : public Exchange {
   }
 
  private:
-  // Reserves for the largest sizes that can occur, so a warm run allocates nothing.
-  void make_room(const SparseView& mine, const Keep& keep, int ranks, int rounds) {
-    const std::size_t all = most_entries(keep) * static_cast<std::size_t>(ranks);
-    const std::size_t most = all <= mine.dim / 2 ? all : mine.dim;
-    for (SparseBuffer* s : {&partial_, &incoming_, &total_}) s->reserve(most);
-    for (auto* m : {&frame_, &message_}) m->reserve(codec_.max_encoded_bytes(most, mine.dim));
-    const std::size_t hops = static_cast<std::size_t>(rounds) + 1;
-    error_.resize(hops);
-    errors_.clear();
-    errors_.reserve(hops);
-    if (codec_.options().value == ValueCode::f32) return;
-    for (SparseBuffer& error : error_) error.reserve(most);
-    returned_.reserve(hops * most);
+  void merge(const Run&, const SparseView& lower, const SparseView& upper, const Block&,
+             SparseBuffer& out) override {
+    add(lower, upper, out);
+  }
+  void keep_own(SparseBuffer& error, const Block& block, int rank) override {
+    if (rank != block.first) error.resize(0);
   }
 
-  // Rounds the sum of the block that begins at rank `block`, before it is sent in `round`. All
-  // ranks of the block round alike. A rank's own selection is rounded already.
-  void round_off(StepId id, int block, int round, const Communicator& comm) {
-    if (!is_sum_) return;
-    SparseBuffer& error = error_[static_cast<std::size_t>(round)];
-    codec_.quantize(partial_, id, stream_of_hop(comm, round + 1, block), error);
-    if (comm.rank() == block) errors_.push_back(error.view());
-  }
-
-  void send(const GroupStats& stats, Communicator& comm, int to) {
-    frame_.clear();
-    codec_.encode(partial_.view(), &stats, frame_);
-    comm.wait(comm.isend(frame_, to));
-  }
-  void receive(std::size_t dim, Communicator& comm, int from) {
-    comm.wait(comm.ireceive(message_, from));
-    decode_frame(codec_, message_, dim, incoming_, of_peer_, comm, from);
-  }
-
-  // Adds the sum that arrived. lower: it belongs to the ranks above this rank's block.
-  void meet(GroupStats& stats, bool lower) {
-    const SparseView mine = partial_.view(), theirs = incoming_.view();
-    add(lower ? mine : theirs, lower ? theirs : mine, total_);
-    std::swap(partial_, total_);
-    GroupStats first = lower ? stats : of_peer_;
-    combine(first, lower ? of_peer_ : stats);
-    stats = first;
-    is_sum_ = true;
-  }
-
-  Codec codec_;
-  std::vector<std::byte> frame_, message_;
-  GroupStats of_peer_;
-  SparseBuffer partial_, incoming_, total_, returned_;
-  bool is_sum_ = false;              // partial_ is more than this rank's selection
-  std::vector<SparseBuffer> error_;  // [rounds + 1]
-  std::vector<SparseView> errors_;   // the errors that this rank gets back
+  SparseBuffer returned_;
 };
 
 }  // namespace
