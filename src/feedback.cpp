@@ -527,9 +527,10 @@ LoadReport ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int 
     for (const Segment& p : s.parameters)
       place.emplace(p.name, std::pair(s.at + p.offset, p.length));
   }
-  const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
-  const float share =
-      same_group ? 1.0F : options.share.value_or(1.0F / static_cast<float>(of_old_ranks.size()));
+  const OldRanks old_ranks{of_old_ranks, rank, size};
+  const float share = old_ranks.same_group()
+                          ? 1.0F
+                          : options.share.value_or(1.0F / static_cast<float>(of_old_ranks.size()));
   // The size is 0 if the state is not kept.
   const std::size_t n = impl_->padded_entries();
   Arena arena(impl_->options.enabled ? n : 0), velocity(impl_->velocity.size());
@@ -541,7 +542,7 @@ LoadReport ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int 
   for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
     SectionReader in(*of_old_ranks[old], "residuals of rank " + std::to_string(old), kMagic,
                      kVersion);
-    const bool is_wanted = !same_group || old == static_cast<std::size_t>(rank);
+    const bool is_wanted = old_ranks.takes(old);
     const auto has = in.get<std::uint8_t>();
     if (has > (kHasResidual | kHasVelocity)) in.fail("it holds what this version does not know");
     const auto count = in.get<std::uint64_t>();

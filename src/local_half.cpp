@@ -14,6 +14,7 @@
 
 #include "half.hpp"
 #include "skim/error.hpp"
+#include "state.hpp"
 
 namespace skim {
 namespace {
@@ -161,9 +162,8 @@ class HostLocalHalf final : public LocalHalf {
   LoadReport load(std::span<std::istream* const> of_old_ranks, int rank, int size,
                   const LoadOptions& options) override {
     const LoadReport report = feedback_.load(of_old_ranks, rank, size, options);
-    const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
     std::istringstream fresh(fresh_);
-    selector_->load(same_group ? *of_old_ranks[static_cast<std::size_t>(rank)] : fresh);
+    selector_->load(OldRanks{of_old_ranks, rank, size}.own_or(fresh));
     return report;
   }
 

@@ -27,6 +27,21 @@ static_assert(std::endian::native == std::endian::little,
 // Of a name in a saved state, in bytes.
 inline constexpr std::size_t kLongestName = 4096;
 
+// What the ranks of an old group saved, as one rank of this group reads it. If the number of ranks
+// is the same, it takes its own state, otherwise a part of each.
+struct OldRanks {
+  std::span<std::istream* const> states;  // in rank order
+  int rank, size;                         // of this group
+
+  bool same_group() const { return states.size() == static_cast<std::size_t>(size); }
+  bool takes(std::size_t old) const {
+    return !same_group() || old == static_cast<std::size_t>(rank);
+  }
+  std::istream& own_or(std::istream& fresh) const {
+    return same_group() ? *states[static_cast<std::size_t>(rank)] : fresh;
+  }
+};
+
 class SectionHash {
  public:
   SectionHash() : state_(XXH3_createState(), &XXH3_freeState) { XXH3_64bits_reset(state_.get()); }

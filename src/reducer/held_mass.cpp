@@ -7,8 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "state.hpp"
-
 namespace skim {
 namespace {
 
@@ -48,8 +46,7 @@ void save_held(const LocalHalf& local, HeldMass* holder, std::ostream& out) {
   w.end();
 }
 
-LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHalf& local, int rank,
-                     int size, float share) {
+LoadedMass load_held(const OldRanks& old_ranks, const LocalHalf& local, float share) {
   struct Place {
     Slot slot;
     std::size_t offset, length;
@@ -65,12 +62,11 @@ LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHal
     std::size_t first = std::numeric_limits<std::size_t>::max(), last = 0;
   };
   std::map<Slot, Loaded> loaded;
-  const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
-  if (same_group) share = 1.0F;
+  if (old_ranks.same_group()) share = 1.0F;
   LoadedMass result;
   std::vector<float> values;
-  for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
-    SectionReader in(*of_old_ranks[old], "held mass of rank " + std::to_string(old), kMagic,
+  for (std::size_t old = 0; old < old_ranks.states.size(); ++old) {
+    SectionReader in(*old_ranks.states[old], "held mass of rank " + std::to_string(old), kMagic,
                      kVersion);
     const auto pieces = in.get<std::uint64_t>();
     for (std::uint64_t i = 0; i < pieces; ++i) {
@@ -81,9 +77,7 @@ LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHal
         double& norm2 = result.lost_norm2[name];
         for (std::uint64_t j = 0; j < length; ++j) {
           const double v = in.get<float>();
-          if (!same_group || old == static_cast<std::size_t>(rank)) {
-            norm2 += double{share} * double{share} * v * v;
-          }
+          if (old_ranks.takes(old)) norm2 += double{share} * double{share} * v * v;
         }
         continue;
       }
@@ -94,7 +88,7 @@ LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHal
       }
       values.resize(length);
       in.get(std::span<float>(values));
-      if (same_group && old != static_cast<std::size_t>(rank)) continue;
+      if (!old_ranks.takes(old)) continue;
       Loaded& to = loaded[at.slot];
       to.mass.resize(local.size(at.slot));
       to.first = std::min(to.first, at.offset + first);

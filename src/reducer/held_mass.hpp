@@ -10,6 +10,7 @@
 
 #include "skim/exchange.hpp"
 #include "skim/local_half.hpp"
+#include "state.hpp"
 
 namespace skim {
 
@@ -27,8 +28,7 @@ struct LoadedMass {
 // Reads the state that all ranks of the saving run wrote, in rank order. If the group has the same
 // size, each rank gets the mass that it held. Otherwise this rank gets `share` of all of it, as with
 // residuals. Call between steps only. Throws: StateError (nothing changed).
-LoadedMass load_held(std::span<std::istream* const> of_old_ranks, const LocalHalf& local, int rank,
-                     int size, float share);
+LoadedMass load_held(const OldRanks& old_ranks, const LocalHalf& local, float share);
 // Makes holder forget what it holds of the slots. Call between steps only.
 void drop_held(HeldMass& holder, std::span<const Slot> slots);
 // Gives the mass to holder. If holder is null, the mass joins the residual.

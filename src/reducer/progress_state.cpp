@@ -4,8 +4,6 @@
 #include <string>
 #include <string_view>
 
-#include "state.hpp"
-
 namespace skim {
 namespace {
 
@@ -37,12 +35,10 @@ void save_progress(const SavedProgress& saved, std::ostream& out) {
   w.end();
 }
 
-SavedProgress load_progress(std::span<std::istream* const> of_old_ranks, const Progress& now,
-                            int rank, int size) {
-  const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
+SavedProgress load_progress(const OldRanks& old_ranks, const Progress& now) {
   SavedProgress all{.progress = now};
-  for (std::size_t old = 0; old < of_old_ranks.size(); ++old) {
-    SectionReader in(*of_old_ranks[old], "reducer state of rank " + std::to_string(old), kMagic,
+  for (std::size_t old = 0; old < old_ranks.states.size(); ++old) {
+    SectionReader in(*old_ranks.states[old], "reducer state of rank " + std::to_string(old), kMagic,
                      kVersion);
     SavedProgress one{.progress = now};
     each_field(one, [&](auto& field) { field = in.get<std::remove_cvref_t<decltype(field)>>(); });
@@ -52,11 +48,10 @@ SavedProgress load_progress(std::span<std::istream* const> of_old_ranks, const P
               std::to_string(all.progress.step));
     }
     if (old == 0) all.progress = one.progress;
-    const bool counts = !same_group || old == static_cast<std::size_t>(rank);
-    if (counts) all.sent_bytes = std::max(all.sent_bytes, one.sent_bytes);
+    if (old_ranks.takes(old)) all.sent_bytes = std::max(all.sent_bytes, one.sent_bytes);
   }
   // This rank has read the bytes that all ranks sent, so none are unknown.
-  if (size > 0 && !same_group) {
+  if (old_ranks.size > 0 && !old_ranks.same_group()) {
     all.progress.last.sent_bytes = all.sent_bytes;
     all.progress.used = {.up = 0.0};
     all.progress.unknown_bytes = 0.0;

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 #include <iosfwd>
-#include <span>
 
 #include "skim/schedule.hpp"
+#include "state.hpp"
 
 namespace skim {
 
@@ -19,7 +19,6 @@ void save_progress(const SavedProgress& saved, std::ostream& out);
 // those of the first state. In a group of another size, every rank continues with the bytes of the
 // busiest one. Size 0: the states are of single ranks, not of a whole group. now: the progress of
 // the loading run. Throws: StateError.
-SavedProgress load_progress(std::span<std::istream* const> of_old_ranks, const Progress& now,
-                            int rank, int size);
+SavedProgress load_progress(const OldRanks& old_ranks, const Progress& now);
 
 }  // namespace skim

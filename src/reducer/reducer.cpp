@@ -379,7 +379,7 @@ void Reducer::set_layout(std::span<const Bucket> buckets) {
   local.set_layout(buckets);
   drop_held(*holder, before);
   const std::array<std::istream*, 1> own{&held};
-  hold_or_keep(load_held(own, local, 0, 1, 1.0F), local, holder);
+  hold_or_keep(load_held({own, 0, 1}, local, 1.0F), local, holder);
 }
 
 void Reducer::set_total_steps(std::uint64_t steps) {

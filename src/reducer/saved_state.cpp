@@ -25,12 +25,12 @@ void save_parts(const SavedParts& parts, std::ostream& out) {
   save_rest(parts.exchanges, parts.schedule, out);
 }
 
-LoadReport load_parts(std::span<std::istream* const> of_old_ranks, const SavedParts& parts,
-                      int rank, int size, const LoadOptions& options) {
-  LoadReport report = parts.local.load(of_old_ranks, rank, size, options);
-  const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
+LoadReport load_parts(const OldRanks& old_ranks, const SavedParts& parts,
+                      const LoadOptions& options) {
+  LoadReport report =
+      parts.local.load(old_ranks.states, old_ranks.rank, old_ranks.size, options);
   std::istringstream fresh(parts.fresh);
-  std::istream& in = same_group ? *of_old_ranks[static_cast<std::size_t>(rank)] : fresh;
+  std::istream& in = old_ranks.own_or(fresh);
   for (const auto& exchange : parts.exchanges) {
     if (exchange) exchange->load(in);
   }
@@ -48,16 +48,15 @@ float share_of(HeldMass* holder, int old_size, int rank, int size) {
 }
 
 // Size 0: the states are of single ranks, not of a whole group.
-LoadedState load_all(std::span<std::istream* const> states, const Progress& now,
-                     const SavedParts& parts, int rank, int size, float share, bool strict) {
-  LoadedState loaded{
-      .saved = load_progress(states, now, rank, size), .density = {}, .report = {}};
-  const LoadedMass held = load_held(states, parts.local, rank, size, share);
+LoadedState load_all(const OldRanks& old_ranks, const Progress& now, const SavedParts& parts,
+                     float share, bool strict) {
+  LoadedState loaded{.saved = load_progress(old_ranks, now), .density = {}, .report = {}};
+  const LoadedMass held = load_held(old_ranks, parts.local, share);
   // One part may be damaged, or the schedule refuse, while those before did not. Then all go back.
   std::stringstream before;
   save_parts(parts, before);
   try {
-    loaded.report = load_parts(states, parts, rank, size, {.share = share, .strict = strict});
+    loaded.report = load_parts(old_ranks, parts, {.share = share, .strict = strict});
     for (const auto& [name, norm2] : held.lost_norm2) {
       double& norm = loaded.report.unexpected[name];
       norm = std::hypot(norm, std::sqrt(norm2));
@@ -66,12 +65,11 @@ LoadedState load_all(std::span<std::istream* const> states, const Progress& now,
     loaded.density = parts.schedule.density(loaded.saved.progress);
   } catch (...) {
     const std::array<std::istream*, 1> own{&before};
-    load_parts(own, parts, 0, 1, {});
+    load_parts({own, 0, 1}, parts, {});
     throw;
   }
-  const bool same_group = states.size() == static_cast<std::size_t>(size);
   if (parts.holder != nullptr) drop_held(*parts.holder, parts.local.slots());
-  hold_or_keep(held, parts.local, same_group ? parts.holder : nullptr);
+  hold_or_keep(held, parts.local, old_ranks.same_group() ? parts.holder : nullptr);
   return loaded;
 }
 
@@ -93,12 +91,12 @@ void save_state(const SavedProgress& progress, const SavedParts& parts, std::ost
 LoadedState load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
                        const SavedParts& parts, int rank, int size, bool strict) {
   const float share = share_of(parts.holder, static_cast<int>(of_old_ranks.size()), rank, size);
-  return load_all(of_old_ranks, now, parts, rank, size, share, strict);
+  return load_all({of_old_ranks, rank, size}, now, parts, share, strict);
 }
 
 LoadedState take_over_state(std::span<std::istream* const> states, const Progress& now,
                             const SavedParts& parts, float share) {
-  return load_all(states, now, parts, 0, 0, share, true);
+  return load_all({states, 0, 0}, now, parts, share, true);
 }
 
 }  // namespace skim
