@@ -259,7 +259,7 @@ skim_status skim_reducer_residual(skim_reducer* reducer, uint32_t slot, float* r
     const std::size_t length = reducer->own.local().size(slot);
     SKIM_EXPECTS(n == length, "residual: slot " + std::to_string(slot) + " has " +
                                   std::to_string(length) + " entries, not " + std::to_string(n));
-    std::vector<float> kept = reducer->own.kept(slot);
+    std::vector<float> kept = reducer->own.residual(slot);
     kept.resize(n);
     std::ranges::copy(kept, residual);
   });

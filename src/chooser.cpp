@@ -103,7 +103,7 @@ class ModelChooser final : public Chooser {
 
   void took(StepId id, std::int64_t ns, const Times& heard) noexcept override {
     const auto found = slots_.find(id.slot);
-    if (found == slots_.end() || found->second.reason.empty()) return;
+    if (found == slots_.end() || found->second.decision.empty()) return;
     State& state = found->second;
     if (state.told) {
       const std::size_t ran = state.told->ran;
@@ -120,9 +120,9 @@ class ModelChooser final : public Chooser {
     take_turns(state);
   }
 
-  std::string_view reason(Slot slot) const noexcept override {
+  std::string_view decision(Slot slot) const noexcept override {
     const auto found = slots_.find(slot);
-    return found == slots_.end() ? std::string_view{} : found->second.reason;
+    return found == slots_.end() ? std::string_view{} : found->second.decision;
   }
 
  private:
@@ -146,7 +146,7 @@ class ModelChooser final : public Chooser {
     float own_s = 0.0F;                     // what that took on this rank
     std::optional<Told> told = {};          // with the next bucket
     bool waits = false;                     // for the time of a bucket of the trial
-    std::string reason;                     // empty: nothing chosen yet
+    std::string decision;                   // empty: nothing chosen yet
     double elapsed_s = 0.0, spent_s = 0.0;  // in all buckets; beyond the incumbent, in trials
     std::size_t seen = 0;                   // buckets of the incumbent since it became that
     std::vector<double> recent;   // the last ones of them, over their prediction, in a ring
@@ -409,7 +409,7 @@ class ModelChooser final : public Chooser {
   void follow_model(State& state) const {
     const std::size_t best = best_predicted(state);
     const double limit_s = (1.0 - kModelGain) * seconds(state, state.incumbent);
-    if (state.reason.empty() || seconds(state, best) < limit_s) take(state, best);
+    if (state.decision.empty() || seconds(state, best) < limit_s) take(state, best);
   }
 
   // Forgets the incumbent's times.
@@ -433,11 +433,11 @@ class ModelChooser final : public Chooser {
     }
     std::ranges::stable_sort(
         order, {}, [&](std::size_t c) { return std::pair(c != chosen, seconds(state, c)); });
-    state.reason.clear();
+    state.decision.clear();
     for (const std::size_t c : order) {
-      if (!state.reason.empty()) state.reason += ", ";
-      state.reason += std::string(name_of(candidates_[c].kind)) + " " +
-                      duration_text(seconds(state, c)) + (state.of[c].ratio ? " (measured)" : "");
+      if (!state.decision.empty()) state.decision += ", ";
+      state.decision += std::string(name_of(candidates_[c].kind)) + " " +
+                        duration_text(seconds(state, c)) + (state.of[c].ratio ? " (measured)" : "");
     }
   }
 
@@ -495,7 +495,7 @@ class Replay final : public Chooser {
 
   Times told(Slot) const noexcept override { return {}; }
   void took(StepId, std::int64_t, const Times&) noexcept override {}
-  std::string_view reason(Slot) const noexcept override { return {}; }
+  std::string_view decision(Slot) const noexcept override { return {}; }
 
  private:
   using Change = Choices::Change;

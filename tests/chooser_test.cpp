@@ -71,7 +71,7 @@ std::vector<Kinds> drive(int ranks, int buckets, const ChooserOptions& options,
       taken[static_cast<std::size_t>(comm.rank())].push_back(kind);
       chooser->took(id, static_cast<std::int64_t>(1e9 * seconds(kind, b, comm.rank())), heard);
       Kinds& own = taken[static_cast<std::size_t>(comm.rank())];
-      const std::string now = first_word(chooser->reason(0));
+      const std::string now = first_word(chooser->decision(0));
       own.changes += b > 0 && now != own.at_the_end;
       own.at_the_end = now;
     }
@@ -117,22 +117,22 @@ TEST(chooser, predicts_for_the_entries_of_the_result) {
 // The shortest exchange of any rank says nothing: the step ends with what all of them wait for.
 TEST(chooser, any_numbers_may_name_hosts) {
   const ChooserOptions options{.among = {K::hierarchical, K::allgather}, .trial_share = 0.0};
-  const auto reason_on = [&](const std::array<int, 4>& hosts) {
-    std::array<std::string, 4> reasons;
+  const auto decision_on = [&](const std::array<int, 4>& hosts) {
+    std::array<std::string, 4> decisions;
     test::run_simulated(4, {{1e-4, 1e-8}, false}, [&](Communicator& whole) {
       const auto rank = static_cast<std::size_t>(whole.rank());
       test::OnHost comm(whole, static_cast<std::size_t>(hosts[rank]));
       const auto chooser = make_chooser({}, options);
       chooser->choose({0, 0}, kN, {.k = kK}, comm);
-      reasons[rank] = chooser->reason(0);
+      decisions[rank] = chooser->decision(0);
     });
-    for (const std::string& reason : reasons) EXPECT_EQ(reason, reasons[0]);
-    return reasons[0];
+    for (const std::string& d : decisions) EXPECT_EQ(d, decisions[0]);
+    return decisions[0];
   };
-  const std::string of_two_hosts = reason_on({0, 0, 1, 1});
+  const std::string of_two_hosts = decision_on({0, 0, 1, 1});
   EXPECT_NE(of_two_hosts.find("hierarchical"), std::string::npos) << of_two_hosts;
-  EXPECT_EQ(reason_on({-5, -5, 7, 7}), of_two_hosts);
-  EXPECT_EQ(reason_on({INT_MIN, INT_MIN, -1, -1}), of_two_hosts);
+  EXPECT_EQ(decision_on({-5, -5, 7, 7}), of_two_hosts);
+  EXPECT_EQ(decision_on({INT_MIN, INT_MIN, -1, -1}), of_two_hosts);
 }
 
 TEST(chooser, goes_by_what_the_step_waits_for) {
@@ -304,7 +304,7 @@ TEST(chooser, slots_that_try_at_the_same_time) {
       }
     }
     auto& end = ends[static_cast<std::size_t>(comm.rank())];
-    for (Slot slot = 0; slot < 2; ++slot) end[slot] = first_word(chooser->reason(slot));
+    for (Slot slot = 0; slot < 2; ++slot) end[slot] = first_word(chooser->decision(slot));
   });
   for (const auto& end : ends) {
     EXPECT_EQ(end[0], "gtopk");
@@ -365,7 +365,7 @@ TEST(chooser, one_rank_takes_a_sparse_exchange) {
   test::run_group(1, [](Communicator& comm) {
     const auto chooser = make_chooser({}, {.among = {K::dense, K::gtopk}});
     EXPECT_EQ(chooser->choose({}, 10, {.k = 1}, comm), 1U);
-    EXPECT_EQ(chooser->reason(0), "");
+    EXPECT_EQ(chooser->decision(0), "");
   });
 }
 
@@ -387,7 +387,7 @@ class ByChance final : public Chooser {
     inside_->took(id, std::uniform_int_distribution<std::int64_t>(1'000'000, 9'000'000)(random_),
                   heard);
   }
-  std::string_view reason(Slot slot) const noexcept override { return inside_->reason(slot); }
+  std::string_view decision(Slot slot) const noexcept override { return inside_->decision(slot); }
 
  private:
   std::unique_ptr<Chooser> inside_;

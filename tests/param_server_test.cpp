@@ -443,7 +443,7 @@ TEST(param_server, held_mass_follows_its_parameter_into_another_layout) {
       const Floats a(kept.begin(), kept.begin() + third), b(kept.begin() + third, kept.end());
 
       const auto everywhere = [&](Slot slot) {
-        EXPECT_EQ(reducer.kept(slot), test::kept_by(reducer, slot)) << slot;
+        EXPECT_EQ(reducer.residual(slot), test::kept_by(reducer, slot)) << slot;
         return test::kept_by(reducer, slot);
       };
       reducer.set_layout(

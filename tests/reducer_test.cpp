@@ -1640,7 +1640,7 @@ TEST(reducer, what_the_schedule_refuses_changes_nothing) {
     poor.set_total_steps(10);
     train(poor, 2);
     const std::string before = saved(poor);
-    const Floats kept = poor.kept(0);
+    const Floats kept = poor.residual(0);
     const double density = poor.density().up;
     std::istringstream one(states[0]);
     const std::array<std::istream*, 1> in{&one};
@@ -1649,7 +1649,7 @@ TEST(reducer, what_the_schedule_refuses_changes_nothing) {
     EXPECT_THROW(load(poor, {states[0], states[0], states[0]}), InvalidArgument);
     EXPECT_THROW(poor.set_total_steps(1000), InvalidArgument);
     EXPECT_TRUE(saved(poor) == before);
-    EXPECT_EQ(poor.kept(0), kept);
+    EXPECT_EQ(poor.residual(0), kept);
     EXPECT_EQ(poor.density().up, density);
     EXPECT_EQ(poor.step(), 2U);
     train(poor, 8);

@@ -266,7 +266,7 @@ struct Paired {
 struct Row {
   std::string name, counts_as;   // counts_as: name in comparisons; empty: the slower dense sum
   ExchangeKind chosen = {};      // the exchange that ran last
-  std::string reason = {};       // of auto
+  std::string decision = {};     // of auto
   std::vector<double> rounds_s;  // of the exchange
   double select_s = 0.0, exchange_s = 0.0;
   double link_s = kUnknown, merge_s = kUnknown;  // predicted
@@ -291,7 +291,7 @@ Row row_for(const Contender& c, const ScalingOptions& o, const Setting& s, const
   constexpr double kFewestTicks = 50.0;  // usually of 10 ms; fewer are not reliable
   if (c.ticks.all >= kFewestTicks) r.busy = 1.0 - c.ticks.idle / c.ticks.all;
   r.chosen = c.summation->exchange();
-  r.reason = c.summation->reason();
+  r.decision = c.summation->decision();
   if (r.chosen != ExchangeKind::dense) r.select_s = t.select_s;
   if (s.fit) {
     const Load load{.ranks = t.ranks,
@@ -351,7 +351,7 @@ nlohmann::json to_json(const Row& r, const ScalingOptions& o, const Setting& s, 
                    {"exchange", r.name},
                    {"counts_as", text(r.counts_as)},
                    {"chosen", name_of(r.chosen)},
-                   {"reason", text(r.reason)},
+                   {"decision", text(r.decision)},
                    {"compute_s", s.compute_s},
                    {"select_s", r.select_s},
                    {"select_n", t.select_n},
@@ -411,7 +411,7 @@ void print(std::FILE* out, const std::vector<Row>& rows, const Trial& t, const S
                number("{:.2f}", r.over_dense), number("{:.0f}%", 100.0 * r.busy), r.sent_bytes);
   }
   for (const Row& r : rows) {
-    if (!r.reason.empty()) fmt::print(out, "{}: {}\n", r.name, r.reason);
+    if (!r.decision.empty()) fmt::print(out, "{}: {}\n", r.name, r.decision);
     if (r.paired) {
       fmt::print(
           out,

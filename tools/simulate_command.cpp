@@ -162,7 +162,7 @@ Course steps(const SimulateOptions& o, const std::string& name, const SparseView
     course.after = comm.traffic();
     course.end_ns.push_back(comm.now_ns());
   }
-  course.decision = summation.reason();
+  course.decision = summation.decision();
   return course;
 }
 

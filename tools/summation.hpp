@@ -95,8 +95,10 @@ class Summation {
   }
   // The exchange of the last bucket.
   ExchangeKind exchange() const { return kinds_[now_]; }
-  // The chooser's reason, or empty without a chooser. Valid until the next run().
-  std::string_view reason() const { return chooser_ ? chooser_->reason(0) : std::string_view(); }
+  // The chooser's decision, or empty without a chooser. Valid until the next run().
+  std::string_view decision() const {
+    return chooser_ ? chooser_->decision(0) : std::string_view();
+  }
 
  private:
   void sum_whole(std::span<float> dense, DenseSum how, GroupStats& stats, Communicator& comm) {

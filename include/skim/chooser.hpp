@@ -59,7 +59,7 @@ class Chooser {
   // The slot's exchange and the reason for it, in one line that begins with the exchange's name.
   // Empty before the slot's first bucket, and if there is nothing to choose. Valid until the slot's
   // next choose().
-  virtual std::string_view reason(Slot slot) const noexcept = 0;
+  virtual std::string_view decision(Slot slot) const noexcept = 0;
 };
 
 // The exchanges that a chooser with these options chooses among.

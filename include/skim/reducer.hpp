@@ -141,13 +141,13 @@ class Reducer {
   const DensitySchedule& schedule() const noexcept;
   // While a ticket is open, the reducer's thread uses it, and the caller must not.
   LocalHalf& local() noexcept;
-  // The slot's exchange and the reason for it: Chooser::reason. Empty without a chooser.
+  // The slot's exchange and the reason for it: Chooser::decision. Empty without a chooser.
   std::string_view decision(Slot slot) const noexcept;
   // The mass that this rank's exchange holds of a slot; valid until the next call of any function.
   HeldMass::Piece held(Slot slot) noexcept;
   // A copy of all that this rank keeps of a slot: its residual, and the mass that its exchange
   // holds [n]. Empty if neither is kept.
-  std::vector<float> kept(Slot slot);
+  std::vector<float> residual(Slot slot);
 
   // Saves and loads this rank's residuals and step, and the state of selector, exchange and
   // schedule. Between steps only. load takes the streams that every rank of the old run saved, in

@@ -85,9 +85,9 @@ void bind_chooser(nb::module_& m) {
           "  seconds  time that selection, exchange and apply took together on this rank\n"
           "  heard    the sums over the ranks of bucket_s and pair_s, which are equal on all ranks")
       .def(
-          "reason",
+          "decision",
           [](const BoundChooser& self, Slot slot) {
-            return std::string(self.chooser->reason(slot));
+            return std::string(self.chooser->decision(slot));
           },
           "slot"_a,
           "The slot's exchange and the reason for it, in one line that begins with the "

@@ -381,7 +381,7 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
       .def(
           "residual",
           [](AnnotatedReducer& self, Slot slot) {
-            const std::vector<float> kept = self.kept(slot);
+            const std::vector<float> kept = self.residual(slot);
             return to_array(std::span<const float>(kept));
           },
           "slot"_a,

@@ -151,20 +151,20 @@ class Choosers(unittest.TestCase):
             chooser = skim.Chooser(comm, **options)
             chosen = chooser.choose(self.n, k=self.k)
             chooser.took(1e-3)
-            return chosen, chooser.reason(0), chooser.candidates
+            return chosen, chooser.decision(0), chooser.candidates
 
         results = on_ranks(skim.in_process_group(2), run)
         self.assertEqual(results[0], results[1])
         return results[0]
 
     def test_goes_by_the_link(self):
-        chosen, reason, candidates = self.ask(link=skim.Link(1e-9, 1e-13))
+        chosen, decision, candidates = self.ask(link=skim.Link(1e-9, 1e-13))
         self.assertEqual(chosen, "dense")
-        self.assertRegex(reason, "^dense ")
+        self.assertRegex(decision, "^dense ")
         self.assertEqual(list(candidates), [r.name for r in skim.exchanges.values() if r.delivers_all])
-        chosen, reason, _ = self.ask(link=skim.Link(1e-4, 1e-6))
+        chosen, decision, _ = self.ask(link=skim.Link(1e-4, 1e-6))
         self.assertTrue(skim.exchanges[chosen].selects)
-        self.assertTrue(reason.startswith(chosen + " "))
+        self.assertTrue(decision.startswith(chosen + " "))
 
     def test_takes_no_other_than_it_may(self):
         chosen, _, candidates = self.ask(link=skim.Link(1e-4, 1e-6), among=["gtopk", "sparcml"])

@@ -442,14 +442,14 @@ Density Reducer::density() const { return impl_->density; }
 const DensitySchedule& Reducer::schedule() const noexcept { return *impl_->schedule; }
 LocalHalf& Reducer::local() noexcept { return *impl_->local; }
 std::string_view Reducer::decision(Slot slot) const noexcept {
-  return impl_->chooser ? impl_->chooser->reason(slot) : std::string_view{};
+  return impl_->chooser ? impl_->chooser->decision(slot) : std::string_view{};
 }
 HeldMass::Piece Reducer::held(Slot slot) noexcept {
   return impl_->holder != nullptr ? impl_->holder->held(slot) : HeldMass::Piece{};
 }
-std::vector<float> Reducer::kept(Slot slot) {
-  const std::span<const float> residual = impl_->local->residual(slot).span();
-  std::vector<float> all(residual.begin(), residual.end());
+std::vector<float> Reducer::residual(Slot slot) {
+  const std::span<const float> own = impl_->local->residual(slot).span();
+  std::vector<float> all(own.begin(), own.end());
   const HeldMass::Piece piece = held(slot);
   if (!piece.mass.empty()) all.resize(impl_->local->size(slot));
   for (std::size_t i = 0; i < piece.mass.n; ++i) all[piece.first + i] += piece.mass.data[i];

@@ -18,7 +18,7 @@ P, N, K = 4, 20000, 200
 SHIFT = 4099  # of one rank's gradient against the next
 FIT = {"alpha_s": 1e-3, "beta_s_per_byte": 8e-9, "select_s": 1e-9, "merge_s": 1e-8, "add_s": 0.0}
 OWN = ["--parameters", N, "--compute", "1ms", "--density", 0.01, "--rounds", 3]
-FIELDS = {"parameters", "k", "density", "ranks", "exchange", "counts_as", "chosen", "reason", "compute_s",
+FIELDS = {"parameters", "k", "density", "ranks", "exchange", "counts_as", "chosen", "decision", "compute_s",
           "select_s", "select_n", "exchange_s", "exchange_least_s", "exchange_most_s", "rounds_s", "predicted_s",
           "predicted_link_s", "predicted_merge_s", "measured_over_predicted", "efficiency", "speed_up_over_dense",
           "busy", "bytes", "result_entries", "frame_bytes", "index_code", "time_scale",
@@ -119,7 +119,7 @@ class Measured(Case):
         rows = self.rows("--fit", self.fit, "--exchange", "dense,allgather,gtopk,auto", "--no-vendor-sum", "--rounds", 7)
         self.assertNotIn("dense-vendor", rows)
         auto = rows.pop("auto")
-        self.assertTrue(auto["reason"].startswith(auto["chosen"] + " "), auto["reason"])
+        self.assertTrue(auto["decision"].startswith(auto["chosen"] + " "), auto["decision"])
         self.assertIn(auto["chosen"], ("dense", "allgather", "gtopk"))
         paired = auto["over_best"]
         best = min(rows.values(), key=lambda r: r["select_s"] + r["exchange_s"])
