@@ -28,16 +28,14 @@ class InvalidArgument : public Error {
 // call Communicator::abort(), then rebuild the group and restart from a checkpoint.
 class CommError : public Error {
  public:
-  CommError(const std::string& what, int peer, std::string phase, int native_code = 0)
-      : Error(what), peer_(peer), phase_(std::move(phase)), native_code_(native_code) {}
+  CommError(const std::string& what, int peer, std::string phase)
+      : Error(what), peer_(peer), phase_(std::move(phase)) {}
   int peer() const noexcept { return peer_; }                   // rank that failed; -1: not known
   const std::string& phase() const noexcept { return phase_; }  // e.g. "gtopk: merge 2 of 3"
-  int native_code() const noexcept { return native_code_; }     // e.g. MPI error class; 0 if none
 
  private:
   int peer_;
   std::string phase_;
-  int native_code_;
 };
 
 // The gradient of a step held NaN or infinity, and ReducerOptions::non_finite is `raise`. Every

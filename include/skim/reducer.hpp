@@ -131,7 +131,6 @@ class Reducer {
 
   // Whether no bucket was reduced or started since the last step ended.
   bool is_between_steps();
-  int ranks() const noexcept;  // P
   // The number of ranks that the mean is over: all but a dedicated server.
   int ranks_of_mean() const noexcept;
   // The number of steps ended so far, including skipped ones.

@@ -34,8 +34,6 @@ constexpr std::chrono::milliseconds kAnswerTime{500};
 // >= 0, the message names that rank.
 void check(int code, const char* what, int rank, int peer, const Phase& phase) {
   if (code == MPI_SUCCESS) return;
-  int error_class = code;
-  MPI_Error_class(code, &error_class);
   std::array<char, MPI_MAX_ERROR_STRING + 1> text{};
   int length = 0;
   MPI_Error_string(code, text.data(), &length);
@@ -44,7 +42,7 @@ void check(int code, const char* what, int rank, int peer, const Phase& phase) {
   const std::string where = phase.text();
   throw CommError(
       "rank " + std::to_string(rank) + ": MPI failed to " + what + in_phase(where) + ": " + reason,
-      peer, where, error_class);
+      peer, where);
 }
 
 bool mpi_is_running() noexcept {

@@ -266,7 +266,7 @@ class StreamCommunicator final : public Communicator {
     const std::string text = phase().text();
     throw CommError("rank " + std::to_string(rank()) + ": " + what + in_phase(text) +
                         ": the transport's " + function + " returned " + std::to_string(code),
-                    peer, text, code);
+                    peer, text);
   }
 
   void check_alive() const {

@@ -435,7 +435,6 @@ void Reducer::abandon_step(double epoch) {
 void Reducer::raise_signal(std::uint32_t bits) noexcept { impl_->raised.fetch_or(bits); }
 std::uint32_t Reducer::signals() const noexcept { return impl_->ended_signals; }
 bool Reducer::is_between_steps() { return impl_->is_between_steps(); }
-int Reducer::ranks() const noexcept { return impl_->comm.size(); }
 int Reducer::ranks_of_mean() const noexcept { return impl_->ranks_of_mean(); }
 std::uint64_t Reducer::step() const noexcept { return impl_->progress.step; }
 Density Reducer::density() const { return impl_->density; }
