@@ -2,12 +2,10 @@
 // and terms functions. No other file of the library names an exchange, except as a default.
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <functional>
 #include <string>
 #include <vector>
 
-#include "exchange/byte_counts.hpp"
 #include "skim/error.hpp"
 #include "skim/exchange.hpp"
 
@@ -186,70 +184,6 @@ std::unique_ptr<Exchange> make_exchange(const ExchangeOptions& options) {
 }
 std::unique_ptr<Exchange> make_exchange_or_null(const ExchangeOptions& options) {
   return options.kind == ExchangeKind::dense ? nullptr : make_exchange(options);
-}
-
-namespace {
-
-// stats: null if the frame needs none.
-void decode_one(const Codec& codec, Bytes message, std::size_t dim, SparseBuffer& out,
-                GroupStats* stats, const Communicator& comm, int peer) {
-  const DecodeResult got = codec.decode(message, dim, out, stats);
-  const bool is_one = got && got.bytes_read == message.size();
-  if (is_one && (got.has_stats || stats == nullptr)) return;
-  const std::string why(is_one ? "without statistics"
-                        : got  ? "bytes after the frame"
-                               : to_string(got.error));
-  refuse_message(comm, peer, "frame",
-                 why + " (" + std::to_string(message.size()) + " bytes, dense length expected " +
-                     std::to_string(dim) + ")");
-}
-
-}  // namespace
-
-void decode_frame(const Codec& codec, Bytes message, std::size_t dim, SparseBuffer& out,
-                  GroupStats& stats, const Communicator& comm, int peer) {
-  decode_one(codec, message, dim, out, &stats, comm, peer);
-}
-void decode_frame(const Codec& codec, Bytes message, std::size_t dim, SparseBuffer& out,
-                  const Communicator& comm, int peer) {
-  decode_one(codec, message, dim, out, nullptr, comm, peer);
-}
-
-Cost predict(const ExchangeOptions& options, const Load& load, const Link& link,
-             const LocalSpeeds& local) {
-  check_load(load);
-  const ExchangeRow& row = row_of(options.kind);
-  const CostTerms terms = load.ranks > 1 ? row.terms(options, load) : CostTerms{};
-  return cost_of(terms, row.make != nullptr, load, link, local);
-}
-
-Choice cheapest(std::span<const ExchangeKind> among, const ExchangeOptions& options,
-                const Load& load, const Link& link, const LocalSpeeds& local) {
-  SKIM_EXPECTS(!among.empty(), "cost: no exchange to choose from");
-  struct Candidate {
-    ExchangeKind kind;
-    Cost cost;
-  };
-  std::vector<Candidate> order;
-  for (const ExchangeKind kind : among) {
-    ExchangeOptions of_kind = options;
-    of_kind.kind = kind;
-    order.push_back({kind, predict(of_kind, load, link, local)});
-  }
-  std::ranges::stable_sort(order, {}, [](const Candidate& c) { return c.cost.total_s(); });
-
-  // Names the best exchange and the runner-up, and dense if it is neither.
-  const auto entry = [](const Candidate& c) {
-    std::string text = std::string(name_of(c.kind)) + " " + duration_text(c.cost.total_s());
-    if (c.cost.select_s > 0.0) text += " (selection " + duration_text(c.cost.select_s) + ")";
-    return text;
-  };
-  Choice best{order.front().kind, order.front().cost, entry(order.front())};
-  for (std::size_t i = 1; i < order.size(); ++i) {
-    if (i == 1 || order[i].kind == ExchangeKind::dense) best.reason += ", " + entry(order[i]);
-  }
-  if (best.exchange == ExchangeKind::dense) best.reason += ": do not compress";
-  return best;
 }
 
 }  // namespace skim
