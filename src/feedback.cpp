@@ -79,6 +79,51 @@ struct SlotState {
   bool delivered = false;  // commit_all ran in the open step: end_step() sets the residual to zero
 };
 
+struct Place {
+  std::size_t at = 0, length = 0;  // in the arena
+};
+
+struct Layout {
+  std::unordered_map<Slot, SlotState> slots;
+  std::vector<Slot> order;                           // in the order of declaration
+  std::map<std::string, Place, std::less<>> places;  // of parameters
+  std::size_t total = 0;                             // floats of the arena
+  std::size_t entries = 0, largest = 0;              // of all slots; of the largest
+};
+
+// Throws: InvalidArgument: the buckets are not what ErrorFeedback::set_layout expects.
+Layout layout_of(std::span<const Bucket> buckets) {
+  Layout all;
+  for (const Bucket& b : buckets) {
+    SlotState s;
+    s.parameters = b.parameters;
+    // Puts empty parameters first among equal offsets.
+    std::ranges::sort(s.parameters, {},
+                      [](const Segment& p) { return std::pair(p.offset, p.length); });
+    s.at = all.total;
+    for (const Segment& p : s.parameters) {
+      SKIM_EXPECTS(p.offset == s.n, "set_layout: slot " + std::to_string(b.slot) + ": '" + p.name +
+                                        "' starts at " + std::to_string(p.offset) + ", expected " +
+                                        std::to_string(s.n) + " (overlap or gap)");
+      SKIM_EXPECTS(p.name.size() <= kLongestName, "set_layout: a name of slot " +
+                                                      std::to_string(b.slot) + " is longer than " +
+                                                      std::to_string(kLongestName) + " bytes");
+      SKIM_EXPECTS(p.length < kTooLong - s.n,
+                   "set_layout: slot " + std::to_string(b.slot) + " has 2^32 entries or more");
+      SKIM_EXPECTS(all.places.try_emplace(p.name, Place{s.at + p.offset, p.length}).second,
+                   "set_layout: the name '" + p.name + "' stands twice");
+      s.n += p.length;
+    }
+    all.entries += s.n;
+    all.largest = std::max(all.largest, s.n);
+    all.total += padded(s.n);
+    all.order.push_back(b.slot);
+    SKIM_EXPECTS(all.slots.try_emplace(b.slot, std::move(s)).second,
+                 "set_layout: slot " + std::to_string(b.slot) + " stands twice");
+  }
+  return all;
+}
+
 // A residual stays finite, as in Selector::select: a sum that overflows becomes the largest float.
 // v is non-finite only where the group's sum is, too.
 float finite_sum(float residual, float v) {
@@ -165,23 +210,22 @@ void advance(const Next& next, float factor, float momentum, std::size_t n, floa
 
 struct ErrorFeedback::Impl {
   FeedbackOptions options;
-  std::unordered_map<Slot, SlotState> slots;
-  std::vector<Slot> order;  // in the order of declaration
-  Arena arena;              // of residuals in f32
-  ResidualStore stored;     // of residuals in another code
-  Arena working;            // the residual of the slot `held`, if it is in another code
+  Layout layout;
+  Arena arena;           // of residuals in f32
+  ResidualStore stored;  // of residuals in another code
+  Arena working;         // the residual of the slot `held`, if it is in another code
   std::optional<Slot> held;
-  Arena velocity;           // laid out as arena; empty without momentum
-  Arena ahead;              // Nesterov: begin() returns it
-  std::size_t entries = 0;  // of all slots
+  Arena velocity;  // laid out as arena; empty without momentum
+  Arena ahead;     // Nesterov: begin() returns it
   Journal journal;
   Journal masked;           // changes of velocities
   bool open_dense = false;  // some slot is `delivered`
 
   const SlotState& at(Slot slot, const char* who) const {
-    const auto found = slots.find(slot);
-    SKIM_EXPECTS(found != slots.end(), std::string(who) + ": slot " + std::to_string(slot) +
-                                           " is not in the layout (set_layout declares it)");
+    const auto found = layout.slots.find(slot);
+    SKIM_EXPECTS(found != layout.slots.end(),
+                 std::string(who) + ": slot " + std::to_string(slot) +
+                     " is not in the layout (set_layout declares it)");
     return found->second;
   }
   SlotState& at(Slot slot, const char* who) {
@@ -191,7 +235,7 @@ struct ErrorFeedback::Impl {
 
   // The slot's residual, valid until it is called for another slot, or put_back.
   float* residual(Slot slot) {
-    const SlotState& s = slots.at(slot);
+    const SlotState& s = layout.slots.at(slot);
     if (options.residual_code == ResidualCode::f32) return arena.data() + s.at;
     if (held != slot) {
       put_back();
@@ -202,14 +246,9 @@ struct ErrorFeedback::Impl {
   }
   void put_back() {
     if (!held) return;
-    const SlotState& s = slots.at(*held);
+    const SlotState& s = layout.slots.at(*held);
     stored.store(s.at, {working.data(), s.n});
     held.reset();
-  }
-  std::size_t padded_entries() const {
-    std::size_t total = 0;
-    for (const auto& [slot, s] : slots) total = std::max(total, s.at + padded(s.n));
-    return total;
   }
   // Takes residuals as floats, in the layout of now.
   void take(Arena all) {
@@ -218,7 +257,7 @@ struct ErrorFeedback::Impl {
       return;
     }
     held.reset();
-    for (const auto& [slot, s] : slots) stored.store(s.at, {all.data() + s.at, s.n});
+    for (const auto& [slot, s] : layout.slots) stored.store(s.at, {all.data() + s.at, s.n});
   }
 
   void mask(Slot slot, const SlotState& s, const SparseView& sent, const SparseView& returned) {
@@ -272,77 +311,42 @@ const FeedbackOptions& ErrorFeedback::options() const noexcept { return impl_->o
 void ErrorFeedback::set_layout(std::span<const Bucket> buckets) {
   SKIM_EXPECTS(!impl_->open(), "set_layout: a step is open; call end_step or rollback_step first");
 
-  std::unordered_map<Slot, SlotState> slots;
-  std::vector<Slot> order;
-  std::map<std::string, std::size_t, std::less<>> lengths;  // of parameters
-  std::size_t total = 0, entries = 0, largest = 0;
-  for (const Bucket& b : buckets) {
-    SlotState s;
-    s.parameters = b.parameters;
-    // Puts empty parameters first among equal offsets.
-    std::ranges::sort(s.parameters, {},
-                      [](const Segment& p) { return std::pair(p.offset, p.length); });
-    s.at = total;
-    for (const Segment& p : s.parameters) {
-      SKIM_EXPECTS(p.offset == s.n, "set_layout: slot " + std::to_string(b.slot) + ": '" + p.name +
-                                        "' starts at " + std::to_string(p.offset) + ", expected " +
-                                        std::to_string(s.n) + " (overlap or gap)");
-      SKIM_EXPECTS(p.name.size() <= kLongestName, "set_layout: a name of slot " +
-                                                      std::to_string(b.slot) + " is longer than " +
-                                                      std::to_string(kLongestName) + " bytes");
-      SKIM_EXPECTS(p.length < kTooLong - s.n,
-                   "set_layout: slot " + std::to_string(b.slot) + " has 2^32 entries or more");
-      SKIM_EXPECTS(lengths.try_emplace(p.name, p.length).second,
-                   "set_layout: the name '" + p.name + "' stands twice");
-      s.n += p.length;
-    }
-    entries += s.n;
-    largest = std::max(largest, s.n);
-    total += padded(s.n);
-    order.push_back(b.slot);
-    SKIM_EXPECTS(slots.try_emplace(b.slot, std::move(s)).second,
-                 "set_layout: slot " + std::to_string(b.slot) + " stands twice");
-  }
-  for (const auto& [slot, old] : impl_->slots) {
-    for (const Segment& p : old.parameters) {
-      const auto found = lengths.find(p.name);
-      SKIM_EXPECTS(found == lengths.end() || found->second == p.length,
-                   "set_layout: '" + p.name + "' has " + std::to_string(found->second) +
-                       " entries, before " + std::to_string(p.length));
-    }
+  Layout next = layout_of(buckets);
+  for (const auto& [name, old] : impl_->layout.places) {
+    const auto found = next.places.find(name);
+    SKIM_EXPECTS(found == next.places.end() || found->second.length == old.length,
+                 "set_layout: '" + name + "' has " + std::to_string(found->second.length) +
+                     " entries, before " + std::to_string(old.length));
   }
 
   impl_->put_back();
-  std::unordered_map<std::string_view, std::size_t> before;  // where a parameter was
-  for (const auto& [slot, old] : impl_->slots) {
-    for (const Segment& p : old.parameters) before.emplace(p.name, old.at + p.offset);
-  }
+  const auto& before = impl_->layout.places;
   // The values of a slot, each parameter from where it was. load(at, out) gives the earlier values.
   const auto fill = [&](const SlotState& s, const auto& load, float* to) {
     for (const Segment& p : s.parameters) {
       const auto found = before.find(p.name);
-      if (found != before.end()) load(found->second, std::span(to + p.offset, p.length));
+      if (found != before.end()) load(found->second.at, std::span(to + p.offset, p.length));
     }
   };
   const auto moved = [&](const Arena& from) {
-    Arena to(total);
+    Arena to(next.total);
     const auto load = [&](std::size_t at, std::span<float> out) {
       std::copy_n(from.data() + at, out.size(), out.data());
     };
-    for (const auto& [slot, s] : slots) fill(s, load, to.data() + s.at);
+    for (const auto& [slot, s] : next.slots) fill(s, load, to.data() + s.at);
     return to;
   };
   const FeedbackOptions& o = impl_->options;
   const bool is_coded = o.enabled && o.residual_code != ResidualCode::f32;
   Arena residuals = o.enabled && !is_coded ? moved(impl_->arena) : Arena();
   Arena velocity = o.momentum_correction > 0.0F ? moved(impl_->velocity) : Arena();
-  Arena ahead(o.momentum_correction > 0.0F && o.nesterov_correction ? largest : 0);
-  Arena working(is_coded ? largest : 0);
+  Arena ahead(o.momentum_correction > 0.0F && o.nesterov_correction ? next.largest : 0);
+  Arena working(is_coded ? next.largest : 0);
   ResidualStore stored;
   if (is_coded) {  // slot by slot, because all slots as floats would take the memory that a code saves
-    stored = ResidualStore(o.residual_code, total);
+    stored = ResidualStore(o.residual_code, next.total);
     const auto load = [&](std::size_t at, std::span<float> out) { impl_->stored.load(at, out); };
-    for (const auto& [slot, s] : slots) {
+    for (const auto& [slot, s] : next.slots) {
       std::fill_n(working.data(), s.n, 0.0F);
       fill(s, load, working.data());
       stored.store(s.at, {working.data(), s.n});
@@ -353,12 +357,10 @@ void ErrorFeedback::set_layout(std::span<const Bucket> buckets) {
   impl_->working = std::move(working);
   impl_->velocity = std::move(velocity);
   impl_->ahead = std::move(ahead);
-  impl_->entries = entries;
-  impl_->slots = std::move(slots);
-  impl_->order = std::move(order);
+  impl_->layout = std::move(next);
 }
 
-std::span<const Slot> ErrorFeedback::slots() const noexcept { return impl_->order; }
+std::span<const Slot> ErrorFeedback::slots() const noexcept { return impl_->layout.order; }
 
 std::span<const Segment> ErrorFeedback::layout(Slot slot) const {
   return impl_->at(slot, "layout").parameters;
@@ -386,7 +388,8 @@ GradView ErrorFeedback::begin(Slot slot, GradView grad, double norm2, int ranks)
   SKIM_EXPECTS(grad.device == Device::cpu, "begin: the gradient must be on the CPU");
   const FeedbackOptions& o = impl_->options;
   if (o.local_clip > 0.0F) {
-    const double share = static_cast<double>(s.n) / (ranks * static_cast<double>(impl_->entries));
+    const auto entries = static_cast<double>(impl_->layout.entries);
+    const double share = static_cast<double>(s.n) / (ranks * entries);
     const double limit = double{o.local_clip} * std::sqrt(share), norm = std::sqrt(norm2);
     if (norm > limit) {
       grad.scale = static_cast<float>(
@@ -473,7 +476,7 @@ void ErrorFeedback::end_step() noexcept {
   impl_->journal.clear();
   impl_->masked.clear();
   if (impl_->open_dense) {
-    for (auto& [slot, s] : impl_->slots) {
+    for (auto& [slot, s] : impl_->layout.slots) {
       if (s.delivered && s.n > 0) std::memset(impl_->residual(slot), 0, s.n * sizeof(float));
       s.delivered = false;
     }
@@ -486,24 +489,23 @@ void ErrorFeedback::rollback_step() {
   impl_->journal.undo([&](Slot slot) { return impl_->residual(slot); });
   impl_->journal.clear();
   impl_->put_back();
-  impl_->masked.undo([&](Slot slot) { return impl_->velocity.data() + impl_->slots.at(slot).at; });
+  impl_->masked.undo(
+      [&](Slot slot) { return impl_->velocity.data() + impl_->layout.slots.at(slot).at; });
   impl_->masked.clear();
-  for (auto& [slot, s] : impl_->slots) s.delivered = false;
+  for (auto& [slot, s] : impl_->layout.slots) s.delivered = false;
   impl_->open_dense = false;
 }
 
 void ErrorFeedback::save(std::ostream& out) const {
   SKIM_EXPECTS(!impl_->open(), "save: a step is open; call end_step or rollback_step first");
   SectionWriter w(out, kMagic, kVersion);
-  std::uint64_t count = 0;
-  for (const auto& [slot, s] : impl_->slots) count += s.parameters.size();
   const bool has_residual = impl_->options.enabled,
              has_velocity = impl_->options.momentum_correction > 0.0F;
   w.put(static_cast<std::uint8_t>((has_residual ? kHasResidual : 0) |
                                   (has_velocity ? kHasVelocity : 0)));
-  w.put(count);
-  for (const Slot slot : impl_->order) {
-    const SlotState& s = impl_->slots.at(slot);
+  w.put(static_cast<std::uint64_t>(impl_->layout.places.size()));
+  for (const Slot slot : impl_->layout.order) {
+    const SlotState& s = impl_->layout.slots.at(slot);
     for (const Segment& p : s.parameters) {
       w.put(p.name);
       w.put(static_cast<std::uint64_t>(p.length));
@@ -522,18 +524,12 @@ LoadReport ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int 
                                const LoadOptions& options) {
   SKIM_EXPECTS(!of_old_ranks.empty(), "load: needs the state of at least one rank");
   SKIM_EXPECTS(!impl_->open(), "load: a step is open; call end_step or rollback_step first");
-  std::map<std::string, std::pair<std::size_t, std::size_t>, std::less<>> place;  // at, length
-  for (const auto& [slot, s] : impl_->slots) {
-    for (const Segment& p : s.parameters)
-      place.emplace(p.name, std::pair(s.at + p.offset, p.length));
-  }
   const OldRanks old_ranks{of_old_ranks, rank, size};
   const float share = old_ranks.same_group()
                           ? 1.0F
                           : options.share.value_or(1.0F / static_cast<float>(of_old_ranks.size()));
   // The size is 0 if the state is not kept.
-  const std::size_t n = impl_->padded_entries();
-  Arena arena(impl_->options.enabled ? n : 0), velocity(impl_->velocity.size());
+  Arena arena(impl_->options.enabled ? impl_->layout.total : 0), velocity(impl_->velocity.size());
   std::map<std::string, std::vector<float>> lost;  // residuals of parameters without a place
   std::map<std::string, std::uint64_t, std::less<>> saved;  // rank 0's parameters; their lengths
   std::vector<float> piece;
@@ -551,11 +547,11 @@ LoadReport ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int 
       const std::string name = in.get_string();
       const auto length = in.get<std::uint64_t>();
       if (!parameters.emplace(name, length).second) in.fail("'" + name + "' stands twice");
-      const auto found = place.find(name);
-      const bool has_place = found != place.end();
-      if (has_place && found->second.second != length) {
+      const auto found = impl_->layout.places.find(name);
+      const bool has_place = found != impl_->layout.places.end();
+      if (has_place && found->second.length != length) {
         in.fail("'" + name + "' has " + std::to_string(length) + " entries, the model's " +
-                std::to_string(found->second.second));
+                std::to_string(found->second.length));
       }
       std::vector<float>* const without_place = has_place ? nullptr : &lost[name];
       for (const auto& [bit, arena_of_bit] :
@@ -568,7 +564,7 @@ LoadReport ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int 
           if (!is_wanted) continue;
           float* to = nullptr;
           if (has_place) {
-            if (arena_of_bit->size() > 0) to = arena_of_bit->data() + found->second.first + first;
+            if (arena_of_bit->size() > 0) to = arena_of_bit->data() + found->second.at + first;
           } else if (bit == kHasResidual) {
             without_place->resize(std::max(without_place->size(), first + piece.size()));
             to = without_place->data() + first;
@@ -583,8 +579,8 @@ LoadReport ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int 
     if (parameters != saved) in.fail("it has other parameters than rank 0's");
   }
   LoadReport report;
-  for (const Slot slot : impl_->order) {
-    for (const Segment& p : impl_->slots.at(slot).parameters) {
+  for (const Slot slot : impl_->layout.order) {
+    for (const Segment& p : impl_->layout.slots.at(slot).parameters) {
       if (!saved.contains(p.name)) report.missing.push_back(p.name);
     }
   }
