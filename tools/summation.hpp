@@ -1,7 +1,6 @@
 // How a benchmark sums gradients: by one exchange, by the dense sum, or as a chooser decides.
 #pragma once
 
-#include <array>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -11,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "exchange/dense_sum.hpp"
 #include "skim/chooser.hpp"
 #include "skim/exchange.hpp"
 
@@ -79,7 +79,7 @@ class Summation {
     Exchange* const exchange = exchanges_[now_].get();
     Outcome out;
     if (exchange == nullptr) {
-      sum_whole(dense, how, stats, comm);
+      sum_dense(dense, how, stats, notes_, comm);
       out.entries = dense.size();
     } else {
       const ExchangeResult result = exchange->run(id, mine, keep, stats, comm);
@@ -101,15 +101,6 @@ class Summation {
   }
 
  private:
-  void sum_whole(std::span<float> dense, DenseSum how, GroupStats& stats, Communicator& comm) {
-    std::array<std::byte, kFrameStatsBytes> note{};
-    encode_stats(stats, note);
-    comm.allreduce_sum(dense, how, note, notes_);
-    stats = {};
-    for (std::size_t r = 0; r < notes_.size(); ++r) {
-      combine(stats, decode_stats(notes_[r].first<kFrameStatsBytes>()));
-    }
-  }
   void add(const ExchangeOptions& o) {
     kinds_.push_back(o.kind);
     exchanges_.push_back(make_exchange_or_null(o));

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "exchange/dense_sum.hpp"
 #include "reducer/communication_thread.hpp"
 #include "reducer/held_mass.hpp"
 #include "reducer/keep.hpp"
@@ -187,21 +188,12 @@ struct Reducer::Impl {
     take_held(report.id.slot, data);
     tell_group(report, accumulated, accumulated.total_norm2);
     phases.enter("exchange", report.exchange_ns);
-    or_abort(comm, [&] { sum_densely(data, report.group); });
+    or_abort(comm, [&] { sum_dense(data, options.dense_sum, report.group, notes, comm); });
     phases.enter("apply", report.apply_ns);
     local->commit_all(report.id.slot);
     report.finite = apply(report.id, data, grad);
     phases.end();
     describe_dense(report);
-  }
-
-  // The ranks' statistics travel with the sum.
-  void sum_densely(std::span<float> data, GroupStats& stats) {
-    std::array<std::byte, kFrameStatsBytes> note{};
-    encode_stats(stats, note);
-    comm.set_phase({"dense: sum"});
-    comm.allreduce_sum(data, options.dense_sum, note, notes);
-    gather_notes(comm, notes, stats);
   }
 
   int ranks_of_mean() const noexcept {

@@ -2,11 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
 #include <limits>
-#include <string>
-
-#include "skim/codec.hpp"
 
 namespace skim {
 
@@ -44,18 +40,6 @@ void count_traffic(StepReport& report, const Traffic& before, const Traffic& aft
   report.sent_bytes = after.sent_bytes - before.sent_bytes;
   report.received_bytes = after.received_bytes - before.received_bytes;
   report.rounds = after.rounds - before.rounds;
-}
-
-void gather_notes(const Communicator& comm, const MessageList& notes, GroupStats& stats) {
-  if (comm.size() == 1) return;
-  stats = {};
-  for (std::size_t r = 0; r < notes.size(); ++r) {
-    if (notes[r].size() != kFrameStatsBytes) {
-      refuse_message(comm, static_cast<int>(r), "note",
-                     "it has " + std::to_string(notes[r].size()) + " bytes");
-    }
-    combine(stats, decode_stats(notes[r].first<kFrameStatsBytes>()));
-  }
 }
 
 }  // namespace skim

@@ -63,8 +63,4 @@ void describe_dense(StepReport& report);
 // before, after: Communicator::traffic at the bucket's begin and end.
 void count_traffic(StepReport& report, const Traffic& before, const Traffic& after);
 
-// Replaces this rank's stats by the group's. notes: every rank's stats (encode_stats). Throws:
-// CommError.
-void gather_notes(const Communicator& comm, const MessageList& notes, GroupStats& stats);
-
 }  // namespace skim
