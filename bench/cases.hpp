@@ -1,4 +1,4 @@
-// The one list of inputs of all benchmarks: shapes of gradients, lengths and densities.
+// The inputs of all benchmarks: shapes of gradients, lengths and densities.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,8 @@ inline constexpr std::array<Shape, 9> kShapes{{
     {"nonfinite", "normal, with one entry in 50 NaN or infinite"},
     {"jump", "normal, times 1, 10^6, -10^6 and 1 in turn"},
 }};
-// The first so many are the axes of the full run of `exact`; the others are hostile as well, and
-// run at the middle size.
+// The full run of `exact` takes the first 7 shapes at every length and density, and all shapes at
+// kMiddleLength.
 inline constexpr std::size_t kShapesOfFullRun = 7;
 
 inline constexpr std::array<double, 4> kDensities{0.1, 0.01, 0.001, 0.0001};
@@ -44,17 +44,17 @@ inline constexpr std::array<double, 4> kDensities{0.1, 0.01, 0.001, 0.0001};
 inline constexpr std::array<std::size_t, 7> kLengths{
     std::size_t{1} << 16, std::size_t{1} << 18, std::size_t{1} << 20, std::size_t{1} << 22,
     std::size_t{1} << 24, std::size_t{1} << 26, std::size_t{1} << 28};
-// Where selectors are compared: a model of 25 million parameters in one bucket.
+// The length at which selectors are compared: a model of 25 million parameters in one bucket.
 inline constexpr std::size_t kMiddleLength = 25'000'000;
 
-// A counter-based generator (SplitMix64): entry i of any array can be made alone.
+// A counter-based generator (SplitMix64), so entry i of an array needs no earlier entry.
 inline std::uint64_t hash(std::uint64_t i) noexcept { return mix((i + 1) * kSplitMixStride); }
 
-// Magnitudes by a table of their quantiles, with straight lines between: fast, and equal on all
-// machines.
+// Draws magnitudes from a table of their quantiles, with linear interpolation. This is fast, and
+// the same on all machines.
 class Magnitudes {
  public:
-  // quantile: of (0, 1), ascending.
+  // quantile: ascending on (0, 1).
   explicit Magnitudes(const std::function<double(double)>& quantile) {
     for (std::size_t i = 0; i <= kCells; ++i) {
       const double u =
@@ -62,7 +62,7 @@ class Magnitudes {
       table_[i] = static_cast<float>(quantile(u));
     }
   }
-  // The upper 63 bits of `random` choose a magnitude, the lowest the sign.
+  // The upper bits of `random` choose the magnitude, the lowest bit chooses the sign.
   float draw(std::uint64_t random) const noexcept {
     const std::size_t cell = random >> 48U;
     const float part = static_cast<float>(random >> 24U & 0xffffffU) * 0x1p-24F;
@@ -75,7 +75,7 @@ class Magnitudes {
   std::vector<float> table_ = std::vector<float>(kCells + 1);
 };
 
-// The u-quantile of |x|, x standard normal: Newton's steps from below on erf.
+// The u-quantile of |x| for a standard normal x, by Newton's method on erf, from below.
 inline double half_normal_quantile(double u) {
   double z = 0.0;
   for (int i = 0; i < 60; ++i) {
@@ -88,15 +88,15 @@ inline double half_normal_quantile(double u) {
   return z;
 }
 
-// Four gradients in turn, of one shape. Their values lie in one array: entry i of gradient t is
-// entry i + t * kShift there, so that they differ at every place but need no fourfold memory.
+// Four gradients of one shape, which take turns. They share one array to save memory: entry i of
+// gradient t is entry i + t * kShift of the array.
 class Gradients {
  public:
   static constexpr std::size_t kInTurn = 4, kShift = 4099;
-  static constexpr std::size_t kRow = 576;  // of "recorded": the inputs of one of its neurons
+  static constexpr std::size_t kRow = 576;  // entries with one scale in a generated "recorded"
 
-  // recorded: the shape "recorded" is made of these values, again and again; empty: of the
-  // generator. Throws: InvalidArgument: unknown shape.
+  // recorded: the values of the shape "recorded", repeated as needed. If it is empty, they are
+  // generated. Throws: InvalidArgument: unknown shape.
   Gradients(std::string_view shape, std::size_t n, std::span<const float> recorded = {})
       : shape_(shape), n_(n), from_file_(!recorded.empty()) {
     const std::size_t total = n + (kInTurn - 1) * kShift;
@@ -146,13 +146,13 @@ class Gradients {
   std::string_view shape() const noexcept { return shape_; }
   std::size_t n() const noexcept { return n_; }
 
-  // Entries [first, first + out.size()) of gradient t mod 4.
+  // Writes entries [first, first + out.size()) of gradient t mod 4.
   void write(std::uint64_t t, std::size_t first, std::span<float> out) const {
     const std::size_t turn = t % kInTurn;
     const float* const from = values_.data() + first + turn * kShift;
     if (shape_ == "jump") {
       constexpr std::array<float, kInTurn> kFactors{1.0F, 1e6F, -1e6F, 1.0F};
-      // The third takes the second back: what was large is small again.
+      // The third gradient cancels the second, so large residuals become small again.
       const float* const same = turn == 2 ? from - kShift : from;
       for (std::size_t i = 0; i < out.size(); ++i) out[i] = kFactors[turn] * same[i];
     } else if (shape_ == "recorded" && !from_file_) {
@@ -168,7 +168,7 @@ class Gradients {
   }
 
  private:
-  // exp of a normal number (a sum of 12 uniform ones) with deviation 1.5.
+  // exp of a normal number with deviation 1.5. A sum of 12 uniform numbers stands for a normal one.
   static float scale_of(std::size_t row) {
     double sum = -6.0;
     for (std::uint64_t j = 0; j < 12; ++j) {

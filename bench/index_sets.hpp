@@ -19,12 +19,12 @@
 
 namespace skim::bench {
 
-// What no code can do better on uniform sets: log2 of the number of k-subsets of n, in bytes.
+// The least bytes of any code on uniform sets: log2 of the number of k-subsets of n.
 inline double entropy_bytes(std::size_t n, std::size_t k) {
   return subset_bits(static_cast<double>(k), static_cast<double>(n)) / 8.0;
 }
 
-// k indices of [0, n), every set as likely as any other; the same on every machine. Values are 1.
+// k indices of [0, n), drawn uniformly; the same on every machine. Values are 1.
 inline SparseBuffer uniform_set(std::size_t n, std::size_t k, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   SparseBuffer s;
@@ -38,7 +38,7 @@ inline SparseBuffer uniform_set(std::size_t n, std::size_t k, std::uint64_t seed
   return s;
 }
 
-// The sparse gradient in a file that is one frame. Throws: Error.
+// Reads a file that holds one frame. Throws: Error.
 inline SparseBuffer read_frame(const std::filesystem::path& path) {
   std::ifstream in(path, std::ios::binary);
   if (!in) throw Error("'" + path.string() + "': " + std::strerror(errno));
@@ -55,7 +55,7 @@ struct RecordedSet {
   std::string name;  // of the file, without .frame
   SparseBuffer s;
 };
-// Files *.frame of a folder, by name. Throws: Error, also where there are none.
+// The files *.frame of a folder, sorted by name. Throws: Error, also if there are none.
 inline std::vector<RecordedSet> recorded_sets(const std::filesystem::path& folder) {
   std::vector<std::filesystem::path> paths;
   std::error_code error;

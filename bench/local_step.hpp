@@ -1,5 +1,4 @@
-// What benchmarks of selection time: one rank's step without the exchange, and the bare passes that
-// it is compared with.
+// One rank's step without the exchange, and the bare passes that benchmarks compare it with.
 #pragma once
 
 #include <algorithm>
@@ -22,11 +21,12 @@
 
 namespace skim::bench {
 
-// The bare passes. Plain loops: 16 bytes at a time reach more of the memory's rate than wider ones.
+// The bare passes. They are plain loops, because loads of 16 bytes reach more of the memory's rate
+// than wider ones.
 inline void add(float* __restrict r, const float* __restrict g, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) r[i] += g[i];
 }
-// The same traffic as STREAM's triad in place, which gives the memory's rate.
+// STREAM's triad in place. It moves the same bytes as add(), at the memory's rate.
 inline void triad(float* __restrict a, const float* __restrict b, float scale, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) a[i] = b[i] + scale * a[i];
 }
@@ -37,7 +37,7 @@ inline void add_and_clear(float* __restrict r, float* __restrict g, std::size_t 
   }
 }
 
-// What a residual will be once a gradient is added to it.
+// The residual after the gradient is added to it.
 inline std::vector<float> accumulated(std::span<const float> residual,
                                       std::span<const float> grad) {
   std::vector<float> sum(residual.begin(), residual.end());
@@ -47,7 +47,7 @@ inline std::vector<float> accumulated(std::span<const float> residual,
   return sum;
 }
 
-// Not initialised; aligned as a framework's tensors are.
+// Floats with any content, aligned as a framework's tensors are.
 class AlignedFloats {
  public:
   explicit AlignedFloats(std::size_t n)
@@ -64,8 +64,8 @@ class AlignedFloats {
 // One bucket of n entries, from entry `first` of the gradients on.
 class LocalStep {
  public:
-  // Two residuals in one arena: that of the step, and that of the bare passes, so that both lie in
-  // the same kind of memory. Requires: first + n <= gradients.n(); gradients outlives this.
+  // The step and the bare passes have a residual each. Both lie in one arena, so that their memory
+  // is of the same kind. Requires: first + n <= gradients.n(); gradients outlives this.
   LocalStep(std::unique_ptr<Selector> selector, const Gradients& gradients, std::size_t first,
             std::size_t n, std::size_t k)
       : selector_(std::move(selector)), gradients_(gradients), first_(first), k_(k), grad_(n) {
@@ -73,12 +73,12 @@ class LocalStep {
     nothing_.reset(n);
   }
 
-  // Not timed: the gradient of step t, as backward leaves it.
+  // Writes the gradient of step t, as backward does. Not timed.
   void load(std::uint64_t t) {
     step_ = t;
     gradients_.write(t, first_, grad_.span());
   }
-  // residual += gradient, the selection, and residual -= selection.
+  // Adds the gradient to the residual, selects, and subtracts the selection from the residual.
   SelectReport select(bool clear = false) {
     const SelectReport report = selector_->select(
         {{step_, 0}, grad_.span(), feedback_.residual(0), feedback_.layout(0), {k_}, 1.0F, clear},
@@ -87,7 +87,7 @@ class LocalStep {
     feedback_.end_step();
     return report;
   }
-  // And the gradient becomes the sum over the ranks, of which there is one here.
+  // As select(). Then the gradient becomes the sum over the ranks; there is one rank here.
   SelectReport whole() {
     const SelectReport report = select(true);
     scatter(out_.view(), 1.0F, grad_.span(), report.cleared);
@@ -118,15 +118,15 @@ class LocalStep {
   SparseBuffer out_, nothing_;
 };
 
-// 0 of nothing.
+// 0 if there are no values.
 inline float smallest_magnitude(std::span<const float> values) {
   float least = values.empty() ? 0.0F : std::numeric_limits<float>::infinity();
   for (const float v : values) least = std::min(least, std::abs(v));
   return least;
 }
 
-// What is wrong with a selection whatever the rule, in words; empty: nothing. `accumulated` is the
-// residual before anything is taken out.
+// Returns an error that no rule may make, in words; empty if there is none.
+// accumulated: the residual with the gradient, before the selection is subtracted.
 inline std::string wrong_entries(std::span<const float> accumulated, const SparseView& out,
                                  float threshold) {
   if (!is_canonical(out) || out.dim != accumulated.size()) return "the indices are not canonical";
@@ -142,8 +142,8 @@ inline std::string wrong_entries(std::span<const float> accumulated, const Spars
   return {};
 }
 
-// What is wrong with one that should be the k largest. O(n), without sorting: the threshold must be
-// the k-th magnitude.
+// The same for a selection that should be the k largest. O(n): it does not sort, but checks that
+// the threshold is the k-th magnitude.
 inline std::string not_the_largest(std::span<const float> accumulated, std::size_t k,
                                    const SparseView& out, float threshold) {
   std::size_t above = 0, equal = 0, non_zero = 0, above_kept = 0;

@@ -1,4 +1,4 @@
-// How a case of selection is timed: steps and bare passes in turn, in the steady state of training.
+// Times the selection of one case: steps and bare passes in turn, in the steady state of training.
 #pragma once
 
 #include <algorithm>
@@ -13,23 +13,21 @@
 
 namespace skim::bench {
 
-// One rank's bucket, and a second residual for the bare passes. What is timed
-// returns ns.
+// One rank's bucket, and a second residual for the bare passes. Timed functions return ns.
 class Timed {
  public:
   virtual ~Timed() = default;
-  // Not timed: the gradient of step t, as backward leaves it.
+  // Writes the gradient of step t, as backward does. Not timed.
   virtual void load(std::uint64_t t) = 0;
-  // residual += gradient, the selection, and residual -= selection.
+  // Adds the gradient to the residual, selects, and subtracts the selection from the residual.
   virtual double select() = 0;
-  // And the gradient becomes the sum over the ranks, of which there is one here.
+  // As select(). Then the gradient becomes the sum over the ranks; there is one rank here.
   virtual double whole() = 0;
-  // r += g; and r += g, g = 0.
-  virtual double bare() = 0;
-  virtual double bare_local() = 0;
-  // Bytes per second of a pass over the same arrays that runs at the memory's rate.
+  virtual double bare() = 0;        // residual += gradient
+  virtual double bare_local() = 0;  // the same, then gradient = 0
+  // The memory's rate in bytes per second, by a pass over the same arrays.
   virtual double memory_rate() = 0;
-  // One step, held against an oracle. Throws: Error: it is wrong.
+  // Checks one step against an oracle. Throws: Error: the step is wrong.
   virtual void verify() = 0;
 
   virtual std::size_t k() const = 0;
@@ -38,13 +36,14 @@ class Timed {
   virtual int passes() const = 0;
 };
 
-// Medians, but for the first step (cold) and the most passes of a timed step.
+// Times are medians, except for cold_ns.
 struct Times {
   std::size_t k = 0, selected = 0;
-  double ns = 0.0, worst_ns = 0.0;  // of select(); of the slowest of the gradients in turn
-  double local_ns = 0.0, cold_ns = 0.0;
+  double ns = 0.0, worst_ns = 0.0;  // of select(): over all gradients, and of the slowest one
+  double local_ns = 0.0;            // of whole()
+  double cold_ns = 0.0;             // of the first select()
   double add_ns = 0.0, add_and_clear_ns = 0.0, memory_rate = 0.0;
-  int passes = 0;
+  int passes = 0;  // the most of a timed step
 
   double ratio() const { return ns / add_ns; }
   double local_ratio() const { return local_ns / add_and_clear_ns; }
@@ -52,8 +51,9 @@ struct Times {
 
 inline constexpr std::uint64_t kStepsBefore = 20;
 
-// steps_before: what a rule needs to settle; kStepsBefore, or one turn of the gradients if it
-// carries nothing from step to step but the residual. Throws: Error: a step is wrong.
+// steps_before: the steps that a rule needs to settle. That is kStepsBefore, or one turn of the
+// gradients if the rule keeps nothing between steps but the residual.
+// Throws: Error: a step is wrong.
 inline Times measure(Timed& of, std::uint64_t steps_before, double seconds) {
   constexpr std::size_t kLeast = Gradients::kInTurn, kMost = 400;
   Times times;
@@ -73,12 +73,12 @@ inline Times measure(Timed& of, std::uint64_t steps_before, double seconds) {
   const auto spent = [&] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   };
-  // Interleaved, so that what else the machine does falls on all alike.
+  // Interleaved, so that other work of the machine slows all of them alike.
   while (ns.size() < kLeast || (ns.size() < kMost && spent() < seconds)) {
     of.load(step);
     add.push_back(of.bare());
     memory.push_back(of.memory_rate());
-    // In this order and the other, so that each gets all gradients in turn.
+    // The order changes, so that each of the two gets every gradient.
     const bool whole_first = ns.size() / 2 % 2 == 1;
     for (const bool is_whole : {whole_first, !whole_first}) {
       of.load(step);

@@ -1,4 +1,4 @@
-// What `skim bench network` measures besides the link: a rank's own speeds.
+// Measures a rank's own speeds, for `skim bench network`.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace skim::bench {
 
-// Of this thread, on a normal gradient of n entries at density 0.001, in the steady state. Seconds
-// of processor work, a second or two in all.
+// The speeds of this thread, on a normal gradient of n entries at density 0.001, in the steady
+// state. Takes a second or two.
 inline LocalSpeeds measure_local(std::size_t n) {
   const auto seconds_of = [](const std::function<void()>& job) {
     const auto start = std::chrono::steady_clock::now();
@@ -35,7 +35,7 @@ inline LocalSpeeds measure_local(std::size_t n) {
     select.push_back(select_s);
   }
 
-  // A merge as an exchange has it: an encoded frame comes in and is summed with what is there.
+  // A merge as in an exchange: a frame is encoded, decoded, and added to another selection.
   const Codec codec;
   SparseBuffer held, incoming, merged;
   held.assign(step.selection());

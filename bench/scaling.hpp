@@ -1,5 +1,5 @@
-// What `skim bench scaling` needs: a gradient that the ranks of a machine share, how busy the machine
-// was, and the interval that holds a median.
+// For `skim bench scaling`: a gradient that the ranks of a machine share, the load of the machine,
+// and a confidence interval of the median.
 #pragma once
 
 #include <fcntl.h>
@@ -27,19 +27,20 @@
 
 namespace skim::bench {
 
-// A normal gradient of n entries for every rank, in one file: that of rank r begins at entry
-// r * kShift, so that ranks select different indices, and those that see one folder hold one copy.
+// A normal gradient of n entries for every rank. All lie in one file, which ranks on one machine
+// share. Rank r's gradient begins at entry r * kShift, so ranks select different indices.
 class SharedGradient {
  public:
   static constexpr std::size_t kShift = 4099;
 
-  // Maps the file of the folder; a rank that finds none of the right size writes it, and removes it
-  // once all ranks have mapped it, unless `keep`. Collective. Throws: Error: no file can be made.
+  // Maps the file in the folder. A rank that finds no file of the right size writes it. If `keep`
+  // is false, it removes the file once all ranks have mapped it. Collective.
+  // Throws: Error: the file cannot be written or mapped.
   SharedGradient(const std::filesystem::path& folder, std::size_t n, bool keep, Communicator& comm)
       : n_(n), entries_(n + static_cast<std::size_t>(comm.size() - 1) * kShift) {
     const std::filesystem::path path = folder / ("skim-gradient-" + std::to_string(entries_));
     bool written = false;
-    for (int turn = 0; turn < comm.size(); ++turn) {  // one after another: one copy is written
+    for (int turn = 0; turn < comm.size(); ++turn) {  // in turn, so that one copy is written
       if (turn == comm.rank() && !is_complete(path)) {
         write(path);
         written = true;
@@ -54,7 +55,7 @@ class SharedGradient {
   SharedGradient(const SharedGradient&) = delete;
   SharedGradient& operator=(const SharedGradient&) = delete;
 
-  // To be read only: what is written becomes this rank's own copy.
+  // Only read it. A page that this rank writes to becomes a copy of its own.
   std::span<float> of(int rank) const {
     return std::span(data_, entries_).subspan(static_cast<std::size_t>(rank) * kShift, n_);
   }
@@ -65,7 +66,7 @@ class SharedGradient {
     std::error_code none;
     return std::filesystem::file_size(path, none) == bytes() && !none;
   }
-  // Under its name only when it is whole: a run that was interrupted leaves nothing to be trusted.
+  // The file gets its name once it is whole, so an interrupted run leaves no partial one.
   void write(const std::filesystem::path& path) const {
     const std::string partial = path.string() + "-" + std::to_string(getpid());
     const Magnitudes normal(half_normal_quantile);
@@ -100,8 +101,8 @@ class SharedGradient {
   float* data_ = nullptr;
 };
 
-// Time of all processors of this machine since it started, in ticks. Idle: also what waits for a
-// disk. 0 of 0 where the system does not tell.
+// The time of all processors since the machine started, in ticks. `idle` includes waits for a disk.
+// Both are 0 if the system does not tell.
 struct ProcessorTicks {
   double idle = 0.0, all = 0.0;
 };
@@ -117,14 +118,15 @@ inline ProcessorTicks processor_ticks() {
   return sum;
 }
 
-// What holds the median of independent samples of any continuous distribution: from the j-th
-// smallest to the j-th largest, with probability `coverage` = 1 - 2 P(Binomial(n, 1/2) < j).
+// A confidence interval of the median: from the j-th smallest sample to the j-th largest. It holds
+// the median of any continuous distribution with probability `coverage` = 1 - 2 P(Binomial(n, 1/2)
+// < j), if the samples are independent.
 struct MedianInterval {
   std::size_t j = 1;
   double low = 0.0, high = 0.0, coverage = 0.0;
 };
-// The narrowest that covers at least 95 %; of fewer than 6 samples, which do not get there, all.
-// Requires: x is not empty.
+// The narrowest interval with a coverage of at least 95 %. Fewer than 6 samples cannot reach that;
+// then the interval spans all of them. Requires: x is not empty.
 inline MedianInterval median_interval(std::vector<double> x) {
   std::ranges::sort(x);
   const auto n = static_cast<double>(x.size());
