@@ -2,7 +2,6 @@
 // cost model.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -15,6 +14,7 @@
 #include "tools/commands.hpp"
 #include "tools/json_file.hpp"
 #include "tools/launcher.hpp"
+#include "train/gather.hpp"
 
 namespace skim::tool {
 namespace {
@@ -31,10 +31,8 @@ struct NetworkOptions {
 // Whether the two ranks of the ping-pong are on one host, so that no network is measured.
 // Collective.
 bool on_one_host(Communicator& comm) {
-  const int host = comm.host();
-  MessageList hosts;
-  comm.allgather(std::as_bytes(std::span(&host, 1)), hosts);
-  return std::ranges::equal(hosts[0], hosts[hosts.size() - 1]);
+  const std::vector<int> hosts = train::gather_values(comm.host(), comm);
+  return hosts.front() == hosts.back();
 }
 
 void report(const NetworkOptions& o, int ranks, bool one_host,

@@ -35,6 +35,7 @@
 #include "tools/summation.hpp"
 #include "tools/train_command.hpp"
 #include "tools/units.hpp"
+#include "train/gather.hpp"
 
 namespace skim::tool {
 namespace {
@@ -160,11 +161,7 @@ double time_selection(std::size_t timed, std::size_t n, Communicator& comm) {
   if (comm.rank() == 0) {
     seconds = bench::measure_local(timed).select_s * static_cast<double>(n);
   }
-  std::vector<std::byte> message(sizeof seconds);
-  std::memcpy(message.data(), &seconds, sizeof seconds);
-  comm.broadcast(message, 0);
-  std::memcpy(&seconds, message.data(), sizeof seconds);
-  return seconds;
+  return train::gather_values(seconds, comm)[0];
 }
 
 // Replaces the times of the rounds by those of the slowest rank, and the bytes by those of the

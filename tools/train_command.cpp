@@ -32,6 +32,7 @@
 #include "tools/units.hpp"
 #include "train/checkpoint.hpp"
 #include "train/fields.hpp"
+#include "train/gather.hpp"
 #include "train/loop.hpp"
 #include "train/model_options.hpp"
 #include "train/options_json.hpp"
@@ -565,24 +566,9 @@ void expect_writable_outputs(const Arguments& a, const std::vector<Row>& rows) {
 }
 
 int threads_per_rank(Communicator& comm) {
-  MessageList hosts;
-  const int mine = comm.host();
-  comm.allgather(std::as_bytes(std::span(&mine, 1)), hosts);
-  int ranks_here = 0;
-  for (std::size_t r = 0; r < hosts.size(); ++r) {
-    int host = 0;
-    std::memcpy(&host, hosts[r].data(), sizeof host);
-    ranks_here += host == mine ? 1 : 0;
-  }
+  const auto ranks_here = std::ranges::count(train::gather_values(comm.host(), comm), comm.host());
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  return std::max(1, cores / std::max(1, ranks_here));
-}
-
-// The text of rank 0, on all ranks.
-std::string of_rank_0(const std::string& text, Communicator& comm) {
-  MessageList all;
-  comm.allgather(std::as_bytes(std::span(text)), all);
-  return {reinterpret_cast<const char*>(all[0].data()), all[0].size()};
+  return std::max(1, cores / static_cast<int>(ranks_here));
 }
 
 nlohmann::json summary_of(const std::vector<Row>& rows, int ranks) {
@@ -667,7 +653,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     if (trace) traces.push_back({row.name, trace->gather()});
     if (first) progress.end();
     if (first && command.after) command.after(people);
-    failure = of_rank_0(metrics.failure(), comm);
+    failure = train::gather_texts(metrics.failure(), comm)[0];
     if (row.summary.stopped || !row.summary.checkpoint_failure.empty() || !failure.empty() ||
         g_stop.load()) {
       rows.resize(i + 1);

@@ -15,6 +15,7 @@
 
 #include "skim/error.hpp"
 #include "train/files.hpp"
+#include "train/gather.hpp"
 
 namespace fs = std::filesystem;
 
@@ -78,10 +79,6 @@ std::optional<nlohmann::json> entry_of(const fs::path& file) {
   return in.eof() ? std::optional(entry(length, crc)) : std::nullopt;
 }
 
-std::string text_of(Bytes message) {
-  return {reinterpret_cast<const char*>(message.data()), message.size()};
-}
-
 template <class Body>
 std::string failure_of(Body&& body) {
   try {
@@ -92,19 +89,9 @@ std::string failure_of(Body&& body) {
   }
 }
 
-// Returns every rank's text. Collective.
-std::vector<std::string> gather(std::string_view mine, Communicator& comm) {
-  if (comm.size() == 1) return {std::string(mine)};
-  MessageList all;
-  comm.allgather(std::as_bytes(std::span(mine)), all);
-  std::vector<std::string> texts;
-  for (std::size_t r = 0; r < all.size(); ++r) texts.push_back(text_of(all[r]));
-  return texts;
-}
-
 // Throws on all ranks if any rank has a failure. Collective.
 void agree(const std::string& failure, Communicator& comm) {
-  const std::vector<std::string> all = gather(failure, comm);
+  const std::vector<std::string> all = gather_texts(failure, comm);
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r].empty()) continue;
     const std::string who = all.size() > 1 ? "rank " + std::to_string(r) + ": " : "";
@@ -148,7 +135,7 @@ CheckpointWriter::CheckpointWriter(fs::path dir, std::int64_t keep, Communicator
 void CheckpointWriter::expect_space(std::uint64_t least_bytes) {
   comm_.set_phase({"checkpoint: room on the disk"});
   std::uint64_t needed = 0;
-  for (const std::string& text : gather(std::to_string(least_bytes), comm_)) {
+  for (const std::string& text : gather_texts(std::to_string(least_bytes), comm_)) {
     needed += std::stoull(text);
   }
   std::string failure;
@@ -170,7 +157,7 @@ void CheckpointWriter::begin(std::int64_t step, std::vector<CheckpointFile> file
       fs::create_directories(aside);
     });
   }
-  gather("", comm_);  // rank 0 has made the folder, or finish() tells why not
+  gather_texts("", comm_);  // rank 0 has made the folder, or finish() tells why not
   written_ = std::async(std::launch::async, [aside, failure, files = std::move(files)] {
     if (!failure.empty()) throw Error(failure);
     nlohmann::json entries = nlohmann::json::object();
@@ -194,7 +181,7 @@ fs::path CheckpointWriter::finish() {
   std::string failure = failure_of([&] { mine = written_.get(); });
   try {
     agree(failure, comm_);
-    const std::vector<std::string> all = gather(mine.dump(), comm_);
+    const std::vector<std::string> all = gather_texts(mine.dump(), comm_);
     if (comm_.rank() == 0) {
       failure = failure_of([&] {
         nlohmann::json manifest{{"format", kFormat}, {"step", step_}, {"ranks", comm_.size()}};
@@ -280,13 +267,13 @@ GoodCheckpoint newest_checkpoint(const fs::path& dir, Communicator& comm, std::i
       if (*step_of(c) <= last) mine += c.filename().string() + '\n';
     }
   }
-  std::istringstream names(gather(mine, comm).front());
+  std::istringstream names(gather_texts(mine, comm).front());
   GoodCheckpoint found;
   for (std::string name; std::getline(names, name);) {
     const auto faults =
-        gather(fault_of(dir / name, static_cast<std::size_t>(comm.rank()),
-                        static_cast<std::size_t>(comm.size())),
-               comm);
+        gather_texts(fault_of(dir / name, static_cast<std::size_t>(comm.rank()),
+                              static_cast<std::size_t>(comm.size())),
+                     comm);
     const auto fault = std::ranges::find_if(faults, [](const auto& f) { return !f.empty(); });
     if (fault == faults.end()) {
       found.folder = dir / name;

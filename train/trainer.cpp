@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -20,6 +19,7 @@
 #include "train/buckets.hpp"
 #include "train/checkpoint.hpp"
 #include "train/files.hpp"
+#include "train/gather.hpp"
 #include "train/loop.hpp"
 #include "train/models.hpp"
 #include "train/options_json.hpp"
@@ -42,22 +42,6 @@ constexpr std::uint32_t kTimesSignal = 16;      // compare the ranks' times
 
 constexpr std::chrono::seconds kTimesEvery{10};
 constexpr int kMostRollbacks = 3;
-
-// Returns the numbers of every rank, by rank. Collective.
-std::vector<std::vector<double>> gather(std::span<const double> mine, Communicator& comm) {
-  if (comm.size() == 1) return {{mine.begin(), mine.end()}};
-  MessageList all;
-  comm.allgather(std::as_bytes(mine), all);
-  std::vector<std::vector<double>> numbers(all.size(), std::vector<double>(mine.size()));
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    if (all[r].size() != mine.size_bytes()) {
-      throw CommError("rank " + std::to_string(r) + " sent another number of values",
-                      static_cast<int>(r), comm.phase().text());
-    }
-    std::memcpy(numbers[r].data(), all[r].data(), all[r].size());
-  }
-  return numbers;
-}
 
 // While this object lives, the model's floating-point buffers are the means over the last `ranks`
 // ranks. Afterwards they are this rank's own again. Buffers are averaged for evaluation and
@@ -259,11 +243,8 @@ class Run {
 
   void compare_times() {
     comm_.set_phase({"comparison of times"});
-    const auto all = gather(std::array{compute_s_}, comm_);
-    std::vector<double> compute;
-    for (std::size_t r = all.size() - static_cast<std::size_t>(ranks_); r < all.size(); ++r) {
-      compute.push_back(all[r][0]);
-    }
+    const std::vector<double> all = gather_values(compute_s_, comm_);
+    const std::vector<double> compute(all.end() - ranks_, all.end());
     const auto now = Clock::now();
     const double seconds = 1e-3 * milliseconds(now - last_times_);
     std::vector<double> waited = stragglers_.waited();  // before this interval
@@ -334,10 +315,11 @@ class Run {
              std::hash<std::string_view>{}({static_cast<const char*>(c.data_ptr()), c.nbytes()});
     }
     comm_.set_phase({"evaluation"});
-    const auto all = gather(std::array{mine.loss, mine.correct, mine.predictions, loss_sum_,
-                                       static_cast<double>(loss_count_), stop_.load() ? 1.0 : 0.0,
-                                       std::bit_cast<double>(hash)},
-                            comm_);
+    const auto all =
+        gather_values(std::array{mine.loss, mine.correct, mine.predictions, loss_sum_,
+                                 static_cast<double>(loss_count_), stop_.load() ? 1.0 : 0.0,
+                                 std::bit_cast<double>(hash)},
+                      comm_);
     std::array<double, 6> total{};
     for (std::size_t r = 0; r < all.size(); ++r) {
       for (std::size_t i = 0; i < total.size(); ++i) total[i] += all[r][i];
@@ -396,7 +378,7 @@ class Run {
     diverged_ = false;
     if (!options_.checkpoint.empty()) end_open_checkpoint();
     comm_.set_phase({"comparison of losses"});
-    const auto all = gather(std::array{watchdog_.recent(), watchdog_.before()}, comm_);
+    const auto all = gather_values(std::array{watchdog_.recent(), watchdog_.before()}, comm_);
     const auto worst = std::ranges::max_element(all, {}, [](const auto& of_rank) {
       return std::isfinite(of_rank[0]) ? of_rank[0] / std::max(of_rank[1], 1e-30) : of_rank[0];
     });
@@ -633,11 +615,11 @@ class Run {
   Summary summary() {
     const auto counted = static_cast<double>(std::max<std::int64_t>(1, done_ - first_));
     comm_.set_phase({"summary"});
-    const auto all = gather(std::array{static_cast<double>(sent_bytes_) / counted,
-                                       static_cast<double>(received_bytes_) / counted,
-                                       static_cast<double>(peak_rss_bytes()),
-                                       static_cast<double>(union_entries_) / counted},
-                            comm_);
+    const auto all = gather_values(std::array{static_cast<double>(sent_bytes_) / counted,
+                                              static_cast<double>(received_bytes_) / counted,
+                                              static_cast<double>(peak_rss_bytes()),
+                                              static_cast<double>(union_entries_) / counted},
+                                   comm_);
     Summary s;
     double rss = 0.0;
     for (const auto& of_rank : all) {
@@ -710,17 +692,11 @@ class Run {
 void expect_equal_on_all_ranks(const nlohmann::json& mine, const std::string& what,
                                Communicator& comm) {
   if (comm.size() == 1) return;
-  const std::string text = json_text(mine);
-  MessageList all;
   comm.set_phase({"comparison of options"});
-  comm.allgather(std::as_bytes(std::span(text)), all);
-  const auto of = [&](std::size_t r) {
-    return nlohmann::json::parse(reinterpret_cast<const char*>(all[r].data()),
-                                 reinterpret_cast<const char*>(all[r].data()) + all[r].size());
-  };
-  const nlohmann::json first = of(0);
+  const std::vector<std::string> all = gather_texts(json_text(mine), comm);
+  const nlohmann::json first = nlohmann::json::parse(all[0]);
   for (std::size_t r = 1; r < all.size(); ++r) {
-    const nlohmann::json other = of(r);
+    const nlohmann::json other = nlohmann::json::parse(all[r]);
     if (other == first) continue;
     std::string difference;
     for (const auto& change : nlohmann::json::diff(first, other)) {

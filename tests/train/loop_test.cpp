@@ -1,12 +1,15 @@
-// The parts of a run that watch it: losses, slow ranks, times.
+// The parts of a run that watch it: losses, slow ranks, times, values of all ranks.
 #include "train/loop.hpp"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
+#include <thread>
 #include <vector>
 
+#include "skim/error.hpp"
+#include "train/gather.hpp"
 #include "train/stragglers.hpp"
 #include "train/watchdog.hpp"
 
@@ -126,6 +129,32 @@ TEST(StepTimes, medians_of_a_short_run_are_exact) {
   StepRecord medians;
   times.medians(medians);
   EXPECT_EQ(medians.step_ms, 5.0);
+}
+
+TEST(gather, values_come_by_rank) {
+  auto comms = make_in_process_group(3);
+  std::vector<std::jthread> ranks;
+  for (auto& comm : comms) {
+    ranks.emplace_back([&comm] {
+      EXPECT_EQ(gather_values(10 * comm->rank(), *comm), (std::vector{0, 10, 20}));
+      const std::string text(static_cast<std::size_t>(comm->rank()), 'x');
+      EXPECT_EQ(gather_texts(text, *comm), (std::vector<std::string>{"", "x", "xx"}));
+    });
+  }
+}
+
+TEST(gather, a_value_of_another_length_names_its_rank) {
+  auto comms = make_in_process_group(2);
+  std::vector<std::jthread> ranks;
+  ranks.emplace_back([&] {
+    try {
+      gather_values(1.0, *comms[0]);
+      ADD_FAILURE() << "the value of rank 1 was taken";
+    } catch (const CommError& e) {
+      EXPECT_EQ(e.peer(), 1);
+    }
+  });
+  ranks.emplace_back([&] { EXPECT_THROW(gather_values('x', *comms[1]), CommError); });
 }
 
 }  // namespace
