@@ -28,6 +28,7 @@
 #include "skim/names.hpp"
 #include "skim/schedule.hpp"
 #include "tools/commands.hpp"
+#include "tools/failure.hpp"
 #include "tools/json_file.hpp"
 #include "tools/npy.hpp"
 #include "tools/train_command.hpp"
@@ -35,7 +36,6 @@
 namespace skim::tool {
 namespace {
 
-constexpr int kUsageError = 2;
 constexpr std::string_view kNthElement = "std::nth_element", kTorchTopk = "torch.topk";
 
 // ---- baselines: common ways to select without Skim

@@ -1,19 +1,16 @@
 #include "tools/command_line.hpp"
 
-#include <c10/util/Exception.h>
-
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
-#include <new>
 #include <numeric>
 #include <sstream>
 
 #include "skim/error.hpp"
 #include "skim/version.hpp"
+#include "tools/failure.hpp"
 #include "tools/units.hpp"
-#include "train/data.hpp"
 
 namespace skim::tool {
 namespace {
@@ -217,7 +214,6 @@ void expect_no_empty_value(const CLI::App& app) {
 }  // namespace
 
 int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
-  constexpr int kUsageError = 2, kRunError = 1;
   const std::string name = app.get_name(), hint = " (" + name + " --help lists all options)";
   const auto failed = [&name](const std::string& why, int status) {
     std::fprintf(stderr, "%s: %s\n", name.c_str(), why.c_str());
@@ -237,17 +233,9 @@ int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int(
   }
   try {
     return run();
-  } catch (const InvalidArgument& e) {
-    return failed(e.what(), kUsageError);
-  } catch (const train::DataError& e) {
-    return failed(e.what(), kUsageError);
-  } catch (const c10::Error& e) {
-    const std::string why = e.what_without_backtrace();
-    return failed(why.substr(0, why.find('\n')), kRunError);
-  } catch (const std::bad_alloc&) {
-    return failed("out of memory", kRunError);
-  } catch (const std::exception& e) {
-    return failed(e.what(), kRunError);
+  } catch (...) {
+    const Failure failure = current_failure();
+    return failed(failure.message, failure.code);
   }
 }
 

@@ -127,8 +127,7 @@ class CommandLine {
 std::string command_text(int argc, char** argv);
 
 // Parses, then runs. On failure, prints one line on standard error that begins with the app's name.
-// Returns 2 for a wrong command line, InvalidArgument or train::DataError, and 1 for any other
-// failure.
+// Returns kUsageError for a wrong command line, otherwise the code of current_failure().
 int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int()>& run);
 
 // For numbers. CLI11's own messages for ranges print the largest double.

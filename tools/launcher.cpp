@@ -30,7 +30,6 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string_view>
 #include <system_error>
@@ -481,9 +480,10 @@ void RankStatus::ended() {
   if (!path_.empty()) std::remove((path_ + ".pid").c_str());
 }
 
-bool RankStatus::failed(const std::string& message, bool cause, int code) {
+bool RankStatus::failed(const Failure& failure) {
   if (path_.empty()) return false;
-  std::ofstream(path_ + (cause ? ".cause" : ".effect")) << code << ' ' << message << '\n';
+  std::ofstream(path_ + (failure.is_cause ? ".cause" : ".effect"))
+      << failure.code << ' ' << failure.message << '\n';
   ended();
   return true;
 }
@@ -491,9 +491,7 @@ bool RankStatus::failed(const std::string& message, bool cause, int code) {
 int run_as_rank(const std::string& command, const std::function<void(Communicator&)>& body) {
   std::unique_ptr<Communicator> comm;
   std::unique_ptr<RankStatus> status;
-  std::string failure;
-  bool cause = true;
-  int code = 1, culprit = -1;
+  Failure failure;
   try {
     if (!is_available(Backend::mpi)) throw InvalidArgument("this build has no MPI");
     comm = connect(Backend::mpi, {.timeout = std::chrono::minutes(5)});
@@ -503,25 +501,16 @@ int run_as_rank(const std::string& command, const std::function<void(Communicato
     comm.reset();
     status->ended();
     return 0;
-  } catch (const CommError& e) {
-    failure = e.what();
-    cause = false;
-    culprit = e.peer();
-  } catch (const InvalidArgument& e) {
-    failure = e.what();
-    code = 2;
-  } catch (const std::bad_alloc&) {
-    failure = "out of memory";
-  } catch (const std::exception& e) {
-    failure = e.what();
+  } catch (...) {
+    failure = current_failure();
   }
-  if (!status || !status->failed(failure, cause, code)) {
-    std::fprintf(stderr, "%s: %s\n", command.c_str(), failure.c_str());
+  if (!status || !status->failed(failure)) {
+    std::fprintf(stderr, "%s: %s\n", command.c_str(), failure.message.c_str());
   }
   std::fflush(nullptr);
-  if (comm) comm->abort(culprit >= 0 ? culprit : comm->rank());
+  if (comm) comm->abort(failure.culprit >= 0 ? failure.culprit : comm->rank());
   comm.reset();
-  _exit(code);  // MPI_Finalize would wait for ranks that have ended
+  _exit(failure.code);  // MPI_Finalize would wait for ranks that have ended
 }
 
 }  // namespace skim::tool

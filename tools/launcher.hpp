@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "skim/communicator.hpp"
+#include "tools/failure.hpp"
 
 namespace skim::tool {
 
@@ -62,10 +63,9 @@ class RankStatus {
   void succeeded();
   // The rank ends in order, whatever its exit status.
   void ended();
-  // The rank failed. cause: the failure is this rank's own; otherwise it saw that of another rank.
-  // code: the exit status that the run should have. Returns true if the launcher will print the
-  // message.
-  bool failed(const std::string& message, bool cause, int code);
+  // The rank failed, and the run should have the failure's code. Returns true if the launcher will
+  // print the message.
+  bool failed(const Failure& failure);
   // Whether the launcher has told the ranks to stop. It knows the exit status then, and a rank ends
   // with 0: mpirun waits for seconds if one does not.
   bool is_told_to_stop() const;
@@ -76,7 +76,7 @@ class RankStatus {
 
 // Joins the MPI ranks that this process was started with and runs `body`. Returns 0. If `body`
 // throws, this prints one line about the error that begins with the command's name. Then it ends
-// the process, and with it all ranks, with status 2 for InvalidArgument and 1 for other errors.
+// the process, and with it all ranks, with the code of current_failure().
 int run_as_rank(const std::string& command, const std::function<void(Communicator&)>& body);
 
 // The columns, now, of the terminal that people look at; 0: none, or one that only prints

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "tools/failure.hpp"
 #include "tools/report.hpp"
 #include "train/checkpoint.hpp"
 
@@ -15,7 +16,6 @@ namespace skim::tool {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int kUsageError = 2;
 
 struct Restart {
   Clock::time_point at;

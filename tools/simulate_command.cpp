@@ -29,6 +29,7 @@
 #include "skim/select.hpp"
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
+#include "tools/failure.hpp"
 #include "tools/json_file.hpp"
 #include "tools/launcher.hpp"
 #include "tools/repetition.hpp"
@@ -485,7 +486,7 @@ int simulate_training(int argc, char** argv) {
     take_over(repetition, o);
   } catch (const InvalidArgument& e) {
     fmt::print(stderr, "skim simulate: {}\n", e.what());
-    return 2;
+    return kUsageError;
   }
   CLI::App app(
       "Trains like a group of ranks, but in this process, with one copy of the parameters and the "

@@ -21,6 +21,7 @@
 #include "skim/error.hpp"
 #include "skim/version.hpp"
 #include "tools/commands.hpp"
+#include "tools/failure.hpp"
 #include "tools/fit.hpp"
 #include "tools/json_file.hpp"
 #include "tools/keep_beside.hpp"
@@ -47,7 +48,6 @@ using train::is_adaptive;
 using train::is_dense;
 using train::TrainOptions;
 
-constexpr int kUsageError = 2, kRunError = 1;
 constexpr int kMostLocalRanks = 256;
 
 std::atomic<bool> g_stop{false};
@@ -726,9 +726,8 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
   const bool with_mpi = is_launched();
   std::unique_ptr<Communicator> comm;
   std::unique_ptr<RankStatus> status;
-  std::string failure;
-  bool cause = true;
-  int code = kRunError, culprit = -1;
+  std::optional<Failure> failure;
+  int code = 0;
   try {
     if (with_mpi && !is_available(Backend::mpi)) {
       throw InvalidArgument("started as one of several ranks, but this build has no MPI");
@@ -740,24 +739,10 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
                             std::to_string(comm->size()));
     }
     code = run_rank(command, a, rows, *comm);
-  } catch (const CommError& e) {
-    failure = e.what();
-    cause = false;
-    culprit = e.peer();
-  } catch (const InvalidArgument& e) {
-    failure = e.what();
-    code = kUsageError;
-  } catch (const train::DataError& e) {
-    failure = e.what();
-    code = kUsageError;
-  } catch (const c10::Error& e) {
-    failure = e.what_without_backtrace();
-  } catch (const std::bad_alloc&) {
-    failure = "out of memory";
-  } catch (const std::exception& e) {
-    failure = e.what();
+  } catch (...) {
+    failure = current_failure();
   }
-  if (failure.empty()) {
+  if (!failure) {
     if (code != 0 && g_signal.load() != 0) code = status_of_signal(g_signal.load());
     if (code == 0) {
       if (status) status->succeeded();
@@ -767,18 +752,19 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
     if (comm && with_mpi) comm->barrier();  // so that mpirun does not end ranks that still work
     return status && status->is_told_to_stop() ? 0 : code;
   }
-  const std::string line = failure.substr(0, failure.find('\n'));
-  const std::string who = comm && comm->size() > 1 && !line.starts_with("rank ")
-                              ? "rank " + std::to_string(comm->rank()) + ": " + line
-                              : line;
-  if (!status || !status->failed(who, cause, code)) std::fprintf(stderr, "skim: %s\n", who.c_str());
+  std::string& line = failure->message;
+  line.resize(std::min(line.find('\n'), line.size()));
+  if (comm && comm->size() > 1 && !line.starts_with("rank ")) {
+    line.insert(0, "rank " + std::to_string(comm->rank()) + ": ");
+  }
+  if (!status || !status->failed(*failure)) std::fprintf(stderr, "skim: %s\n", line.c_str());
   std::fflush(nullptr);
-  if (comm) comm->abort(culprit >= 0 ? culprit : comm->rank());
+  if (comm) comm->abort(failure->culprit >= 0 ? failure->culprit : comm->rank());
   if (with_mpi) {
     comm.reset();
-    _exit(code);  // MPI_Finalize would wait for ranks that have ended
+    _exit(failure->code);  // MPI_Finalize would wait for ranks that have ended
   }
-  return code;
+  return failure->code;
 }
 
 }  // namespace
