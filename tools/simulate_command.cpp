@@ -504,6 +504,7 @@ int simulate_training(int argc, char** argv) {
   return parse_and_run(app, static_cast<int>(repetition.arguments.size()),
                        repetition.arguments.data(),
                        [&] {
+                         choose_length(app, o.train);
                          check(o);
                          expect_effects(app, {row_of(o.train)}, kUses);
                          return run(o, command_text(argc, argv));

@@ -327,6 +327,12 @@ void expect_effects(const CLI::App& app, const std::vector<Row>& rows,
   }
 }
 
+void choose_length(const CLI::App& app, train::TrainOptions& t) {
+  if (app.count("--epochs") == 0) return;
+  if (app.count("--steps") > 0) throw InvalidArgument("--epochs and --steps exclude each other");
+  t.steps = 0;
+}
+
 void check_training_options(const train::TrainOptions& t) {
   if (t.resume && t.checkpoint.empty()) throw InvalidArgument("--resume needs --checkpoint DIR");
   if (t.on_divergence == train::OnDivergence::rollback &&
@@ -802,6 +808,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
       CLI::App again;
       declare(again, one, command);
       again.parse(static_cast<int>(arguments.size()), arguments.data());
+      choose_length(again, one.train);
       if (const auto& run = repetition.runs[i];
           run.contains("choices") && again.count("--exchange") == 0) {
         one.train.replay = train::choices_of(run["choices"], repetition.who() + ": choices");
@@ -810,6 +817,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
                             .options = one.train,
                             .summary = {}});
     }
+    choose_length(app, a.train);
     check(a);
     a.command = command_text(argc, argv);
     std::vector<Row> rows = plan(a);

@@ -25,6 +25,10 @@ void add_training_options(CommandLine& line, train::TrainOptions& options);
 void add_codec_options(CommandLine& line, CodecOptions& codec,
                        std::initializer_list<std::string_view> names);
 
+// Lets --epochs of the command line precede the steps of a run that --config names. Throws:
+// InvalidArgument: both --epochs and --steps are given.
+void choose_length(const CLI::App& app, train::TrainOptions& options);
+
 // Checks that the options fit together. Throws: InvalidArgument.
 void check_training_options(const train::TrainOptions& options);
 

@@ -437,6 +437,16 @@ class Usage(Case):
         self.assertEqual(second["steps"], 2 * first["steps"])
         first, second = repeated(["--steps", 2, "--memory", "gradients"], ["--density", 0.5])
         self.assertEqual((second["memory"], second["derived"]), ("gradients", ["epochs"]))
+        first, second = repeated(["--steps", 2], ["--epochs", 0.25])
+        self.assertEqual((second["epochs"], second["derived"]), (0.25, ["memory", "steps"]))
+
+    def test_epochs_and_steps_exclude_each_other(self):
+        config = self.dir / "run.toml"
+        config.write_text("steps = 3\n")
+        for command in (["train"], ["simulate", "--train", "--link", "1gbit"]):
+            for given in (["--steps", 3], ["--config", config]):
+                self.assert_refused(skim(*command, "--epochs", 2, *given),
+                                    "--epochs and --steps exclude each other")
 
     def test_bad_data_files(self):
         def mnist(images, labels):
