@@ -249,7 +249,7 @@ void EventFiles::open(const std::string& run) {
   run_ = run;
   totals_ = {};
   const fs::path folder = folder_ / run;
-  if (!goes_on_ && !files_in(folder).empty()) keep_beside("--tensorboard", folder);
+  if (!goes_on_ && !files_in(folder).empty()) put_beside("--tensorboard", folder);
   std::error_code ignored;  // then the file cannot be opened
   fs::create_directories(folder, ignored);
   const auto now = std::chrono::system_clock::now().time_since_epoch();

@@ -9,13 +9,9 @@ namespace fs = std::filesystem;
 
 namespace skim::tool {
 
-void keep_beside(const std::string& option, const fs::path& path) {
+void put_beside(const std::string& option, const fs::path& path) {
   std::error_code code;
   const fs::path target = fs::weakly_canonical(path, code);
-  if (code) return;
-  const bool has_content = fs::is_directory(target, code) ||
-                           (fs::is_regular_file(target, code) && fs::file_size(target, code) > 0);
-  if (!has_content) return;
   fs::path kept;
   for (int i = 1; kept.empty() || fs::exists(kept, code); ++i) {
     kept = target;
@@ -27,6 +23,12 @@ void keep_beside(const std::string& option, const fs::path& path) {
   }
   std::fprintf(stderr, "skim: %s: kept the old '%s' as '%s'\n", option.c_str(),
                path.string().c_str(), kept.filename().string().c_str());
+}
+
+void keep_beside(const std::string& option, const fs::path& path) {
+  std::error_code ignored;
+  if (!fs::is_regular_file(path, ignored) || fs::file_size(path, ignored) == 0) return;
+  put_beside(option, path);
 }
 
 bool is_one_file(const fs::path& one, const fs::path& other) {

@@ -6,9 +6,10 @@
 
 namespace skim::tool {
 
-// Renames a folder, or a file with content, to the first free name of PATH.~1~, PATH.~2~, ..., and
-// says so on standard error. Leaves alone what does not exist, and what is neither a folder nor a
-// plain file. `option` names the option in messages. Throws: Error.
+// Renames a file or a folder, which must exist, to the first free name of PATH.~1~, PATH.~2~, ...,
+// and says so on standard error. `option` names the option in messages. Throws: Error.
+void put_beside(const std::string& option, const std::filesystem::path& path);
+// Does so with a plain file that has content. Leaves everything else alone.
 void keep_beside(const std::string& option, const std::filesystem::path& path);
 
 // Whether two paths name one file, which may not exist yet, or are both "-". An empty path names

@@ -650,7 +650,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     if (first && !note.empty()) progress.say(note);
     const std::filesystem::path& folder = row.options.checkpoint;
     if (first && !row.options.resume && !train::checkpoints_of(folder).empty()) {
-      keep_beside("--checkpoint", folder);
+      put_beside("--checkpoint", folder);
     }
     if (first && command.attach) command.attach(row, comm.size(), observer);
     std::optional<train::Trace> trace;

@@ -1258,6 +1258,17 @@ class Failures(Case):
         self.assertNotIn("--metrics", done.stderr)
         self.assertNotIn("--checkpoint", done.stderr)
 
+    def test_a_folder_is_not_renamed_for_a_file(self):
+        metrics, folder = self.dir / "m.jsonl", self.dir / "folder"
+        self.assert_ok(train("--model", "linear", "--steps", 3, "--metrics", metrics))
+        (folder / "below").mkdir(parents=True)
+        self.assert_refused(skim("report", metrics, "--out", folder), f"--out: cannot write '{folder}': Is a directory",
+                            status=1)
+        done = skim("simulate", "--train", "--link", "1gbit", *SMALL, "--model", "linear", "--steps", 3,
+                    "--metrics", folder)
+        self.assert_refused(done, f"--metrics: cannot open '{folder}': Is a directory")
+        self.assertTrue((folder / "below").is_dir())
+
     def test_one_file_by_two_names(self):
         done = train("--model", "linear", "--steps", 3, "--metrics", self.dir / "x", "--summary", f"{self.dir}/./x")
         self.assert_refused(done, "--summary and --metrics are one file")
