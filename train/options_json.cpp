@@ -128,15 +128,20 @@ void take(const json& j, DensityRule& rule, const FieldInfo&, const std::string&
 void take(const json& j, WarmUp& w, const FieldInfo&, const std::string& who) {
   w = warm_up(j.get<std::string>(), who);
 }
-void take(const json& j, ByteCount& x, const FieldInfo&, const std::string&) {
-  x.bytes = j.get<double>();
+double amount(const json& j, const std::string& who) {
+  const auto x = j.get<double>();
+  if (x >= 0.0) return x;
+  throw InvalidArgument(who + ": expected a number >= 0, got " + j.dump());
 }
-void take(const json& j, Duration& x, const FieldInfo&, const std::string&) {
-  x.seconds = j.get<double>();
+void take(const json& j, ByteCount& x, const FieldInfo&, const std::string& who) {
+  x.bytes = amount(j, who);
 }
-void take(const json& j, std::optional<Duration>& x, const FieldInfo&, const std::string&) {
+void take(const json& j, Duration& x, const FieldInfo&, const std::string& who) {
+  x.seconds = amount(j, who);
+}
+void take(const json& j, std::optional<Duration>& x, const FieldInfo&, const std::string& who) {
   x.reset();
-  if (!j.is_null()) x = Duration{j.get<double>()};
+  if (!j.is_null()) x = Duration{amount(j, who)};
 }
 void take(const json& j, std::optional<Link>& link, const FieldInfo&, const std::string& who) {
   link.reset();

@@ -92,6 +92,10 @@ TEST(fields, refusals) {
   EXPECT_EQ(refusal({{"batch", -1}}), "file: batch: expected a number > 0, got -1");
   EXPECT_EQ(refusal({{"dense_below", -1}}), "file: dense_below: expected a number >= 0, got -1");
   EXPECT_EQ(refusal({{"momentum", 1.5}}), "file: momentum: expected a number in [0, 1), got 1.5");
+  for (const char* amount : {"compute", "budget", "target_time"}) {
+    EXPECT_EQ(refusal({{amount, -1}}),
+              std::string("file: ") + amount + ": expected a number >= 0, got -1");
+  }
   EXPECT_EQ(refusal({{"lr", "fast"}}), "file: lr: not a value that --summary writes: \"fast\"");
   EXPECT_EQ(refusal({{"drop", "all"}}).find("file: drop: no 'all'; there are: survivors"), 0U);
 }
