@@ -212,9 +212,10 @@ double RunLength::rate(const LearningRate& by, std::int64_t step) const {
 }
 
 RunLength run_length(const TrainOptions& o, std::int64_t steps_per_epoch) {
+  constexpr double kMostSteps = 0x1p53;  // as many as --steps takes
   const auto per_epoch = static_cast<double>(steps_per_epoch);
   const auto steps = [&](double epochs) {
-    return std::max<std::int64_t>(1, std::llround(epochs * per_epoch));
+    return std::max<std::int64_t>(1, std::llround(std::min(epochs * per_epoch, kMostSteps)));
   };
   const std::int64_t total = o.steps > 0 ? o.steps : steps(o.epochs);
   return {.per_epoch = steps_per_epoch,

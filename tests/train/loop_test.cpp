@@ -131,6 +131,14 @@ TEST(StepTimes, medians_of_a_short_run_are_exact) {
   EXPECT_EQ(medians.step_ms, 5.0);
 }
 
+TEST(RunLength, more_epochs_than_steps_can_count_are_no_short_run) {
+  TrainOptions o;
+  o.epochs = o.eval_epochs = 1e300;
+  const RunLength length = run_length(o, 10);
+  EXPECT_EQ(length.total, std::int64_t{1} << 53);
+  EXPECT_EQ(length.evaluation, std::int64_t{1} << 53);
+}
+
 TEST(gather, values_come_by_rank) {
   auto comms = make_in_process_group(3);
   std::vector<std::jthread> ranks;
