@@ -26,6 +26,9 @@
 namespace skim::tool {
 namespace {
 
+constexpr double kLeastEntries = 1000.0;  // of a set, if no length is given
+constexpr Index kMostEntries = std::numeric_limits<Index>::max();  // of a gradient
+
 struct WireOptions {
   std::vector<std::size_t> lengths;
   std::vector<double> densities;
@@ -71,7 +74,6 @@ std::vector<WireCase> cases_of(const WireOptions& o) {
             ? std::vector<double>(bench::kDensities.begin(), bench::kDensities.end())
             : o.densities;
     for (const double d : densities) {
-      constexpr double kLeastEntries = 1000.0;
       const std::vector<std::size_t> lengths =
           !o.lengths.empty()
               ? o.lengths
@@ -169,6 +171,11 @@ int run(const WireOptions& o) {
       throw InvalidArgument("--density: expected numbers in (0, 1), got " +
                             nlohmann::json(d).dump());
     }
+    if (o.lengths.empty() && kLeastEntries / d > double{kMostEntries}) {
+      throw InvalidArgument(fmt::format(
+          "--density {:g}: {:g} / density is more than the {} entries of a frame; give --n", d,
+          kLeastEntries, kMostEntries));
+    }
   }
   const std::vector<WireCase> list = cases_of(o);
   JsonFile json(o.json);
@@ -214,7 +221,7 @@ int bench_wire_command(int argc, char** argv) {
   line.group("What is measured (without any of them: uniform sets and the recorded ones)");
   line.plain("--n", o.lengths, "N,...", "entries of the gradient [1000 / density and 25000000]")
       ->delimiter(',')
-      ->check(CLI::Range(std::size_t{2}, std::size_t{std::numeric_limits<Index>::max()}));
+      ->check(CLI::Range(std::size_t{2}, std::size_t{kMostEntries}));
   line.plain("--density", o.densities, "D,...", "k/n of uniform sets [0.1,0.01,0.001,0.0001]")
       ->delimiter(',');
   line.plain("--recorded", o.recorded, "FILE...",

@@ -157,6 +157,7 @@ class Wire(Case):
 
     def test_wrong_usage_is_refused_in_one_line(self):
         self.assert_refused(wire("--density", 1), "--density", "(0, 1)")
+        self.assert_refused(wire("--density", 1e-12), "--density 1e-12", "give --n", "4294967295")
         self.assert_refused(wire("--n", 1), "--n")
         self.assert_refused(wire("--value-code", "q3"), "q8,q4,q2")
         self.assert_refused(wire("--json", self.dir / "no" / "f.json"), "--json", "cannot open")
