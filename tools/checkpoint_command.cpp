@@ -18,7 +18,8 @@ namespace {
 
 // The checkpoints in a folder, or the one that the folder is. Throws: InvalidArgument: none.
 std::vector<fs::path> named_by(const fs::path& dir) {
-  if (!fs::is_directory(dir)) {
+  std::error_code ignored;
+  if (!fs::is_directory(dir, ignored)) {
     throw InvalidArgument("DIR: no folder '" + dir.string() + "'; give the one of --checkpoint");
   }
   std::vector<fs::path> found = train::checkpoints_of(dir);

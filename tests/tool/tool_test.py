@@ -940,6 +940,7 @@ class Checkpoints(Case):
         self.assertTrue(self.state(folder) == residuals, "the residuals differ")
         self.assert_refused(skim("checkpoint", "verify", self.dir / "none"), "no folder", "none")
         self.assert_refused(skim("checkpoint", "verify", self.dir), "no checkpoint in")
+        self.assert_refused(skim("checkpoint", "verify", "c" * 300), "no folder", "ccc")
         self.assert_refused(skim("checkpoint"), "subcommand")
 
     def test_another_number_of_ranks_goes_on(self):
