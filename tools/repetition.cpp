@@ -29,7 +29,8 @@ Repetition repetition_of(int argc, char** argv) {
     r.file = file;
     r.runs.clear();
     for (const nlohmann::json& run : all) {
-      if (!all.is_array() || !run.is_object() || !run.contains("exchange")) {
+      if (!all.is_array() || !run.is_object() || !run.contains("exchange") ||
+          !run.value("run", nlohmann::json("")).is_string()) {
         r.runs.clear();
         break;
       }

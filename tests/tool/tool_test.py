@@ -343,7 +343,7 @@ class Usage(Case):
 
     def test_a_summary_is_a_config_file(self):
         summary = self.dir / "s.json"
-        for text in ["[]", "{}", "[1]", '[{"model": "mlp"}]']:
+        for text in ["[]", "{}", "[1]", '[{"model": "mlp"}]', '[{"exchange": "gtopk", "run": 5}]']:
             summary.write_text(text)
             self.assert_refused(train("--config", summary), "--config", "no summary", "TOML")
         for key, value, words in [("select", "best", ["select", "best", "exact"]),
