@@ -343,6 +343,9 @@ void check(TrainingOptions& o) {
   if (!o.train.checkpoint.empty()) {
     throw InvalidArgument("--checkpoint: a simulation has no checkpoints; leave it out");
   }
+  if (o.train.on_divergence != train::OnDivergence::ignore) {
+    throw InvalidArgument("--on-divergence: a simulation does not watch its losses; leave it out");
+  }
   if (is_one_file(o.link.json, o.train.metrics)) {
     throw InvalidArgument("--json and --metrics are one file: '" + o.link.json + "'");
   }

@@ -217,6 +217,7 @@ class Training(Case):
             (["--exchange", "hierarchical"], ["hierarchical", "one host"]),
             (["--checkpoint", self.dir], ["--checkpoint", "leave it out"]),
             (["--resume"], ["--resume"]),
+            (["--on-divergence", "stop"], ["--on-divergence", "leave it out"]),
             (["--model", "alexnet"], ["alexnet", "lenet5"]),
             (["--data", "mnist", "--data-dir", self.dir], ["mnist"]),
             (["--split", "halves"], ["--split", "halves", "iid", "shards"]),
