@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -222,9 +223,14 @@ nlohmann::json record(const InspectOptions& o, Inspector& inspector, const Snaps
 void make_folder(const std::filesystem::path& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
+  std::string failed = "make";
+  if (!error && access(folder.c_str(), W_OK) != 0) {
+    failed = "write to";
+    error = {errno, std::generic_category()};
+  }
   if (!error) return;
-  throw InvalidArgument("--out: cannot make '" + folder.string() + "': " + error.message() +
-                        "; give another folder");
+  throw InvalidArgument("--out: cannot " + failed + " '" + folder.string() + "': " +
+                        error.message() + "; give another folder");
 }
 
 std::filesystem::path write_json(const std::filesystem::path& folder, const nlohmann::json& all) {

@@ -200,6 +200,17 @@ class Training(Case):
         blocked.write_text("")
         self.assert_refused(inspect(*self.MLP, "--out", blocked / "deeper"), "--out: cannot make", "give another folder")
 
+    def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(self):
+        folder = self.dir / "read-only"
+        folder.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", folder]
+        if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+            self.skipTest("needs root, to mount a folder that cannot be written")
+        self.addCleanup(subprocess.run, ["umount", folder], check=True)
+        done = inspect(*self.MLP, "--out", folder)
+        self.assert_refused(done, "--out: cannot write to", "Read-only file system", "give another folder")
+        self.assertNotIn("train loss", done.stdout)
+
 
 @unittest.skipUnless(CAN_DRAW, "no matplotlib")
 class Plots(Case):
