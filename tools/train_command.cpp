@@ -560,7 +560,7 @@ void expect_writable_folder(const char* option, const std::filesystem::path& pat
 }
 
 void expect_writable_outputs(const Arguments& a, const std::vector<Row>& rows) {
-  for (const auto& [option, path] : files_of(a)) expect_writable(option, path);
+  // Files may be in the folders, which this makes.
   expect_writable_folder("--tensorboard", a.tensorboard);
   for (const Row& r : rows) {
     std::error_code ignored;
@@ -569,6 +569,7 @@ void expect_writable_outputs(const Arguments& a, const std::vector<Row>& rows) {
     if (r.options.resume && !std::filesystem::exists(folder, ignored)) continue;
     expect_writable_folder("--checkpoint", folder);
   }
+  for (const auto& [option, path] : files_of(a)) expect_writable(option, path);
 }
 
 int threads_per_rank(Communicator& comm) {
@@ -605,7 +606,14 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
        {"hash", fmt::format("{:016x}", data.hash())}},
       "data set", comm);
   const bool text = data.info().kind == train::InputKind::text;
-  if (first) expect_writable_outputs(a, rows);
+  if (first) {
+    for (const Row& r : rows) {
+      const std::filesystem::path& folder = r.options.checkpoint;
+      if (r.options.resume || train::checkpoints_of(folder).empty()) continue;
+      put_beside("--checkpoint", folder);  // before the files of this run are made, also there
+    }
+    expect_writable_outputs(a, rows);
+  }
   const std::filesystem::path none;
   MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, g_stop,
                       first ? a.report : none, first ? a.tensorboard : none);
@@ -648,10 +656,6 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     if (first && i == 0 && !warning.empty()) progress.warn(warning);
     const std::string note = note_on_budget(row.options, comm.size());
     if (first && !note.empty()) progress.say(note);
-    const std::filesystem::path& folder = row.options.checkpoint;
-    if (first && !row.options.resume && !train::checkpoints_of(folder).empty()) {
-      put_beside("--checkpoint", folder);
-    }
     if (first && command.attach) command.attach(row, comm.size(), observer);
     std::optional<train::Trace> trace;
     if (!a.trace.empty()) observer.trace = &trace.emplace(comm);

@@ -1259,6 +1259,22 @@ class Failures(Case):
         self.assertNotIn("--metrics", done.stderr)
         self.assertNotIn("--checkpoint", done.stderr)
 
+    def test_files_of_a_run_may_be_in_its_folder_of_checkpoints(self):
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            folder = self.dir / f"c{ranks}"
+            case = ["--ranks", ranks, "--model", "linear", "--checkpoint", folder, "--metrics", folder / "m.jsonl",
+                    "--summary", folder / "s.json", "--report", folder / "r.html", "--trace", folder / "t.json"]
+            self.assert_ok(train(*case, "--steps", 3))
+            files = sorted(path.name for path in folder.iterdir())
+            self.assertEqual(files, ["m.jsonl", "r.html", "s.json", "step-00000003", "t.json"])
+            first = (folder / "m.jsonl").read_text()
+            done = train(*case, "--steps", 4)
+            self.assert_ok(done)
+            self.assertEqual(done.stderr, f"skim: --checkpoint: kept the old '{folder}' as '{folder.name}.~1~'\n")
+            self.assertEqual((self.dir / f"{folder.name}.~1~/m.jsonl").read_text(), first)
+            self.assertEqual(len([line for line in lines(folder / "m.jsonl") if "sent_bytes" in line]), 4)
+            self.assertEqual(len(list(folder.iterdir())), len(files))
+
     def test_a_folder_is_not_renamed_for_a_file(self):
         metrics, folder = self.dir / "m.jsonl", self.dir / "folder"
         self.assert_ok(train("--model", "linear", "--steps", 3, "--metrics", metrics))
