@@ -41,7 +41,11 @@ inline SparseBuffer uniform_set(std::size_t n, std::size_t k, std::uint64_t seed
 // Reads a file that holds one frame. Throws: Error.
 inline SparseBuffer read_frame(const std::filesystem::path& path) {
   std::ifstream in(path, std::ios::binary);
-  if (!in) throw Error("'" + path.string() + "': " + std::strerror(errno));
+  std::error_code ignored;
+  const bool is_folder = std::filesystem::is_directory(path, ignored);
+  if (!in || is_folder) {
+    throw Error("'" + path.string() + "': " + std::strerror(is_folder ? EISDIR : errno));
+  }
   const std::vector<char> bytes{std::istreambuf_iterator<char>(in), {}};
   std::uint32_t dim = 0;  // docs/wire-format.md
   if (bytes.size() >= kFrameHeaderBytes) std::memcpy(&dim, bytes.data() + 8, sizeof dim);

@@ -1,10 +1,11 @@
-// The output file of --json FILE, and of the like.
+// Files of JSON: the output file of --json FILE, and of the like, and those that options name.
 #pragma once
 
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -15,6 +16,14 @@
 #include "train/files.hpp"
 
 namespace skim::tool {
+
+// The value in a file; discarded: it is no file that can be read, or not JSON.
+inline nlohmann::json json_in(const std::filesystem::path& path) {
+  std::error_code ignored;
+  std::ifstream in(path);
+  if (std::filesystem::is_directory(path, ignored)) in.close();  // to read it would throw
+  return nlohmann::json::parse(in, nullptr, false);
+}
 
 // Tries to open the file first, so that a run of minutes cannot end with "cannot open". An old file
 // stays until write(), which keeps it beside. "-" means standard output. An empty path writes

@@ -1,9 +1,9 @@
 #include "tools/repetition.hpp"
 
-#include <fstream>
 #include <string_view>
 
 #include "skim/error.hpp"
+#include "tools/json_file.hpp"
 
 namespace skim::tool {
 
@@ -18,8 +18,7 @@ Repetition repetition_of(int argc, char** argv) {
       continue;
     }
     const std::string file(apart ? argv[i + 1] : argv[i] + kConfigIs.size());
-    std::ifstream in(file);
-    const nlohmann::json all = nlohmann::json::parse(in, nullptr, false);
+    const nlohmann::json all = json_in(file);
     if (all.is_discarded()) {  // the file is not JSON, or does not exist
       r.arguments.push_back(argv[i]);
       if (apart) r.arguments.push_back(argv[++i]);

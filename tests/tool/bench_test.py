@@ -161,6 +161,7 @@ class Wire(Case):
         self.assert_refused(wire("--n", 1), "--n")
         self.assert_refused(wire("--value-code", "q3"), "q8,q4,q2")
         self.assert_refused(wire("--json", self.dir / "no" / "f.json"), "--json", "cannot open")
+        self.assert_refused(wire("--recorded", self.dir), "--recorded", "Is a directory")
         for name, text in (("none.frame", None), ("text.frame", "no frame")):
             if text:
                 (self.dir / name).write_text(text)

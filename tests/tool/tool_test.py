@@ -206,6 +206,8 @@ class Usage(Case):
         self.assert_refused(train("--inside", "dense"), "dense", "allgather")
         self.assert_refused(train("--cut-every", "0"), "--cut-every", "> 0")
         self.assert_refused(train("--fit", self.dir / "none"), "--fit", "cannot open", "none")
+        self.assert_refused(train("--fit", self.dir), "--fit", "it is not JSON")
+        self.assert_refused(train("--config", self.dir), f"{self.dir} was not readable")
         fit = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-9, "select_s": 1e-9, "merge_s": 0, "add_s": 0}
         for key, value, got in (("select_s", -1, "-1"), ("alpha_s", -0.5, "-0.5"), ("merge_s", "x", '"x"'),
                                 ("add_s", None, "null")):
