@@ -540,13 +540,15 @@ void check(const Arguments& a) {
 
 void expect_writable(const char* option, const std::filesystem::path& path) {
   if (path.empty() || path == "-") return;
-  std::error_code ignored;
-  const bool exists = std::filesystem::exists(path, ignored);
+  std::error_code code;  // set if the name itself is impossible
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
-  const bool is_folder = std::filesystem::is_directory(path, ignored);
-  if (!is_folder && access((exists ? path : folder).c_str(), W_OK) == 0) return;
+  const std::filesystem::path tried = std::filesystem::exists(path, code) ? path : folder;
+  if (!code && access(tried.c_str(), W_OK) != 0) code = {errno, std::generic_category()};
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) code = {EISDIR, std::generic_category()};
+  if (!code) return;
   throw InvalidArgument(std::string(option) + ": cannot open '" + path.string() +
-                        "': " + std::strerror(is_folder ? EISDIR : errno));
+                        "': " + code.message());
 }
 
 void expect_writable_folder(const char* option, const std::filesystem::path& path) {

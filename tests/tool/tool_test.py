@@ -1235,6 +1235,9 @@ class Failures(Case):
             done = train("--model", "linear", "--steps", 3, option, self.dir / "none/x.json")
             self.assert_refused(done, option, "none/x.json", "No such file")
             self.assertNotIn("step", done.stdout)
+        for option in ("--trace", "--report"):
+            done = train("--model", "linear", "--steps", 3, option, "x" * 300)
+            self.assert_refused(done, f"{option}: cannot open", "File name too long")
         done = train("--model", "linear", "--steps", 3, "--summary", "/dev/full")
         self.assertIn("train loss", done.stdout, "the table comes before the summary")
 
