@@ -177,8 +177,10 @@ class Pages(Case):
             "middle": ["middle' line 2: not JSON"],
             "summary": ["summary' line 1: not an object with the key 'run'"],
             "no_loss": ["no_loss' line 2: not a record of --metrics", "loss"],
+            "no_test_loss": ["no_test_loss' line 2: not a record of --metrics", "test_loss"],
             "empty": ["empty' has no steps"],
         }
+        self.write("no_test_loss", [record(1), {"run": "r", "evaluation": True, "step": 1, "train_loss": 1.0}])
         (self.dir / "text").write_text("hello\n")
         (self.dir / "middle").write_text(json.dumps(record(1)) + "\n{\n" + json.dumps(record(2)) + "\n")
         (self.dir / "summary").write_text("[]\n")
