@@ -157,7 +157,7 @@ class Declare {
     line_.choice(name.c_str(), set, x.name(), info.what, valid);
   }
   void add(const std::string& name, std::vector<double>& x, const FieldInfo& info) const {
-    line_.plain(name.c_str(), x, "X,X,...", info.what)->delimiter(',');
+    line_.plain(name.c_str(), x, "X,X,...", info.what)->delimiter(',')->check(in_range(info.range));
   }
   void add(const std::string& name, std::vector<ExchangeKind>& x, const FieldInfo& info) const {
     const auto set = [&x, name](const std::vector<std::string>& given) {

@@ -67,7 +67,7 @@ void each_optimizer_field(Options& o, F&& f) {
   f("lr_warmup", o.learning_rate.warmup_epochs,
     FieldInfo{"epochs in which the learning rate rises linearly", kNotNegative});
   f("lr_drops", o.learning_rate.drop_epochs,
-    FieldInfo{"steps: epochs at which the learning rate drops"});
+    FieldInfo{"steps: epochs at which the learning rate drops", kNotNegative});
   f("lr_gamma", o.learning_rate.gamma, FieldInfo{"steps: factor of a drop", kPositive});
   f("momentum", o.momentum, FieldInfo{"momentum of sgd, applied to the mean gradient", kBelowOne});
   f("nesterov", o.nesterov, FieldInfo{"Nesterov momentum"});

@@ -240,6 +240,8 @@ class Usage(Case):
         self.assert_refused(train("--nesterov-correction"), "--momentum-correction > 0")
         self.assert_refused(train("--momentum-dampening", "0.5"), "--momentum-correction > 0")
         self.assert_refused(train("--lr-drops", "1,2"), "--lr-drops needs --lr-schedule steps")
+        for epoch in ("nan", "inf", "-1"):
+            self.assert_refused(train("--lr-schedule", "steps", f"--lr-drops=1,{epoch}"), "--lr-drops", ">= 0", epoch)
         self.assert_refused(train("--lr-schedule", "steps"), "--lr-schedule steps needs --lr-drops")
         self.assert_refused(train("--optimizer", "adamw", "--momentum", "0.9"), "--momentum is for")
         self.assert_refused(train("--ahead", "0.5"), "--local-steps H")

@@ -96,6 +96,7 @@ TEST(fields, refusals) {
     EXPECT_EQ(refusal({{amount, -1}}),
               std::string("file: ") + amount + ": expected a number >= 0, got -1");
   }
+  EXPECT_EQ(refusal({{"lr_drops", {1, -1}}}), "file: lr_drops: expected a number >= 0, got -1");
   EXPECT_EQ(refusal({{"lr", "fast"}}), "file: lr: not a value that --summary writes: \"fast\"");
   EXPECT_EQ(refusal({{"drop", "all"}}).find("file: drop: no 'all'; there are: survivors"), 0U);
 }
