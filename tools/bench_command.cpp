@@ -27,11 +27,11 @@
 #include "skim/error.hpp"
 #include "skim/names.hpp"
 #include "skim/schedule.hpp"
+#include "tools/command_line.hpp"
 #include "tools/commands.hpp"
 #include "tools/failure.hpp"
 #include "tools/json_file.hpp"
 #include "tools/npy.hpp"
-#include "tools/train_command.hpp"
 
 namespace skim::tool {
 namespace {

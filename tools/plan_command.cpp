@@ -17,7 +17,7 @@
 #include "tools/commands.hpp"
 #include "tools/fit.hpp"
 #include "tools/json_file.hpp"
-#include "tools/train_command.hpp"
+#include "tools/training_options.hpp"
 #include "tools/units.hpp"
 
 namespace skim::tool {

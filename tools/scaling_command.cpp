@@ -33,7 +33,7 @@
 #include "tools/json_file.hpp"
 #include "tools/launcher.hpp"
 #include "tools/summation.hpp"
-#include "tools/train_command.hpp"
+#include "tools/training_options.hpp"
 #include "tools/units.hpp"
 #include "train/gather.hpp"
 

@@ -35,7 +35,7 @@
 #include "tools/repetition.hpp"
 #include "tools/report.hpp"
 #include "tools/summation.hpp"
-#include "tools/train_command.hpp"
+#include "tools/training_options.hpp"
 #include "tools/units.hpp"
 #include "train/data.hpp"
 #include "train/options_json.hpp"
