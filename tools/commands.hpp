@@ -5,6 +5,7 @@ namespace skim::tool {
 
 int train_command(int argc, char** argv);
 int bench_command(int argc, char** argv);
+int bench_select_command(int argc, char** argv);
 int bench_network_command(int argc, char** argv);
 int bench_wire_command(int argc, char** argv);
 int bench_scaling_command(int argc, char** argv);
