@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "tools/failure.hpp"
-#include "tools/report.hpp"
+#include "tools/run_output.hpp"
 #include "train/checkpoint.hpp"
 
 namespace fs = std::filesystem;

@@ -33,7 +33,7 @@
 #include "tools/json_file.hpp"
 #include "tools/launcher.hpp"
 #include "tools/repetition.hpp"
-#include "tools/report.hpp"
+#include "tools/run_output.hpp"
 #include "tools/summation.hpp"
 #include "tools/training_options.hpp"
 #include "tools/units.hpp"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "tools/command_line.hpp"
-#include "tools/report.hpp"
+#include "tools/run_output.hpp"
 #include "train/trainer.hpp"
 
 namespace skim::tool {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tools/command_line.hpp"
-#include "tools/report.hpp"
+#include "tools/run_output.hpp"
 #include "train/options.hpp"
 
 namespace skim::tool {

@@ -1,5 +1,5 @@
 // Prints and writes the numbers of a run.
-#include "tools/report.hpp"
+#include "tools/run_output.hpp"
 
 #include <fmt/format.h>
 
