@@ -287,7 +287,7 @@ void declare(CLI::App& app, PlanOptions& o) {
       ->check(not_negative());
   line.option("--add-ns", o.add_ns, "X", "ns of a dense sum, per entry")->check(not_negative());
   line.option("--overlap", o.overlap, "X", "fraction of --compute that can hide time of the link")
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(in_range(kFraction));
   add_codec_options(line, o.codec, {"index_code", "value_code"});
   line.plain("--json", o.json, "FILE", "JSON array, one object a row; -: standard output");
 }

@@ -284,7 +284,7 @@ void declare(CLI::App& app, SimulateOptions& o, bool& training) {
       ->check(CLI::IsMember(summation_names()));
   line.option("--density", o.density, "D", "k/n");
   line.option("--common", o.common, "X", "fraction of |gradient|^2 that all ranks share")
-      ->check(CLI::Range(0.0, 1.0));
+      ->check(in_range(kFraction));
   line.option("--steps", o.steps, "N", "timed steps, after two that are not timed")
       ->check(positive());
   declare(line, o.link);

@@ -214,6 +214,7 @@ class Plan(Case):
             ([*good, "--ranks", 4, "--hosts", 8, "--inside-link", "10gbit"], ["--hosts 8", "--ranks 4"]),
             ([*good, "--hosts", 2], ["--hosts", "--inside-link"]),
             ([*good, "--inside-link", "10gbit"], ["--hosts", "--inside-link"]),
+            ([*good, "--overlap", "nan"], ["--overlap: expected a number in [0, 1], got 'nan'"]),
             ([*good, "--steps", 0], ["--steps", "0"]),
             ([*good, "--steps", -5], ["--steps", "-5"]),
             ([*good, "--steps", "many"], ["--steps", "many"]),
@@ -314,6 +315,7 @@ class Simulate(Case):
             (["--exchange", "ring"], ["--exchange", "ring"]),
             (["--exchange", "hierarchical"], ["--exchange"]),
             (["--density", 0], ["--density", "(0, 1]"]),
+            (["--common", "nan"], ["--common: expected a number in [0, 1], got 'nan'"]),
             (["--ranks", 0], ["--ranks"]),
             (["--parameters", 2000000000, "--ranks", 4096, "--exchange", "dense"], ["dense on 4096 ranks needs about"]),
         ]:
