@@ -352,6 +352,12 @@ class Compression:
         if self.options.optimizer is not None:
             take_out(self.options.optimizer, self.options.of_updates)
 
+    def keep_momentum_out(self) -> None:
+        """Takes the optimizer's momentum out again if a state_dict has brought it back. Raises as
+        expect_taken_out()."""
+        if self.options.optimizer is not None and not self._is_detached:
+            expect_taken_out(self.options.optimizer, self.momentum, self.options.of_updates)
+
     def expect_equal(self, like: int | None = None) -> None:
         """Raises InvalidArgument if options or parameters differ between ranks. Collective. like: see expect_same."""
         expect_same(self.comm, "options", self._equal, like)
@@ -431,8 +437,7 @@ class Compression:
         self.raise_failure()
         if opens_step:
             self.finish_step()
-            if self.options.optimizer is not None and not self._is_detached:
-                expect_taken_out(self.options.optimizer, self.momentum, self.options.of_updates)
+            self.keep_momentum_out()
             if self.buckets is not None and (index >= len(self.buckets) or self.buckets[index] != members):
                 self._set_layout(None)
             self._step_open = True

@@ -193,7 +193,7 @@ class LocalSteps:
             fragments=int(fragments), optimizer=corrected, of_updates=True, **options,
         )  # fmt: skip
         self._needs_momentum = corrected is None  # in the optimizer itself
-        self._put_momentum_back()
+        self._place_momentum()
         if self._shard is not None:
             self._aggregator.inside = self._shard.connect(options.get("timeout", 1800.0))
         self._elastic = self._aggregator.elastic
@@ -222,6 +222,8 @@ class LocalSteps:
         self._finished = False
         place_of = {p: i for i, p in enumerate(self._of_model)}
         self._hooks = [hook for module in model.modules() for hook in self._hooks_of(module, place_of)]
+        if isinstance(inner := inner_optimizer(optimizer), torch.optim.Optimizer):  # GradScaler.step may call it
+            self._hooks.append(inner.register_step_pre_hook(self._place_momentum))
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -238,7 +240,6 @@ class LocalSteps:
         """
         self._expect_training("step")
         self._meet_before_round()
-        self._put_momentum_back()
         if not idle:
             self.optimizer.step()
         self.after_step()
@@ -252,7 +253,7 @@ class LocalSteps:
         """
         self._expect_training("step")
         self._meet_before_round()
-        self._put_momentum_back()
+        self._place_momentum()
         # First the wait: if something is raised meanwhile, the step has not been counted, and this may be called again.
         self._land(f for f, flight in self._flights.items() if flight.steps_left == 1)
         self._steps += 1
@@ -287,10 +288,13 @@ class LocalSteps:
         else:
             self.exchange()
 
-    def _put_momentum_back(self) -> None:
-        """If attach, or every=1, has taken the momentum out, also in a state that was loaded since, and it is needed here."""
+    def _place_momentum(self, *_: Any) -> None:
+        """Puts the momentum where it belongs: into the optimizer, or with momentum correction out of it. A state
+        that was loaded since may have changed that."""
         if self._needs_momentum:
             put_back(inner_optimizer(self.optimizer), of_updates=True)
+        else:
+            self._aggregator.keep_momentum_out()
 
     def _meet_before_round(self) -> None:
         """In an elastic group, ranks leave and join before a round."""
@@ -594,7 +598,7 @@ class LocalSteps:
         Raises StateError if the state does not fit; nothing has changed then.
         """
         self._expect_replica("load_state_dict")
-        self._put_momentum_back()
+        self._place_momentum()
         if self._shard is not None:
             state = self._shard.own(state)
         state = self._fitted(state, strict)

@@ -2529,6 +2529,25 @@ def case_momentum_comes_back_and_weight_decay_with_it():
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+def case_a_loaded_momentum_counts_once_in_a_step_that_the_loop_takes_itself():
+    """As GradScaler.step: LocalSteps sees only after_step()."""
+    make = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+    plain, taken = (make(Linear().parameters()) for _ in range(2))
+    skim.Aggregator(taken.param_groups[0]["params"], optimizer=taken)
+    for every, loaded in ((1, plain), (2, taken)):
+        model, local = local_steps(make_optimizer=make, every=every)
+        one_local_step(model, local, 0)
+        local.optimizer.load_state_dict(loaded.state_dict())
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        local.optimizer.step()
+        has_sums = local.optimizer.state[model.w[0]].get("momentum_buffer") is not None
+        assert has_sums == (every == 2), "momentum correction stands for the optimizer's momentum with every=1 only"
+        local.after_step()
+        local.finish()
+        assert not local.optimizer._optimizer_step_pre_hooks
+
+
 def case_local_steps_refuse():
     wrong, inner = skim.InvalidArgument, Linear()
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
