@@ -108,6 +108,11 @@ def put_back(optimizer: Any, of_updates: bool) -> None:
         else:
             group["momentum"], group["dampening"] = had.momentum_correction, had.momentum_dampening
             group["nesterov"] = had.nesterov_correction
+        for p in group["params"]:  # without momentum, SGD leaves its sum as it was, and Adam's is the last gradient
+            sums = optimizer.state.get(p, {})
+            sums.pop("momentum_buffer", None)
+            if "exp_avg" in sums:
+                sums["exp_avg"].zero_()
 
 
 def expect_taken_out(optimizer: Any, correction: Correction, of_updates: bool) -> None:

@@ -2548,6 +2548,27 @@ def case_a_loaded_momentum_counts_once_in_a_step_that_the_loop_takes_itself():
         assert not local.optimizer._optimizer_step_pre_hooks
 
 
+def case_the_momentum_that_comes_back_begins_at_0():
+    for make in (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, weight_decay=0.0)):
+        inner = Linear()
+        optimizer = make(inner.parameters())
+
+        def step_by(gradient):
+            before = flat(inner.parameters())
+            for p in inner.parameters():
+                p.grad = torch.full_like(p, gradient)
+            optimizer.step()
+            return flat(inner.parameters()) - before
+
+        step_by(1.0)
+        model = attached(inner, attach={"optimizer": optimizer})
+        model(gradients(0)).backward()
+        optimizer.step()
+        skim.detach(model)
+        assert not step_by(0.0).any(), "what the optimizer had summed up before is of long ago"
+        assert step_by(1.0).all() and step_by(0.0).all()
+
+
 def case_local_steps_refuse():
     wrong, inner = skim.InvalidArgument, Linear()
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
