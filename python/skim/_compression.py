@@ -221,7 +221,7 @@ class Unit:
         return scale / self._rate
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What a run that resumes at a rate of 0 must know."""
+        """What a run that resumes at a rate of 0, or a rank that joins then, must know."""
         return {} if self._updates_of is None else {RATE: torch.tensor([self._rate], dtype=torch.float64, device="cpu")}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -298,8 +298,8 @@ class Compression:
             raise _core.InvalidArgument(f"skim: writer: must have add_scalar(tag, value, step), not {writer!r}")
         self.names = list(parameters)
         self.lengths = [p.numel() for p in parameters.values()]
-        self._unit = unit or Unit(None, None)
-        also_equal = [*self._unit.described(), *also_equal]
+        self.unit = unit or Unit(None, None)
+        also_equal = [*self.unit.described(), *also_equal]
         is_elastic = isinstance(process_group, ElasticGroup)
         if is_elastic:
             options.expect_elastic()
@@ -682,7 +682,7 @@ class Compression:
             else:
                 states = ((self.comm.rank, saved),)
         found = {f"rank_{r}_of_{self.comm.size}": torch.frombuffer(s, dtype=torch.uint8) for r, s in states}
-        return {**found, **self._unit.state_dict()} if found else {}
+        return {**found, **self.unit.state_dict()} if found else {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
         """Restores what state_dict() returned. skim.load_state_dict describes arguments, result and errors."""
@@ -719,11 +719,11 @@ class Compression:
                 )
             states = [by_rank[r] for r in range(old_size)]
         self.finish_step()
-        unit = copy.copy(self._unit)
+        unit = copy.copy(self.unit)
         unit.load_state_dict(state)
         with self.lock:
             report = self.reducer.load([array(s.detach().cpu().contiguous()) for s in states], strict=strict)
-            self._unit = unit
+            self.unit = unit
             return report
 
     # ---- the end --------------------------------------------------------------------------------

@@ -191,7 +191,8 @@ class ElasticSteps:
             self.group.record(str(e), once=True)
             messages = [packed("the reason", str(e))]
         else:
-            messages.append(packed("residuals", {"reducer": saved, "more": dict(self.more())}))
+            kept = {"reducer": saved, "unit": self.compression.unit.state_dict(), "more": dict(self.more())}
+            messages.append(packed("residuals", kept))
         for message in messages:
             self.group.send(message, to)
 
@@ -200,4 +201,5 @@ class ElasticSteps:
         found = unpacked("residuals", self.group.receive(source))
         self.group.set_state(state)
         self.compression.reducer.take_over([bytes(found["reducer"].numpy())], 0.0)
+        self.compression.unit.load_state_dict(found["unit"])
         self.received = found["more"]

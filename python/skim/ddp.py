@@ -548,7 +548,7 @@ class DdpCompression(Compression):
         with self.lock:
             self.begin_bucket(index, members, opens_step=index == 0)
             if index == 0:  # once a step, because a scaler on a GPU waits for it
-                self._scale_now = self._unit.scale()
+                self._scale_now = self.unit.scale()
             self._seen.append(members)
             scale = self._scale_now
             gradients = dict(zip(members, torch.split(flat, [self.lengths[i] for i in members])))
@@ -563,7 +563,7 @@ class DdpCompression(Compression):
 
     def _reduce_collected(self, gradients: dict[int, torch.Tensor]) -> None:
         assert self.buckets is not None
-        scale, unused = self._unit.scale(), self._unused_by_all(gradients)
+        scale, unused = self.unit.scale(), self._unused_by_all(gradients)
         self.reduce_buckets(range(len(self.buckets)), gradients, scale)
         for index, members in enumerate(self.buckets):
             self._give_back_unused(len(self.names) + index, members, gradients, unused, scale)

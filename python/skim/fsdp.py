@@ -185,7 +185,7 @@ class FsdpCompression(Compression):
             opens = not self.step_is_open
             self.begin_bucket(index, members, opens_step=opens)
             if opens:
-                self._scale_now = self._unit.scale()
+                self._scale_now = self.unit.scale()
             self._reduced.add(index)
             for slot, offset, length in self.slots_of(members, index):
                 self.reduce_part(slot, flat[offset : offset + length], self._scale_now)

@@ -22,6 +22,7 @@ if HAS_TORCH:
     import torch
     import torch.distributed as dist
     from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
 
     import skim
     from skim import elastic
@@ -67,10 +68,11 @@ if HAS_TORCH:
 
         def send(self, *what):
             rank = threading.current_thread()
-            if rank.sends_left == 0:
+            sends_left = getattr(rank, "sends_left", None)  # Skim's own thread has none
+            if sends_left == 0:
                 rank.lose()
                 raise ConnectionError("lost")
-            if rank.sends_left is not None:
+            if sends_left is not None:
                 rank.sends_left -= 1
             return super().send(*what)
 
@@ -119,6 +121,9 @@ class Rank(threading.Thread):
         options = {"density": 0.02, "value_code": "f32", "process_group": self.group, "dense_below": 0, **self.options}
         if self.kind == "aggregator":
             self.compression = skim.Aggregator(self.model.named_parameters(), **options)
+        elif self.kind == "updates":
+            self.ddp = DistributedDataParallel(self.model)
+            self.compression = skim.attach(self.ddp, updates_of=self.optimizer, **options)
         else:
             self.compression = skim.LocalSteps(self.model, self.optimizer, **options)
         while self.progress["step"] < self.in_run.steps and not self.is_to_leave:
@@ -140,6 +145,13 @@ class Rank(threading.Thread):
         self.owed_before.append(self.residual() / self.group.size)
         if self.is_to_be_lost is not None and self.sends_left is None:
             self.sends_left = self.is_to_be_lost
+        if self.kind == "updates":
+            self.optimizer.param_groups[0]["lr"] = self.in_run.rate
+            self.ddp(self.gradient(step)).sum().backward()
+            self.mean = self.model.weight.grad.clone()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return
         self.model.weight.grad = self.gradient(step).to(self.model.weight.dtype)
         if self.kind == "aggregator":
             assert self.compression.step()
@@ -173,6 +185,7 @@ class Run:
         self.address = f"localhost:{self.store.port}"
         self.steps = self.quiet = 10**9  # the run ends; gradients are zeros: from this step on
         self.ranks = []
+        self.rate = 1.0  # with kind="updates"
         self.changed = threading.Condition()  # after every step of a rank
 
     def wait_until(self, holds):
@@ -282,6 +295,21 @@ class Elastic(unittest.TestCase):
         of_both = [r.compression.state_dict()["shared"] for r in (first, second)]
         self.assertFalse(torch.equal(of_both[0], of_both[0].bfloat16().float()))
         self.assertTrue(torch.equal(*of_both))
+
+    def test_whoever_joins_at_a_learning_rate_of_0_gets_the_last_rate(self):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        run = Run()
+        first = Rank(run, kind="updates", min_ranks=1)
+        run.wait_until(first.trains)
+        run.rate = 0.0
+        then = first.progress["step"] + 1
+        run.wait_until(lambda: first.progress["step"] > then)
+        second = Rank(run, kind="updates", joins=True)
+        run.wait_until(second.trains)
+        run.end()
+        self.assertTrue(first.mean.any())
+        self.assertTrue(torch.equal(first.mean, second.mean), "the mean is in gradients, and residuals in updates")
 
     def test_a_rank_that_is_lost_takes_only_what_it_kept(self):
         for kind, options in KINDS[:3] + KINDS[5:6]:
