@@ -372,6 +372,7 @@ class DdpCompression(Compression):
         self._scale_now = 1.0  # of this step
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._used: set[int] = set()  # the parameters that have got a gradient since the last step, if it does
+        self._used_before: set[int] = set()  # in the last step, by any rank
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
         self._seen_before: list[tuple[int, ...]] = []
         # Whether the whole step is reduced at once, in self.buckets, whatever buckets DDP has. In an elastic group, because
@@ -419,6 +420,9 @@ class DdpCompression(Compression):
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         ready = None if devices is None else getattr(torch, flat.device.type).current_stream(flat.device).record_event()
         start = time.perf_counter_ns()
+        if torch._C._current_graph_task_id() < 0:
+            # Not in backward: DDP's join stands in for a rank that has no more inputs. DDP counts so, too.
+            self._used.update(self._used_before)
 
         def end() -> None:
             """Completes the futures, whether or not the bucket was reduced. Otherwise backward would wait for ever."""
@@ -575,7 +579,9 @@ class DdpCompression(Compression):
             return set()
         used = bytes(i in self._used for i in gradients)
         of_all = self.comm.allgather(used)
-        return {i for j, i in enumerate(gradients) if not any(u[j] for u in of_all)}
+        unused = {i for j, i in enumerate(gradients) if not any(u[j] for u in of_all)}
+        self._used_before = self._used_before.union(gradients) - unused
+        return unused
 
     def _give_back_unused(
         self, slot: int, members: Sequence[int], means: Mapping[int, torch.Tensor], unused: set[int], scale: float

@@ -497,6 +497,22 @@ def case_uneven_inputs():
     same(total(given), SIZE * everywhere[-1] + total(kept(model)))
 
 
+def case_uneven_inputs_that_leave_parameters_unused():
+    """For a rank without inputs, DDP counts the parameters as used that some rank used in the step before."""
+    model = attached(find_unused_parameters=True)
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    with model.join():
+        for step in range(3 + 4 * RANK):
+            unused = {3: {0, 3}, 4: {4}, 5: {0, 1, 2, 3}}.get(step, {0, 4})
+            c = [0 * g if i in unused else g for i, g in enumerate(gradients(step))]
+            model(c, set(range(len(LENGTHS))) - unused).backward()
+            given += flat(c)
+            got += means(model)
+    everywhere = [torch.zeros_like(got) for _ in range(SIZE)]
+    dist.all_gather(everywhere, got)
+    same(total(given), SIZE * everywhere[-1] + total(kept(model)))
+
+
 def case_options_of_the_hierarchical_exchange():
     """between= is also the name of an argument of attach."""
     model = attached(attach={"exchange": "hierarchical", "inside": "sparcml", "between": "gtopk"})
