@@ -513,8 +513,7 @@ class DdpCompression(Compression):
         return found if sorted(i for members in found for i in members) == list(range(len(self.names))) else None
 
     def finish_step(self, *, skip: bool = False) -> None:
-        """Ends the open step, if there is one. It is taken back if `skip`, or if it held NaN or infinity. Otherwise what it
-        sent counts as delivered, and a rollback() after it changes nothing. The next step does this by itself."""
+        """As Compression.finish_step(). DDP's buckets may be settled by then, which changes the layout."""
         with self.lock:
             was_open = self._step_open
             super().finish_step(skip=skip)

@@ -101,9 +101,7 @@ class FsdpCompression(Compression):
         return super().load_state_dict(self._shard.own(state), strict)
 
     def finish_step(self, *, skip: bool = False) -> None:
-        """Ends the open step, if there is one. It is taken back if `skip`, or if it held NaN or infinity. Otherwise what it
-        sent counts as delivered, and a rollback() after it changes nothing. The next step does this by itself. Collective
-        inside the island if some modules had no gradient."""
+        """As Compression.finish_step(). Collective inside the island if some modules had no gradient."""
         with self.lock:
             was_open = self.step_is_open
             if was_open and len(self._reduced) < len(self.buckets or ()):
