@@ -793,13 +793,13 @@ def _expect_bytes(key: str, value: Any) -> None:
         raise _core.StateError(f"skim: '{key}' must be a tensor of bytes (uint8) of one dimension, not {found}")
 
 
-def packed(value: Any) -> torch.Tensor:
+def json_tensor(value: Any) -> torch.Tensor:
     """A value in JSON as a tensor of bytes, for a state."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def unpacked(tensor: torch.Tensor) -> Any:
-    """What packed() got. Raises ValueError or TypeError for anything else."""
+def json_value(tensor: torch.Tensor) -> Any:
+    """The value that json_tensor() got. Raises ValueError or TypeError for anything else."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(type(tensor).__name__)
     return json.loads(bytes(tensor.cpu().tolist()))

@@ -13,7 +13,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._compression import STATE, Compression, Options, Trainable, Unit, buckets_of, expect_state, packed, unpacked
+from skim._compression import (
+    STATE,
+    Compression,
+    Options,
+    Trainable,
+    Unit,
+    buckets_of,
+    expect_state,
+    json_tensor,
+    json_value,
+)
 from skim._hook import raising_at_the_end, set_hook
 from skim._momentum import expect_trains
 from skim._report import Report
@@ -478,7 +488,7 @@ class DdpCompression(Compression):
         """As skim.state_dict(model). Ends the open step, if there is one. A rollback() after it changes nothing."""
         found = super().state_dict(gather=gather)
         if found and self.buckets is not None and self.elastic is None:
-            found[BUCKETS] = packed([[self.names[i] for i in members] for members in self.buckets])
+            found[BUCKETS] = json_tensor([[self.names[i] for i in members] for members in self.buckets])
         return found
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
@@ -505,7 +515,7 @@ class DdpCompression(Compression):
         if BUCKETS not in state or self.elastic is not None:
             return None
         try:
-            names = unpacked(state[BUCKETS])
+            names = json_value(state[BUCKETS])
             index = {name: i for i, name in enumerate(self.names)}
             found = [tuple(index[name] for name in members) for members in names]
         except (ValueError, TypeError, KeyError):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
 from skim._checks import expect_whole
-from skim._compression import packed, unpacked
+from skim._compression import json_tensor, json_value
 from skim._momentum import correction_for, expect_trains, inner_optimizer, put_back
 from skim._report import Report
 from skim._shards import Shard, expect_no_replicate, local, make_equal, reshard
@@ -571,7 +571,7 @@ class LocalSteps:
         found["round"] = torch.tensor([self._steps], device="cpu")
         steps_left = [self._flights[f].steps_left if f in self._flights else 0 for f in range(len(self._fragments))]
         found["steps_left"] = torch.tensor(steps_left, device="cpu")
-        found[PARAMETERS] = packed([(name, x.numel()) for name, x in zip(self._names, self._shared)])
+        found[PARAMETERS] = json_tensor([(name, x.numel()) for name, x in zip(self._names, self._shared)])
         found["shared"] = _flat(self._shared)
         if self._momentum:
             found["outer_momentum"] = _flat(self._momentum)
@@ -643,7 +643,7 @@ class LocalSteps:
     def _fitted(self, state: Mapping[str, torch.Tensor], strict: bool) -> Mapping[str, torch.Tensor]:
         """The state with tensors for this model's parameters, in their order. Raises StateError if there is none."""
         try:
-            saved = dict(unpacked(state[PARAMETERS]))
+            saved = dict(json_value(state[PARAMETERS]))
         except (KeyError, ValueError, TypeError):
             return state  # and let the lengths decide
         now = {name: x.flatten().cpu() for name, x in zip(self._names, self._shared)}
