@@ -217,6 +217,10 @@ def _dense(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             )
         if t.is_meta:
             raise _core.InvalidArgument("skim.Aggregator: reduce takes tensors with memory, not on 'meta'")
+        if t.is_inference() and not torch.is_inference_mode_enabled():
+            raise _core.InvalidArgument(
+                "skim.Aggregator: reduce cannot write into a tensor of torch.inference_mode(); give a clone() of it"
+            )
         if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
             raise _core.InvalidArgument(
                 "skim.Aggregator: reduce cannot write into a tensor with entries that share memory, as after expand(); "

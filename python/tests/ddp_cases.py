@@ -1709,6 +1709,9 @@ def case_a_wrong_call_leaves_an_aggregator_usable():
         expect(wrong, "scale: must be a number in [1e-37, 1e+38], not ", aggregator.reduce, ones, scale=scale)
     expanded = [t[:1].expand(len(t)) for t in ones]
     expect(wrong, "entries that share memory, as after expand(); give a clone() of it", aggregator.reduce, expanded)
+    with torch.inference_mode():
+        of_inference = [t.clone() for t in ones]
+    expect(wrong, "cannot write into a tensor of torch.inference_mode", aggregator.reduce, of_inference)
     expect(wrong, "takes tensors, not NoneType", aggregator.reduce, None)
     expect(wrong, "takes tensors, not int", aggregator.reduce, [1] * len(ones))
     for fragment in (1, -1, 0.0, None):
