@@ -461,13 +461,14 @@ class DdpCompression(Compression):
                 end()
 
         answer = raising_at_the_end(done, self._raise_what_failed) if last else done
-        if last and len(_attached) == 1:
-            # Backward has nothing left to overlap with, so a change of threads would only cost time. With a
-            # second attached model this could deadlock: two ranks might reach the models' last buckets in
-            # different orders, and each would wait for the other.
-            self.run_after_others(job)
-        else:
-            self.submit(job)
+        # After the last bucket backward has nothing left to overlap with, so a change of threads would only cost time.
+        # With a second attached model this could deadlock: two ranks might reach the models' last buckets in different
+        # orders, and each would wait for the other.
+        try:
+            (self.run_after_others if last and len(_attached) == 1 else self.submit)(job)
+        except BaseException as e:  # by a signal handler, before the exchange that the other ranks wait for has begun
+            self.fail(e)
+            raise
         return answer
 
     def _raise_what_failed(self) -> None:

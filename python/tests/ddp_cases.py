@@ -248,6 +248,31 @@ def case_backward_raises_an_error_of_a_future():
             torch.futures.Future.set_result = complete
 
 
+def case_an_interrupt_before_a_bucket_ends_the_group_and_nobody_waits():
+    model = attached()
+    train(model, range(4))
+    compression = skim.compression_of(model)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    if RANK == SIZE - 1:
+        compression.run_after_others = compression.submit = interrupted
+        try:
+            model(gradients(4)).backward()
+            raise AssertionError("backward did not raise")
+        except KeyboardInterrupt:
+            pass
+        assert isinstance(compression.error, KeyboardInterrupt)
+    else:
+        try:
+            model(gradients(4)).backward()
+            raise AssertionError("backward did not raise")
+        except skim.CommError as e:
+            assert e.peer == SIZE - 1 and "timed out" not in str(e), e
+    dist.barrier()  # until then the last rank keeps its connections
+
+
 def case_trainable_parameters_that_change():
     """Ranks would diverge without a word, as with plain DDP."""
     inner = Linear()
