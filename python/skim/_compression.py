@@ -559,7 +559,7 @@ class Compression:
             groups = self.buckets if self.buckets is not None else [(i,) for i in range(len(self.names))]
             for index in range(len(groups)) if indices is None else indices:
                 members = groups[index]
-                slot = self.slots_of(members, index)[0][0] if self.buckets is not None else members[0]
+                slot = self.slots_of(members, index)[0][0]
                 if isinstance(self.local, TensorLocalHalf) and not self._holds_mass:
                     kept = self.local.residual_tensor(slot)
                     kept = kept if as_it_is else kept.clone()
