@@ -145,7 +145,8 @@ def attach(
         keeps residuals itself, so leave out the options for that.
     offload: True: with local="device", residuals and the velocities of momentum correction are in the host's memory.
         Each step copies them to the device and back, beside its work. Two buckets of them are on the device at a time.
-        Not together with residual_code. Without local="device" they are in the host's memory anyway.
+        Not together with residual_code, nor with a local half of your own. Without local="device" they are in the
+        host's memory anyway.
     replay: skim.report(model).choices of an earlier run, for exchange="auto". This run then takes the same exchange
         for every bucket of every step, and has the same bits on the same data. After the last recorded change it stays
         with what was chosen. Model, buckets and number of ranks must be the same.
@@ -157,7 +158,7 @@ def attach(
         local_clip: this rank's gradient of a bucket with n of the model's N parameters is scaled down to a norm of at most
             local_clip * sqrt(n / (P N)), before compression; 0: no limit.
         feedback: False: there is no residual, and entries that are not sent are lost.
-        residual_decay: factor of the residual in every step, in [0, 1]. Below 1, old entries fade.
+        residual_decay: factor of the residual in every step, in (0, 1]. Below 1, old entries fade.
         dense_below: buckets with fewer entries are summed whole.
         server: for exchange="param-server": "rank0", which also trains, "dedicated", or "sharded". A dedicated server is
             rank 0, which has no gradient: it hands in zeros, as by (0 * loss).backward(), and anything else is refused.
@@ -271,11 +272,12 @@ def report(model: torch.nn.Module) -> Report:
 
 
 def state_dict(model: torch.nn.Module, *, gather: bool = False) -> dict[str, torch.Tensor]:
-    """This rank's residuals and all other state of compression: one tensor of bytes, under the key
-    rank_R_of_P, or shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own. Ends the last step: take a
-    step back, with rollback(), before you save. Once DDP's buckets are
-    settled, after its third step, the key "buckets" has them, and a run that resumes goes on bit for bit. With updates_of,
-    the key "rate" has the last learning rate above 0.
+    """This rank's residuals and all other state of compression: one tensor of bytes, under the key rank_R_of_P, or
+    shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own.
+
+    Ends the open step, if there is one. If your loop skips that step, call rollback() before you save. DDP's buckets
+    are settled after its third step. From then on the key "buckets" has them, and a run that resumes goes on bit for
+    bit. With updates_of, the key "rate" has the last learning rate above 0.
 
     gather: True, for scripts that save on rank 0: rank 0 gets the states of all ranks, and the others an empty dict.
         Collective. For a moment every rank holds P times its residuals. Not with fully_shard.
