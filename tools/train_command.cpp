@@ -311,12 +311,13 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
       "data set", comm);
   const bool text = data.info().kind == train::InputKind::text;
   if (first) {
+    expect_writable_outputs(a, rows);
     for (const Row& r : rows) {
       const std::filesystem::path& folder = r.options.checkpoint;
       if (r.options.resume || train::checkpoints_of(folder).empty()) continue;
-      put_beside("--checkpoint", folder);  // before the files of this run are made, also there
+      put_beside("--checkpoint", folder);  // with the files of the last run that are in it
+      expect_writable_folder("--checkpoint", folder);
     }
-    expect_writable_outputs(a, rows);
   }
   const std::filesystem::path none;
   MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, g_stop,

@@ -1275,6 +1275,8 @@ class Failures(Case):
             files = sorted(path.name for path in folder.iterdir())
             self.assertEqual(files, ["m.jsonl", "r.html", "s.json", "step-00000003", "t.json"])
             first = (folder / "m.jsonl").read_text()
+            self.assert_refused(train(*case[:-1], self.dir / "none/t.json", "--steps", 4), "--trace", "No such file")
+            self.assertTrue((folder / "step-00000003").is_dir(), "a run that is refused renames nothing")
             done = train(*case, "--steps", 4)
             self.assert_ok(done)
             self.assertEqual(done.stderr, f"skim: --checkpoint: kept the old '{folder}' as '{folder.name}.~1~'\n")
