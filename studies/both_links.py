@@ -93,8 +93,9 @@ class Run:
         exchange = ["--exchange", "dense"] if self.method == "sgd" else [
             "--exchange", "param-server", "--density", "0.001", "--memory", "updates", "--down-density",
             f"{self.down if self.method == 'bi' else 1.0:g}"]
-        return ["--model", t.model, "--data", t.data, "--ranks", str(self.ranks), "--epochs", str(t.epochs), "--lr",
-                f"{self.rate:g}", "--seed", str(self.seed), "--split", self.split, *exchange, *COMMON, *more]
+        length = [] if "--steps" in more else ["--epochs", str(t.epochs)]
+        return ["--model", t.model, "--data", t.data, "--ranks", str(self.ranks), *length, "--lr", f"{self.rate:g}",
+                "--seed", str(self.seed), "--split", self.split, *exchange, *COMMON, *more]
 
 
 def plan(seeds):
