@@ -69,10 +69,13 @@ class CommandLine {
   }
   template <class T>
   CLI::Option* option(const char* name, T& value, const char* type, const std::string& what) {
-    CLI::Option* const added = plain(name, value, type, what)->capture_default_str();
-    // The help has a default in brackets. CLI11 puts a list in brackets of its own.
-    const std::string text = added->get_default_str();
-    return text.starts_with('[') ? added->default_str(text.substr(1, text.size() - 2)) : added;
+    return plain(name, value, type, what)->capture_default_str();
+  }
+  // How CLI11 itself writes a list depends on which operator<< a file sees.
+  template <class T>
+  CLI::Option* option(const char* name, std::vector<T>& value, const char* type,
+                      const std::string& what) {
+    return plain(name, value, type, what)->default_str(CLI::detail::join(value, ","));
   }
   // An option that takes one of `names`.
   template <class Names>
