@@ -109,7 +109,7 @@ RecordedRun::Point RecordedRun::total() const { return points_.empty() ? Point{}
 void RecordedRun::add(const json& record) {
   if (record.contains("evaluation")) {
     const Point now = total();
-    for (const char* key : {"train_loss", "test_loss"}) number_of(record, key);  // throws if it is none
+    for (const char* key : {"train_loss", "test_loss"}) number_of(record, key);  // may throw
     if (evaluations_.size() == kMostPoints) thin(evaluations_);
     evaluations_.push_back(
         {record.at("step").get<std::int64_t>(), now.seconds, now.sent_bytes, record});
