@@ -240,6 +240,7 @@ class LocalSteps:
         """
         self._expect_training("step")
         self._meet_before_round()
+        self._place_momentum()  # PyTorch 2.0 calls no hook of optimizers any more once a model was compiled
         if not idle:
             self.optimizer.step()
         self.after_step()

@@ -2575,6 +2575,8 @@ def case_momentum_comes_back_and_weight_decay_with_it():
 
 def case_a_loaded_momentum_counts_once_in_a_step_that_the_loop_takes_itself():
     """As GradScaler.step: LocalSteps sees only after_step()."""
+    if not hasattr(torch.optim.SGD.step, "__wrapped__"):
+        return print("skipped: this PyTorch calls no hook of optimizers any more once a model was compiled")
     make = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
     plain, taken = (make(Linear().parameters()) for _ in range(2))
     skim.Aggregator(taken.param_groups[0]["params"], optimizer=taken)
