@@ -1657,6 +1657,36 @@ TEST(reducer, what_the_schedule_refuses_changes_nothing) {
   });
 }
 
+// At the end of its budget, so that not one more step would fit.
+TEST(reducer, a_finished_run_loads_its_state) {
+  run_group(2, [&](Communicator& comm) {
+    const ReducerOptions options = options_of(ExchangeKind::allgather);
+    const StepCost cost = max_step_bytes(options, 2, {60});
+    const auto schedule = [&] {
+      ReducerParts parts;
+      parts.schedule = adaptive_density({.form = AdaptiveForm::even,
+                                         .budget = 3.0 * cost(0.02),
+                                         .cost = cost,
+                                         .density_min = 0.02});
+      return parts;
+    };
+    Reducer reducer(options, schedule(), comm), resumed(options, schedule(), comm);
+    for (Reducer* each : {&reducer, &resumed}) {
+      each->set_layout(buckets({60}));
+      each->set_total_steps(3);
+    }
+    for (std::uint64_t step = 0; step < 3; ++step) {
+      Floats g = test::integers(60, seed_of(comm.rank(), step, 0));
+      reducer.reduce(0, std::span(g));
+      reducer.end_step(0.0);
+    }
+    const auto states = gather(comm, saved(reducer));
+    load(resumed, states);
+    EXPECT_EQ(saved(resumed), saved(reducer));
+    EXPECT_EQ(resumed.density().up, reducer.density().up);
+  });
+}
+
 TEST(reducer, a_new_layout_between_steps_keeps_the_residuals) {
   run_group(2, [&](Communicator& comm) {
     Reducer reducer(options_of(ExchangeKind::allgather), with_density(0.1), comm);

@@ -222,7 +222,8 @@ class Adaptive final : public DensitySchedule {
     SKIM_EXPECTS(std::isfinite(least), "adaptive_density: the cost has no bound");
     const double steps = left(p), need = steps * least;
     const double has = o_.budget - known(p) - unknown(p);
-    if (need > has * (1.0 + 1e-12)) {
+    const bool is_over = p.step >= p.total_steps;  // then no step has to fit
+    if (!is_over && need > has * (1.0 + 1e-12)) {
       throw InvalidArgument("adaptive density: a budget of " + in_unit(o_.budget) +
                             " is too small: " + shortest(steps) + " steps at the least density, " +
                             shortest(o_.density_min) + ", take " + in_unit(need) +
