@@ -466,22 +466,30 @@ TEST(param_server, held_mass_follows_its_parameter_into_another_layout) {
 
 // A dedicated server has no gradient, so none of the mass may come to rest in its residual.
 TEST(param_server, held_mass_is_delivered_after_another_layout) {
-  const std::size_t n = 60;
+  const std::size_t n = 60, more = 7;
+  const std::vector<Bucket> same = buckets({n});
+  std::vector<Bucket> longer = same, shifted = same;
+  longer[0].parameters.push_back({"new", n, more});
+  for (Segment& p : shifted[0].parameters) p.offset += more;
+  shifted[0].parameters.push_back({"new", 0, more});
   for (const ServerPlacement placement : kPlacements) {
-    run_threads(3, [&](Communicator& comm) {
-      const auto me = static_cast<std::size_t>(comm.rank());
-      const bool serves = placement == ServerPlacement::dedicated && me == 0;
-      Reducer reducer(with_server(placement), with_densities(0.1, 0.05), comm);
-      reducer.set_layout(buckets({n}));
-      for (std::uint64_t step = 0; step < 105; ++step) {
-        if (step == 5) reducer.set_layout(buckets({n}));
-        Floats g(n, 0.0F);
-        if (step < 5 && !serves) g = test::integers(n, seed_of(me, step), 100);
-        reducer.reduce(0, std::span(g));
-        reducer.end_step(0.0);
-      }
-      EXPECT_EQ(test::kept_by(reducer, 0), Floats(n, 0.0F)) << "rank " << me;
-    });
+    for (const std::vector<Bucket>& later : {same, longer, shifted}) {
+      run_threads(3, [&](Communicator& comm) {
+        const auto me = static_cast<std::size_t>(comm.rank());
+        const bool serves = placement == ServerPlacement::dedicated && me == 0;
+        Reducer reducer(with_server(placement), with_densities(0.1, 0.05), comm);
+        reducer.set_layout(same);
+        for (std::uint64_t step = 0; step < 105; ++step) {
+          if (step == 5) reducer.set_layout(later);
+          Floats g(reducer.local().size(0), 0.0F);
+          if (step < 5 && !serves) g = test::integers(n, seed_of(me, step), 100);
+          reducer.reduce(0, std::span(g));
+          reducer.end_step(0.0);
+        }
+        const Floats kept = test::kept_by(reducer, 0);
+        EXPECT_EQ(kept, Floats(kept.size(), 0.0F)) << "rank " << me;
+      });
+    }
   }
 }
 

@@ -113,8 +113,11 @@ class ParamServer final : public Exchange, public HeldMass {
     const auto found = slots_.find(slot);
     if (found == slots_.end()) return;
     State& state = found->second;
-    append_all(state, returned);
-    for (const Index i : returned.view().index) set(state, i - state.first, 0.0F);
+    for (std::size_t at = 0; at < state.mass.size(); ++at) {
+      if (state.mass[at] == 0.0F) continue;
+      returned.append(static_cast<Index>(state.first + at), state.mass[at]);
+      set(state, at, 0.0F);
+    }
   }
 
   void end_step() noexcept override {
@@ -152,18 +155,13 @@ class ParamServer final : public Exchange, public HeldMass {
   static std::size_t begin_of(std::size_t owner, std::size_t n, std::size_t owners) {
     return n * owner / owners;
   }
-  static void append_all(const State& state, SparseBuffer& to) {
-    for (std::size_t i = 0; i < state.mass.size(); ++i) {
-      if (state.mass[i] != 0.0F) to.append(static_cast<Index>(state.first + i), state.mass[i]);
-    }
-  }
   static void set(State& state, std::size_t at, float value) {
     state.journal.push_back({static_cast<std::uint32_t>(at), state.mass[at]});
     state.mass[at] = value;
   }
 
-  // Also gives back mass that this rank holds but no longer owns. A run that was saved with the
-  // server in another place leaves such mass.
+  // Also gives back mass that this rank holds but no longer owns. A new layout leaves such mass. So
+  // does a run that was saved with the server in another place.
   void make_room(StepId id, const SparseView& mine, const Keep& keep, const Communicator& comm) {
     ranks_ = static_cast<std::size_t>(comm.size());
     me_ = static_cast<std::size_t>(comm.rank());
@@ -174,12 +172,23 @@ class ParamServer final : public Exchange, public HeldMass {
     state_ = &slots_[id.slot];
     const std::size_t own = owns_ ? last - first_ : 0;
     if (state_->first != first_ || state_->mass.size() != own) {
-      append_all(*state_, returned_);
-      if (!state_->mass.empty()) misplaced_[id.slot] = std::move(*state_);
-      *state_ = {
+      State fitting{
           .first = first_, .mass = std::vector<float>(own), .leaves_out = false, .journal = {}};
+      for (std::size_t i = 0; i < state_->mass.size(); ++i) {
+        const float v = state_->mass[i];
+        const std::size_t at = state_->first + i;
+        if (v == 0.0F) continue;
+        if (first_ <= at && at < last && owns_) {
+          fitting.mass[at - first_] = v;
+          fitting.leaves_out = true;
+        } else {
+          returned_.append(static_cast<Index>(at), v);
+        }
+      }
+      if (!state_->mass.empty()) misplaced_[id.slot] = std::move(*state_);
+      *state_ = std::move(fitting);
     }
-    // A dedicated server has no residual that could take the mass back, so it goes on holding it.
+    // A dedicated server has no gradient. Whatever its residual holds stays there.
     if (dedicated(comm.size()) && me_ == 0) {
       give_back(mine);
     }
@@ -404,7 +413,7 @@ class ParamServer final : public Exchange, public HeldMass {
   ServerOptions options_;
   std::unique_ptr<Selector> selector_;  // the server's
   std::map<Slot, State> slots_;
-  std::map<Slot, State> misplaced_;  // slots given back in the open step, as they were
+  std::map<Slot, State> misplaced_;  // slots that the open step has moved, as they were
 
   // State of the current run.
   std::size_t ranks_ = 0, me_ = 0, first_ = 0;
