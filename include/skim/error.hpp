@@ -18,7 +18,8 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The caller made a mistake. Nothing has changed and nothing was sent.
+// The caller made a mistake. Nothing has changed and nothing was sent. Only Reducer::reduce also
+// throws it later: if a selector or an exchange of the caller's own gives wrong entries.
 class InvalidArgument : public Error {
  public:
   using Error::Error;

@@ -57,7 +57,7 @@ std::span<const std::string_view> names_of<DropPolicy>() noexcept;
 // Says who sums the entries, and holds the mass that the result leaves out (param_server).
 enum class ServerPlacement : std::uint8_t {
   rank0,      // rank 0, which also trains like the other ranks
-  dedicated,  // rank 0, which only serves: it has no gradient, and the mean is over the others
+  dedicated,  // rank 0, which only serves: its gradients must be 0, and the mean is over the others
   sharded,    // every rank, for a range of indices: the same result without a busiest link
 };
 template <>

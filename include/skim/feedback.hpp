@@ -22,7 +22,8 @@ namespace skim {
 //   q8    1 + 1/64 bytes: multiples of a power of two, in blocks of 64 entries. Rounding changes an
 //         entry by less than 1/63 of the largest of its block, or 2^-126.
 // Rounding is stochastic: the mean of what it makes of an entry is the entry. So the law below holds
-// in the mean, and for each entry and step within these bounds.
+// in the mean, and for each entry and step within these bounds. A step that is rolled back may
+// round an entry twice.
 enum class ResidualCode : std::uint8_t { f32, bf16, q8 };
 template <>
 std::span<const std::string_view> names_of<ResidualCode>() noexcept;

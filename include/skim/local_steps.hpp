@@ -76,8 +76,9 @@ class LocalSteps {
   //   reports              one per slot; overwritten
   // Returns false if a parameter of any rank has become NaN or infinite. x then stays as it was,
   // and the residuals hold the finite moves.
-  // Throws: InvalidArgument (nothing changed); CommError and others, as Reducer::wait;
-  // NonFiniteError instead of false, with NonFinite::raise. Then x and replicas are as after false.
+  // Throws: InvalidArgument (nothing changed); NonFiniteError instead of false, with
+  // NonFinite::raise: x and replicas are then as after false; CommError and others, as
+  // Reducer::wait: replicas then hold no parameters, and x is as before.
   bool exchange(std::span<const std::span<float>> replicas, double epoch,
                 std::vector<StepReport>& reports);
 

@@ -163,10 +163,10 @@ class Reducer {
   LoadReport load(std::span<std::istream* const> of_old_ranks, bool strict = true);
   // Continues what ranks of another group have saved in the same step. This rank's residual becomes
   // `share` times the sum of theirs, and the mass that their exchanges held joins it. The mass that
-  // this rank's own exchange holds is dropped. Step and
-  // statistics are those of the first state. Selector, exchange and schedule start anew. If a group
-  // of P ranks was one of Q, and each of its ranks takes its own state with the share P/Q, it owes
-  // the same mean. With a share of 0 a new rank takes the step alone.
+  // this rank's own exchange holds is dropped. Step and statistics are those of the first state.
+  // Selector, exchange and schedule start anew. If a group of P ranks was one of Q, and each of its
+  // ranks takes its own state with the share P/Q, it owes the same mean. With a share of 0 a new
+  // rank takes the step alone.
   // Throws: as load; InvalidArgument: no state, or a share that is not finite and >= 0.
   void take_over(std::span<std::istream* const> states, float share);
 

@@ -19,7 +19,7 @@ struct StepReport {
   std::uint64_t rounds = 0;
   std::int64_t select_ns = 0, exchange_ns = 0, apply_ns = 0;
   double capture = 0.0;          // |selected|^2 / |accumulated|^2; 1 if nothing accumulated
-  double residual_norm = 0.0;    // |residual| after the commit
+  double residual_norm = 0.0;    // |residual| after the commit, to about 1e-3 of |accumulated|
   float threshold = 0.0F;        // smallest magnitude selected
   std::uint64_t non_finite = 0;  // entries of this rank's gradient
   bool dense = false;

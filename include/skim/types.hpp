@@ -39,7 +39,8 @@ struct GradView {
   void* data = nullptr;
   std::size_t n = 0;
   DType dtype = DType::f32;
-  float scale = 1.0F;  // loss scale, finite and > 0: the true gradient is data / scale
+  // The loss scale: the true gradient is data / scale. It is > 0, and it and 1 / scale are finite.
+  float scale = 1.0F;
   Device device = Device::cpu;
   void* context = nullptr;  // for a local half of your own, for example a stream
 
