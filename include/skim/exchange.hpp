@@ -111,15 +111,18 @@ class HeldMass {
   struct Piece {
     std::size_t first = 0;  // the entry of the slot that mass[0] belongs to
     DenseView mass;         // a sum over the ranks
+    // Whether the mass is only what results have rounded off. They had all other entries.
+    bool is_rounding = false;
   };
 
   virtual ~HeldMass() = default;
   // The mass that this rank holds of a slot. Valid until the next call of any function.
   virtual Piece held(Slot slot) noexcept = 0;
-  // Replaces the held mass of the slot, whose length may have changed. An empty `mass` leaves none:
-  // held() is then empty. Between steps only. If the mass belongs on another rank, the next run()
-  // returns it.
-  virtual void hold(Slot slot, std::size_t first, std::span<const float> mass) = 0;
+  // Replaces the held mass of the slot, whose length may have changed. The arguments are those of a
+  // Piece. An empty `mass` leaves none: held() is then empty. Between steps only. If the mass
+  // belongs on another rank, the next run() returns it.
+  virtual void hold(Slot slot, std::size_t first, std::span<const float> mass,
+                    bool is_rounding) = 0;
   // Gives the slot's mass back, so that the caller can add it to a dense sum or to this rank's
   // residual. `returned` has its dim on entry. It gets the mass, canonical.
   virtual void flush(Slot slot, SparseBuffer& returned) = 0;

@@ -98,15 +98,21 @@ class ParamServer final : public Exchange, public HeldMass {
   Piece held(Slot slot) noexcept override {
     const auto found = slots_.find(slot);
     if (found == slots_.end()) return {};
-    return {found->second.first, std::span(found->second.mass)};
+    State& state = found->second;
+    return {.first = state.first,
+            .mass = std::span(state.mass),
+            .is_rounding = !state.leaves_out};
   }
-  void hold(Slot slot, std::size_t first, std::span<const float> mass) override {
+  void hold(Slot slot, std::size_t first, std::span<const float> mass, bool is_rounding) override {
     if (mass.empty()) {
       slots_.erase(slot);
       return;
     }
-    slots_[slot] = {
-        .first = first, .mass = {mass.begin(), mass.end()}, .leaves_out = true, .journal = {}};
+    slots_[slot] = {.first = first,
+                    .mass = {mass.begin(), mass.end()},
+                    .leaves_out = !is_rounding,
+                    .left_out = !is_rounding,
+                    .journal = {}};
   }
   void flush(Slot slot, SparseBuffer& returned) override {
     returned.reset(returned.view().dim);
@@ -131,8 +137,8 @@ class ParamServer final : public Exchange, public HeldMass {
       for (std::size_t e = state.journal.size(); e-- > 0;) {
         state.mass[state.journal[e].at] = state.journal[e].before;
       }
+      if (!state.journal.empty()) state.leaves_out = state.left_out;
       state.journal.clear();
-      state.leaves_out = true;
     }
   }
 
@@ -145,6 +151,7 @@ class ParamServer final : public Exchange, public HeldMass {
     std::size_t first = 0;        // the slot's index of mass[0]
     std::vector<float> mass;      // held back, summed over the ranks; finite
     bool leaves_out = false;      // some entry is held that a result omitted
+    bool left_out = false;        // leaves_out at the start of the open step
     std::vector<Change> journal;  // changes in the open step
   };
 
@@ -173,14 +180,15 @@ class ParamServer final : public Exchange, public HeldMass {
     const std::size_t own = owns_ ? last - first_ : 0;
     if (state_->first != first_ || state_->mass.size() != own) {
       State fitting{
-          .first = first_, .mass = std::vector<float>(own), .leaves_out = false, .journal = {}};
+          .first = first_, .mass = std::vector<float>(own), .leaves_out = false, .left_out = false,
+          .journal = {}};
       for (std::size_t i = 0; i < state_->mass.size(); ++i) {
         const float v = state_->mass[i];
         const std::size_t at = state_->first + i;
         if (v == 0.0F) continue;
         if (first_ <= at && at < last && owns_) {
           fitting.mass[at - first_] = v;
-          fitting.leaves_out = true;
+          fitting.leaves_out = state_->leaves_out;
         } else {
           returned_.append(static_cast<Index>(at), v);
         }
@@ -319,6 +327,7 @@ class ParamServer final : public Exchange, public HeldMass {
     State& state = *state_;
     const SparseView sums = sum_.view();
     const bool all = k_ == sums.dim && !state.leaves_out;
+    if (state.journal.empty()) state.left_out = state.leaves_out;
     for (std::size_t e = 0; e < sums.nnz(); ++e) {
       const std::size_t at = sums.index[e] - first_;
       set(state, at, state.mass[at] + sums.value[e]);

@@ -11,17 +11,18 @@ namespace skim {
 namespace {
 
 constexpr std::string_view kMagic = "SKIMHELD";
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 
 }  // namespace
 
 // A section (state.hpp): the number of pieces; then for each piece: name of the parameter, its
-// entries [first, first + length), values.
+// entries [first, first + length), is_rounding, values.
 void save_held(const LocalHalf& local, HeldMass* holder, std::ostream& out) {
   struct Piece {
     const Segment* parameter;
     std::size_t first;
     std::span<const float> values;
+    bool is_rounding;
   };
   std::vector<Piece> pieces;
   for (const Slot slot : local.slots()) {
@@ -32,7 +33,8 @@ void save_held(const LocalHalf& local, HeldMass* holder, std::ostream& out) {
       const std::size_t last = std::min(p.offset + p.length, end);
       if (first >= last) continue;
       pieces.push_back(
-          {&p, first - p.offset, held.mass.span().subspan(first - held.first, last - first)});
+          {&p, first - p.offset, held.mass.span().subspan(first - held.first, last - first),
+           held.is_rounding});
     }
   }
   SectionWriter w(out, kMagic, kVersion);
@@ -41,6 +43,7 @@ void save_held(const LocalHalf& local, HeldMass* holder, std::ostream& out) {
     w.put(p.parameter->name);
     w.put(static_cast<std::uint64_t>(p.first));
     w.put(static_cast<std::uint64_t>(p.values.size()));
+    w.put(static_cast<std::uint8_t>(p.is_rounding));
     w.put(p.values);
   }
   w.end();
@@ -60,6 +63,7 @@ LoadedMass load_held(const OldRanks& old_ranks, const LocalHalf& local, float sh
   struct Loaded {
     std::vector<float> mass;  // [n]
     std::size_t first = std::numeric_limits<std::size_t>::max(), last = 0;
+    bool is_rounding = true;
   };
   std::map<Slot, Loaded> loaded;
   if (old_ranks.same_group()) share = 1.0F;
@@ -72,6 +76,7 @@ LoadedMass load_held(const OldRanks& old_ranks, const LocalHalf& local, float sh
     for (std::uint64_t i = 0; i < pieces; ++i) {
       const std::string name = in.get_string();
       const auto first = in.get<std::uint64_t>(), length = in.get<std::uint64_t>();
+      const bool is_rounding = in.get<std::uint8_t>() != 0;
       const auto found = places.find(name);
       if (found == places.end()) {
         double& norm2 = result.lost_norm2[name];
@@ -93,6 +98,7 @@ LoadedMass load_held(const OldRanks& old_ranks, const LocalHalf& local, float sh
       to.mass.resize(local.size(at.slot));
       to.first = std::min(to.first, at.offset + first);
       to.last = std::max(to.last, at.offset + first + length);
+      to.is_rounding = to.is_rounding && is_rounding;
       for (std::size_t j = 0; j < length; ++j) {
         to.mass[at.offset + first + j] += share * values[j];
       }
@@ -103,20 +109,21 @@ LoadedMass load_held(const OldRanks& old_ranks, const LocalHalf& local, float sh
     const auto begin = from.mass.begin();
     result.of[slot] = {.first = from.first,
                        .mass = {begin + static_cast<std::ptrdiff_t>(from.first),
-                                begin + static_cast<std::ptrdiff_t>(from.last)}};
+                                begin + static_cast<std::ptrdiff_t>(from.last)},
+                       .is_rounding = from.is_rounding};
   }
   return result;
 }
 
 void drop_held(HeldMass& holder, std::span<const Slot> slots) {
-  for (const Slot slot : slots) holder.hold(slot, 0, {});
+  for (const Slot slot : slots) holder.hold(slot, 0, {}, false);
 }
 
 void hold_or_keep(const LoadedMass& loaded, LocalHalf& local, HeldMass* holder) {
   SparseBuffer nothing, mass;
   for (const auto& [slot, piece] : loaded.of) {
     if (holder != nullptr) {
-      holder->hold(slot, piece.first, piece.mass);
+      holder->hold(slot, piece.first, piece.mass, piece.is_rounding);
       continue;
     }
     nothing.reset(local.size(slot));

@@ -21,6 +21,7 @@ struct LoadedMass {
   struct Piece {
     std::size_t first = 0;
     std::vector<float> mass;
+    bool is_rounding = true;
   };
   std::map<Slot, Piece> of;
   std::map<std::string, double> lost_norm2;  // of parameters that are not in the layout
