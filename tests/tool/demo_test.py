@@ -43,7 +43,8 @@ class Files(Case):
                                   "test_accuracy": accuracies[step // 2 - 1]})
             summaries.append({"run": run, "exchange": exchange, "density": density, "ranks": 4,
                               "model": "mlp", "parameters": 199210, "data": "generated",
-                              "batch": 32, "steps": 10, "max_sent_bytes_per_step": 1.2e6 * density})
+                              "batch": 32, "steps": 10, "steps_done": 10,
+                              "max_sent_bytes_per_step": 1.2e6 * density})
             if simulated:
                 summaries[-1]["beta_s_per_byte"] = 1e-8
         base = self.dir / name
@@ -124,6 +125,21 @@ gtopk at 1 % ended 1.0 points of accuracy below dense.
         self.assertIn("Measured: memory.\nSimulated, on a virtual clock: 1 Gbit/s.\n",
                       compare("--target", 85, *arguments).stdout)
 
+    def test_a_run_that_was_stopped_has_sent_the_bytes_of_the_steps_that_it_did(self):
+        base = self.both("a", 10, 20)
+        summaries = json.loads(base.with_suffix(".json").read_text())
+        base.with_suffix(".json").write_text(json.dumps([run | {"steps": 1000} for run in summaries]))
+        done = compare("--target", 85, f"{base}=1 Gbit/s")
+        self.assertRegex(done.stdout, r"dense +0\.060 s +0\.10 s +87\.0 % +12 MB\n")
+
+    def test_runs_of_one_exchange_and_density_are_told_apart(self):
+        runs = {"gtopk:0.01:exact": ("gtopk", 0.01, 50, (0.5, 0.7, 0.8, 0.9, 0.9)),
+                "gtopk:0.01:dgc": ("gtopk", 0.01, 10, (0.5, 0.7, 0.8, 0.9, 0.8))}
+        base = self.write("a", {"dense": ("dense", 1.0, 100, (0.5, 0.7, 0.8, 0.9, 0.9)), **runs})
+        self.assertEqual(self.verdicts(f"{base}=1 Gbit/s")[2:], [
+            "gtopk:0.01:exact ended with the accuracy of dense.",
+            "gtopk:0.01:dgc ended 10.0 points of accuracy below dense."])
+
     def test_without_matplotlib_the_rest_is_there(self):
         base = self.both("a", 100, 10)
         # -S: without installed packages.
@@ -162,6 +178,11 @@ class Plots(Files):
         for words in ("1 Gbit/s", "100 Mbit/s", "gtopk at 1 %", "test accuracy", "6.0 s", "0.80 s"):
             self.assertTrue(words in text, words)
         self.assertTrue(png.read_bytes().startswith(b"\x89PNG"))
+
+    def test_more_runs_than_colours(self):
+        runs = {f"gtopk:0.0{i}": ("gtopk", i / 100, 10 * i, (0.5, 0.7, 0.8, 0.9, 0.9)) for i in range(1, 13)}
+        self.assert_ok(compare("--target", 85, f"{self.write('a', runs)}=1 Gbit/s", "--out", self.dir / "x.svg",
+                               python=(PYTHON,)))
 
     def test_targets_that_are_not_reached(self):
         base, out = self.both("a", 10, 20), self.dir / "x.svg"

@@ -89,8 +89,17 @@ def read_runs(argument):
             fail(f"'{metrics}' has no test accuracy of run '{run}'")
         found.append(Run(link=link, name=name_of(summary), simulated="beta_s_per_byte" in summary,
                          seconds=seconds[run], points=points[run], summary=summary,
-                         sent_bytes=summary["max_sent_bytes_per_step"] * summary["steps"]))
+                         sent_bytes=summary["max_sent_bytes_per_step"] * summary["steps_done"]))
     return found
+
+
+def tell_apart(runs):
+    """Runs of one exchange and density, such as those of several selectors, take skim's names."""
+    for together in by_link(runs).values():
+        names = [run.name for run in together]
+        for run, name in zip(together, names):
+            if names.count(name) > 1:
+                run.name = run.summary["run"]
 
 
 def by_link(runs):
@@ -229,14 +238,14 @@ def draw(runs, target, paths):
         axis.axhline(target, color="black", linestyle=":", linewidth=0.8)
         for run in together:
             i = names.index(run.name)
-            colour = plots.COLOURS[i]
+            colour = plots.COLOURS[i % len(plots.COLOURS)]
             axis.plot([s for s, _ in run.points], [100 * a for _, a in run.points], color=colour,
                       label=run.name)
             reached = run.seconds_to(target / 100)
             if reached is None:
                 continue
             axis.plot([reached], [100 * dict(run.points)[reached]], color=colour, linestyle="none",
-                      marker=plots.MARKERS[i])
+                      marker=plots.MARKERS[i % len(plots.MARKERS)])
             axis.axvline(reached, color=colour, linestyle=":", linewidth=0.8)
             # One run's text above the other's, for times that are close.
             axis.annotate(in_seconds(reached), (reached, 0), xycoords=("data", "axes fraction"),
@@ -264,6 +273,7 @@ def main():
                         help="picture, PNG, SVG or PDF by its name; may stand several times")
     arguments = parser.parse_args()
     runs = [run for base in arguments.bases for run in read_runs(base)]
+    tell_apart(runs)
     print(heading(runs), "", *table(runs, arguments.target), *explanation(runs), "",
           *verdicts(runs, arguments.target), sep="\n")
     if arguments.out:
