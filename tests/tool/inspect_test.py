@@ -232,7 +232,12 @@ class Plots(Case):
                 self.assertIn("A gtopk:0.01", text)
         self.assert_ok(self.plot("sensitivity", summary, "--out", self.dir / "f.svg"))
         self.assertIn("dense", (self.dir / "f.svg").read_text())
+        metrics.write_text(metrics.read_text() + '{"run": "dense", "st')
+        self.assert_ok(self.plot("curves", metrics, "--out", self.dir / "x.png"))
         broken = self.dir / "broken.jsonl"
+        for text in ("[]\n", '{"step": 1}\n'):
+            broken.write_text(text)
+            self.assert_refused(self.plot("curves", broken, "--out", self.dir / "x.png"), "line 1", "'run'", status=1)
         broken.write_text('{"run": ')
         self.assert_refused(self.plot("curves", broken, "--out", self.dir / "x.png"), "line 1", status=1)
         self.assert_refused(self.plot("curves", self.dir / "none", "--out", "x.png"), "none", status=1)

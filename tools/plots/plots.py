@@ -250,11 +250,15 @@ def runs(arguments):
     for argument in arguments.files:
         text, given = read(argument)
         lines = {}
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.splitlines(keepends=True), 1):
             try:
                 entry = json.loads(line)
             except ValueError as e:
+                if number > 1 and not line.endswith("\n"):
+                    break  # incomplete: the run writes it, or was killed
                 fail(f"'{argument}' line {number}: no JSON: {e}")
+            if not isinstance(entry, dict) or "run" not in entry:
+                fail(f"'{argument}' line {number}: not an object with the key 'run'")
             lines.setdefault(entry["run"], []).append(entry)
         for run, entries in lines.items():
             name = run if given is None else given if len(lines) == 1 else f"{given} {run}"
