@@ -496,6 +496,11 @@ class Run {
     }
   }
 
+  // JSON has null for a loss that is not finite.
+  static double read_loss(const nlohmann::json& meta, const char* key, const fs::path& dir) {
+    return meta.contains(key) && meta[key].is_null() ? NAN : read<double>(meta, key, dir);
+  }
+
   static std::string of_ranks(int ranks) {
     return std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks");
   }
@@ -575,8 +580,8 @@ class Run {
                            training_ranks(options_, old_ranks) / ranks_;
     evaluation_ = {.step = evaluated,
                    .epoch = length_.epoch(evaluated),
-                   .train_loss = read<double>(meta, "train_loss", dir),
-                   .test_loss = read<double>(meta, "test_loss", dir),
+                   .train_loss = read_loss(meta, "train_loss", dir),
+                   .test_loss = read_loss(meta, "test_loss", dir),
                    .test_accuracy = read<double>(meta, "test_accuracy", dir)};
     skips_.all = read<std::uint64_t>(meta, "skipped", dir);
     checkpoint_ = dir.string();

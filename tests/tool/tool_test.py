@@ -1062,6 +1062,15 @@ class Checkpoints(Case):
         self.assert_ok(train(*arguments, "--steps", 4, "--resume"))
         self.assertTrue(metrics.read_text().startswith(before))
 
+    def test_a_checkpoint_with_a_loss_that_is_not_finite_is_continued(self):
+        arguments = ["--model", "mlp-64", "--lr", "1e20", "--skip-limit", 0, "--checkpoint", self.dir / "c"]
+        self.assert_ok(train(*arguments, "--steps", 10))
+        meta = json.loads((newest_in(self.dir / "c") / "meta.json").read_text())
+        self.assertIsNone(meta["train_loss"])
+        done = train(*arguments, "--steps", 12, "--resume")
+        self.assert_ok(done)
+        self.assertIn("resumed after step 10", done.stdout)
+
     def test_a_disk_that_is_too_small_is_found_before_the_first_step(self):
         small = self.dir / "small"
         small.mkdir()
