@@ -383,6 +383,15 @@ class Drawn(Case):
         self.assertEqual(len(chart.all("circle", "skipped")), 1)
         self.assertIn("1 of 8 steps were skipped", root.words())
 
+    def test_long_names_stay_inside_a_narrow_page(self):
+        metrics, page = self.dir / "m.jsonl", self.dir / "page.html"
+        metrics.write_text(json.dumps(record(1, run="long" * 30)) + "\n")
+        self.assert_ok(skim("report", metrics, "--out", page))
+        measured = "<script>document.title = document.documentElement.scrollWidth <= innerWidth;</script></body>"
+        page.write_text(page.read_text().replace("</body>", measured))
+        root, console = self.browse(page, "--dump-dom", "--window-size=600,800")
+        self.assertEqual((root.all("title")[0].text, console), ("true", []))
+
     def test_both_colour_schemes(self):
         page, _ = self.page_of_two_runs()
         light = self.ground(page, "--blink-settings=preferredColorScheme=1")
