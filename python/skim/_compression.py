@@ -323,6 +323,7 @@ class Compression:
         self.options = options
         self.writer = writer
         self.epoch = 0.0
+        self._epoch_of_step = 0.0  # when the open step began: a rank may end it before the next epoch is set, or after
         self.statistics = Report(self.comm.rank, self.comm.size)
         self._compared_at, self._exposed_before = time.perf_counter(), 0.0
         self.error: BaseException | None = None
@@ -440,7 +441,7 @@ class Compression:
             self.keep_momentum_out()
             if self.buckets is not None and (index >= len(self.buckets) or self.buckets[index] != members):
                 self._set_layout(None)
-            self._step_open = True
+            self._step_open, self._epoch_of_step = True, self.epoch
 
     def reduce_part(self, slot: int, flat: torch.Tensor, scale: float) -> None:
         """Replaces flat [n], on any device, by the mean over the ranks. scale: the loss scale in flat. Collective."""
@@ -596,10 +597,10 @@ class Compression:
             self._step_open = False
             self.was_finite = self._finite
             if skip or not self._finite:
-                self.reducer.rollback_step(self.epoch)
+                self.reducer.rollback_step(self._epoch_of_step)
                 self.statistics.skipped += 1
             else:
-                self.reducer.end_step(self.epoch)
+                self.reducer.end_step(self._epoch_of_step)
                 for slot, offset, mean, scale in self._give_back:
                     self.reducer.add_residual(slot, offset, array(mean), scale)
             self._give_back.clear()

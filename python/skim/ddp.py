@@ -345,7 +345,8 @@ def state_template(checkpoint_id: str | os.PathLike[str], prefix: str = "skim") 
 class DdpCompression(Compression):
     """The compression of one model. skim.attach makes it.
 
-    Set `epoch` once an epoch if the density is a schedule that depends on epochs.
+    If the density is a schedule that depends on epochs, set `epoch` at the start of each one, on every rank. It counts
+    from the second step on, because a step chooses the density of the next one.
     """
 
     def __init__(

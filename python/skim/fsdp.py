@@ -26,7 +26,8 @@ class FsdpCompression(Compression):
     Every module with fully_shard is a bucket: the gradient of its shards on this rank. A step ends when all modules have
     been reduced, or when one of them comes again.
 
-    Set `epoch` once an epoch if the density is a schedule that depends on epochs.
+    If the density is a schedule that depends on epochs, set `epoch` at the start of each one, on every rank. It counts
+    from the second step on, because a step chooses the density of the next one.
     """
 
     def __init__(

@@ -965,6 +965,23 @@ def case_parts_of_ones_own():
     assert SIZE == 1 or skim.report(rounded).sent_bytes > 0
 
 
+def case_ranks_agree_on_densities_if_one_of_them_looks_at_its_residuals():
+    """That ends the open step, on one rank before the next epoch is set, and on the others after."""
+    for first in (1.0, 0.3):
+        for exchange in ("allgather", "gtopk"):
+            model = attached(attach={"density": skim.listed_density([first], 0.01), "exchange": exchange})
+            quiet = attached(attach={"density": skim.listed_density([first], 0.01), "exchange": exchange})
+            for step in range(10):
+                for m in (model, quiet):
+                    skim.compression_of(m).epoch = step // 4
+                    m(gradients(step)).backward()
+                got = means(model)
+                expect_equal_everywhere(got, "means")
+                assert torch.equal(got, means(quiet)), "it changes nothing"
+                if RANK == 0:
+                    kept(model)
+
+
 class OfTensors(NumpyLocalHalf):
     """A local half of one's own. DDP's tensors come to it as they are."""
 
