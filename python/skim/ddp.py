@@ -193,6 +193,10 @@ def attach(
         raise _core.InvalidArgument(
             "skim.attach: between is for models with fully_shard; DDP has its process group" if is_ddp else FSDP_ADVICE
         )
+    if getattr(inner, "skip_all_reduce_unused_params", False):
+        raise _core.InvalidArgument(
+            "skim.attach: DDP hides which bucket is the last one of a step; make DDP without skip_all_reduce_unused_params"
+        )
     if dry_run:
         if not isinstance(inner, DistributedDataParallel):
             raise _core.InvalidArgument("skim.attach: dry_run needs DistributedDataParallel")

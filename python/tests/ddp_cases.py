@@ -1436,6 +1436,10 @@ def case_refusals():
     expect(wrong, "'w.0' is torch.float64", skim.attach, DDP(Linear(dtype=torch.float64)))
     sparse = nn.Sequential(nn.Embedding(10, 3, sparse=True))
     expect(wrong, "'0' makes sparse gradients", skim.attach, DDP(sparse))
+    if hasattr(DDP(Linear()), "skip_all_reduce_unused_params"):  # newer than PyTorch 2.7
+        skips = DDP(Linear(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+        for options in ({}, {"dry_run": True}):
+            expect(wrong, "make DDP without skip_all_reduce_unused_params", skim.attach, skips, **options)
     expect(wrong, "no 'ring'; there are: dense,", skim.attach, DDP(Linear()), exchange="ring")
     expect(wrong, "density", skim.attach, DDP(Linear()), density=0.0)
     for name, value, what in (
