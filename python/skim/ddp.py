@@ -280,8 +280,8 @@ def state_dict(model: torch.nn.Module, *, gather: bool = False) -> dict[str, tor
     shard_S_of_W_rank_R_of_P with fully_shard. Every rank must save its own.
 
     Ends the open step, if there is one. If your loop skips that step, call rollback() before you save. DDP's buckets
-    are settled after its third step. From then on the key "buckets" has them, and a run that resumes goes on bit for
-    bit. With updates_of, the key "rate" has the last learning rate above 0.
+    are settled after its third step, with static_graph after its fifth. From then on the key "buckets" has them, and a
+    run that resumes goes on bit for bit. With updates_of, the key "rate" has the last learning rate above 0.
 
     gather: True, for scripts that save on rank 0: rank 0 gets the states of all ranks, and the others an empty dict.
         Collective. For a moment every rank holds P times its residuals. Not with fully_shard.
@@ -392,6 +392,9 @@ class DdpCompression(Compression):
         self._used_before: set[int] = set()  # in the last step, by any rank
         self._seen: list[tuple[int, ...]] = []  # buckets of this step
         self._seen_before: list[tuple[int, ...]] = []
+        self._stand = 0  # for so many steps in a row DDP had the same buckets
+        # DDP forms them anew after its first step, with a static graph after its second.
+        self._settled_after = 3 if ddp.static_graph else 2
         # Whether the whole step is reduced at once, in self.buckets, whatever buckets DDP has. In an elastic group, because
         # a step may have to be taken twice, and DDP's buckets may differ between ranks. After load_state_dict, until DDP has
         # the buckets of the saved run.
@@ -537,17 +540,17 @@ class DdpCompression(Compression):
             super().finish_step(skip=skip)
             if not was_open:
                 return
+            self._stand = self._stand + 1 if self._seen == self._seen_before else 1
             if self.elastic is None and (self.buckets is None or self._collects):
                 self._settle()
             self._seen_before, self._seen = self._seen, []
             self._trainable.warn_of_changes()
 
     def _settle(self) -> None:
-        """DDP rebuilds its buckets after the first step. They are settled once two steps in a row had the same buckets, or
-        one step those of a saved run."""
+        """DDP's buckets are settled once some steps in a row had the same ones, or one step had those of a saved run."""
         if self._seen == self.buckets:
             self._collects = False
-        elif self._seen == self._seen_before:
+        elif self._stand >= self._settled_after:
             self._set_layout(list(self._seen))
             self.statistics.buckets_stand()
             self._collects = False

@@ -1130,6 +1130,26 @@ def case_state_goes_on_bit_by_bit():
     assert skim.compression_of(other).buckets != skim.compression_of(first).buckets
 
 
+def case_state_goes_on_bit_by_bit_with_a_static_graph():
+    """DDP then forms its buckets anew after its second step, so the buckets of the first two are not those that stay."""
+    def run(model, steps):
+        for step in steps:
+            model(gradients(step)).backward()
+            yield means(model)
+
+    first = attached(static_graph=True)
+    for _ in run(first, range(6)):
+        pass
+    state = {key: value.clone() for key, value in skim.state_dict(first).items()}
+    again = attached(static_graph=True)
+    skim.load_state_dict(again, state)
+    saved = skim.compression_of(first).buckets
+    for step, (got, expected) in enumerate(zip(run(again, range(6, 12)), run(first, range(6, 12))), 6):
+        assert torch.equal(got, expected), step
+        assert skim.compression_of(again).buckets == saved, step
+    assert not skim.compression_of(again)._collects
+
+
 def case_residuals_of_updates_resume_at_a_rate_of_0():
     rates = [0.5, 1.0, 0.25, 0.25, 0.5, 0.0, 0.0, 0.125]
 
