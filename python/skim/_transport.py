@@ -231,7 +231,12 @@ def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Comm
         raise _core.InvalidArgument(
             f"skim: the process group must be one of torch.distributed, with this rank in it, not {process_group!r}"
         )
-    ranks = dist.get_process_group_ranks(group)
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except KeyError:
+        raise _core.InvalidArgument(
+            "skim: the process group has ended: destroy_process_group() was called; make a new one, and wrap the model in DDP anew"
+        ) from None
     name = ",".join(map(str, ranks))
     rank, store = dist.get_rank(group), distributed_c10d._get_default_store()
     # All ranks make the groups of one list of ranks in the same order, so their counts agree. The counts are in the store,

@@ -1516,6 +1516,11 @@ def case_refusals():
         allowed = "tensors: must be tensors, or pairs (name, tensor) as from model.named_parameters()"
         expect(wrong, allowed + what, skim.Aggregator, tensors)
 
+    ended = dist.new_group()
+    of_ended = DDP(Linear(), process_group=ended)
+    dist.destroy_process_group(ended)
+    for make in (lambda: skim.attach(of_ended), lambda: skim.attach(of_ended, dry_run=True), lambda: aggregator(process_group=ended)):
+        expect(wrong, "the process group has ended", make)
     expect(wrong, "no option 'value_cod'; did you mean 'value_code'?", skim.attach, DDP(Linear()), value_cod="f16")
     expect(wrong, "among: needs exchange='auto'", skim.attach, DDP(Linear()), exchange="gtopk", among=["gtopk"])
     expect(wrong, "decay", skim.attach, DDP(Linear()), residual_decay=1.5)
