@@ -598,7 +598,7 @@ class LocalSteps:
 
         Raises StateError if the state does not fit; nothing has changed then.
         """
-        self._expect_replica("load_state_dict")
+        self._expect_training("load_state_dict")
         self._place_momentum()
         if self._shard is not None:
             state = self._shard.own(state)

@@ -2689,7 +2689,10 @@ def case_local_steps_refuse():
     for f in (local.step, local.exchange, local.finish):
         expect(wrong, "'w.0' was frozen when LocalSteps was made, so it would not be exchanged; call finish() before", f)
     inner.w[0].requires_grad_(False)
+    state = local.state_dict()
     local.finish()
+    for f in (local.step, local.exchange, lambda: local.load_state_dict(state)):
+        expect(wrong, "after finish()", f)
 
 
 def main():
