@@ -54,11 +54,12 @@ KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
 }
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")  # of a key's end
 RATE = "rate"  # a key of states: the last learning rate above 0, if residuals hold updates
+Jobs: typing.TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"  # None ends the thread
 COMPARED_EVERY = 100  # steps between comparisons of how long the ranks waited
 LEAST_RATE = 1e-20  # stands for a learning rate of 0 until the first rate above 0
 LAST_WAIT_S = 10.0  # close(), and Python's end, wait at most this long for threads that still wait for another rank
-_open: weakref.WeakSet[Compression] = weakref.WeakSet()
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # also those of compressions that are gone
+# The communication threads and their jobs, also those of compressions that are gone.
+_threads: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +338,7 @@ class Compression:
         self._moved_before = 0
         self.inside: list[_core.Communicator] = []  # if the parameters are shards: among the ranks that share them
         self._stream: torch.Stream | None = None  # for the work of `local`
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._set_layout(None)
         self.was_finite = True  # the last step that has ended
@@ -419,8 +420,7 @@ class Compression:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="skim", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)
-            _open.add(self)
-            _threads.add(self._thread)
+            _threads[self._thread] = self._jobs
         self._jobs.put(job)
 
     def expect_no_gradient_of_a_server(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -739,14 +739,9 @@ class Compression:
 
     def close(self) -> None:
         """Ends the communication thread after its queued jobs. Waits for at most LAST_WAIT_S seconds."""
-        self.end_thread()
-        if self._thread is not None:
-            self._thread.join(LAST_WAIT_S)
-
-    def end_thread(self) -> None:
-        """As close(), without the wait."""
         if self._thread is not None:
             self._jobs.put(None)
+            self._thread.join(LAST_WAIT_S)
 
 
 def buckets_of(tensors: Sequence[torch.Tensor], members: Sequence[int], most_bytes: float) -> list[tuple[int, ...]]:
@@ -839,7 +834,7 @@ def _text(value: Any) -> str:
     return str(value) if isinstance(value, (str, int, float, tuple)) else type(value).__name__
 
 
-def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _serve(jobs: Jobs) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # frees its tensors before the wait for the next job
@@ -848,8 +843,8 @@ def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 @atexit.register
 def _close_all() -> None:
     """Ends the communication threads before Python unloads its modules. Then a thread could not go on."""
-    for compression in list(_open):
-        compression.end_thread()
+    for jobs in list(_threads.values()):
+        jobs.put(None)
     ends = time.monotonic() + LAST_WAIT_S
     for thread in list(_threads):
         thread.join(max(0.0, ends - time.monotonic()))

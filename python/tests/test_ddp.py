@@ -90,17 +90,14 @@ class End(unittest.TestCase):
         from skim import _compression
 
         stuck = Stuck()
-        waiting = [_compression.Compression.__new__(_compression.Compression) for _ in range(3)]
-        for c in waiting:
-            c._thread, c._jobs = stuck, queue.SimpleQueue()
+        threads = {unittest.mock.Mock(join=stuck.join): queue.SimpleQueue() for _ in range(4)}
         with (
-            unittest.mock.patch.object(_compression, "_open", waiting),
-            unittest.mock.patch.object(_compression, "_threads", [stuck] * 4),
+            unittest.mock.patch.object(_compression, "_threads", threads),
             unittest.mock.patch.object(_compression.time, "monotonic", stuck.monotonic),
         ):
             _compression._close_all()
         self.assertEqual(stuck.now, _compression.LAST_WAIT_S)
-        self.assertEqual([c._jobs.get_nowait() for c in waiting], [None] * 3)
+        self.assertEqual([jobs.get_nowait() for jobs in threads.values()], [None] * 4)
 
     def test_python_ends_after_the_jobs_of_a_compression_that_is_gone(self):
         done = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=300)
