@@ -331,7 +331,7 @@ class Compression:
         self.lock = threading.RLock()  # guards the reducer and the members below
         self.buckets: list[tuple[int, ...]] | None = None  # indices of each bucket's parameters; None: not known yet
         self._is_detached = False
-        self._step_open = False
+        self.step_is_open = False  # the last step can still be taken back
         self._finite = True
         self._raises = False  # raise_if_taken_back() does
         self._give_back: list[tuple[int, int, torch.Tensor, float]] = []
@@ -441,7 +441,7 @@ class Compression:
             self.keep_momentum_out()
             if self.buckets is not None and (index >= len(self.buckets) or self.buckets[index] != members):
                 self._set_layout(None)
-            self._step_open, self._epoch_of_step = True, self.epoch
+            self.step_is_open, self._epoch_of_step = True, self.epoch
 
     def reduce_part(self, slot: int, flat: torch.Tensor, scale: float) -> None:
         """Replaces flat [n], on any device, by the mean over the ranks. scale: the loss scale in flat. Collective."""
@@ -592,9 +592,9 @@ class Compression:
         """Ends the open step, if there is one. It is taken back if `skip`, or if it held NaN or infinity. Otherwise what it
         sent counts as delivered, and a rollback() after it changes nothing. The next step does this by itself."""
         with self.lock:
-            if not self._step_open:
+            if not self.step_is_open:
                 return
-            self._step_open = False
+            self.step_is_open = False
             self.was_finite = self._finite
             if skip or not self._finite:
                 self.reducer.rollback_step(self._epoch_of_step)
@@ -609,15 +609,10 @@ class Compression:
     def abandon_step(self) -> None:
         """Ends a step in which a rank was lost: takes it back, with the statistics that ranks may not agree on."""
         with self.lock:
-            self._step_open = False
+            self.step_is_open = False
             self.reducer.abandon_step(self.epoch)
             self._give_back.clear()
             self._finite = True
-
-    @property
-    def step_is_open(self) -> bool:
-        """Whether the last step can still be taken back."""
-        return self._step_open
 
     def residual_norm(self) -> float:
         """The norm of this rank's residual after the last step, with what it holds as a server."""
@@ -634,7 +629,7 @@ class Compression:
     def take_back_if_not_finite(self) -> None:
         """Call it after end_of_step. With non_finite="raise", takes back a step with NaN or infinity. raise_if_taken_back()
         then raises."""
-        finite = self._finite if self._step_open else self.was_finite
+        finite = self._finite if self.step_is_open else self.was_finite
         if not finite and self.options.non_finite == "raise":
             self.finish_step()
             self._raises = True

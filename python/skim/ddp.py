@@ -536,7 +536,7 @@ class DdpCompression(Compression):
     def finish_step(self, *, skip: bool = False) -> None:
         """As Compression.finish_step(). DDP's buckets may be settled by then, which changes the layout."""
         with self.lock:
-            was_open = self._step_open
+            was_open = self.step_is_open
             super().finish_step(skip=skip)
             if not was_open:
                 return
