@@ -379,12 +379,20 @@ class Compression:
     def _set_layout(self, buckets: list[tuple[int, ...]] | None) -> None:
         """Sets the indices of each bucket's parameters. None: each parameter is a bucket. Between steps only."""
         self.buckets = buckets
-        count = len(self.names)
-        groups = [(i,) for i in range(count)] if buckets is None else buckets
-        first = 0 if buckets is None else count
         self.reducer.set_layout(
-            [(first + b, [(self.names[i], self.lengths[i]) for i in g]) for b, g in enumerate(groups)]
+            [
+                (slot, [(self.names[i], self.lengths[i]) for i in members])
+                for slot, members in enumerate(self._members_of_slots(), self._first_slot)
+            ]
         )
+
+    @property
+    def _first_slot(self) -> int:
+        return 0 if self.buckets is None else len(self.names)
+
+    def _members_of_slots(self) -> list[tuple[int, ...]]:
+        """The indices of the parameters of each slot, from the first slot on."""
+        return [(i,) for i in range(len(self.names))] if self.buckets is None else self.buckets
 
     def slots_of(self, members: tuple[int, ...], index: int) -> list[tuple[int, int, int]]:
         """(slot, offset, length), in entries, of each piece of a bucket that is reduced by itself.
@@ -396,7 +404,7 @@ class Compression:
                 raise _core.Error(
                     f"skim: bucket {index} has other parameters than in the steps before, in the middle of a step"
                 )
-            return [(len(self.names) + index, 0, sum(self.lengths[i] for i in members))]
+            return [(self._first_slot + index, 0, sum(self.lengths[i] for i in members))]
         parts, offset = [], 0
         for i in members:
             parts.append((i, offset, self.lengths[i]))
@@ -455,8 +463,7 @@ class Compression:
                 flat.copy_(given)
         self._residual_norms[slot] = report.residual_norm
         self._finite = self._finite and report.finite
-        first = 0 if self.buckets is None else len(self.names)
-        self.statistics.add(slot - first, report, self.reducer.decision(slot))
+        self.statistics.add(slot - self._first_slot, report, self.reducer.decision(slot))
         if isinstance(self.local, TensorLocalHalf):
             self.statistics.moved_bytes += self.local.moved_bytes - self._moved_before
             self._moved_before = self.local.moved_bytes
@@ -557,10 +564,9 @@ class Compression:
         as_it_is = not copied and is_stored_as_floats and not self._holds_mass
         with self.lock:
             found = {}
-            groups = self.buckets if self.buckets is not None else [(i,) for i in range(len(self.names))]
+            groups = self._members_of_slots()
             for index in range(len(groups)) if indices is None else indices:
-                members = groups[index]
-                slot = self.slots_of(members, index)[0][0]
+                members, slot = groups[index], self._first_slot + index
                 if isinstance(self.local, TensorLocalHalf) and not self._holds_mass:
                     kept = self.local.residual_tensor(slot)
                     kept = kept if as_it_is else kept.clone()

@@ -590,7 +590,7 @@ class DdpCompression(Compression):
         scale, unused = self.unit.scale(), self._unused_by_all(gradients)
         self.reduce_buckets(range(len(self.buckets)), gradients, scale)
         for index, members in enumerate(self.buckets):
-            self._give_back_unused(len(self.names) + index, members, gradients, unused, scale)
+            self._give_back_unused(self._first_slot + index, members, gradients, unused, scale)
 
     def _unused_by_all(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
         """The parameters that no rank has used since the last step: DDP does not apply their means. Collective, if DDP
