@@ -554,8 +554,15 @@ class LocalSteps:
     # ---- state ----------------------------------------------------------------------------------
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """A copy of this rank's residual e of each parameter, by name: flat, float32, on the CPU."""
+        """A copy of this rank's residual e of each parameter, by name: flat, float32, on the CPU. Waits for the exchanges
+        that have begun."""
+        self._await_exchanges()
         return self._aggregator.residuals()
+
+    def _await_exchanges(self) -> None:
+        """Waits for the exchanges that have begun, because they change the residual."""
+        for flight in self._flights.values():
+            flight.arrived.exception()
 
     def report(self) -> Report:
         """This rank's bytes, times and decisions so far. A step of the report is an exchange."""
@@ -617,8 +624,7 @@ class LocalSteps:
         if steps_left and sent_from is None:
             comm = self._aggregator.comm
             self._expect_in_state(state, {f"sent_from_{comm.rank}_{comm.size}": under_way})
-        for flight in self._flights.values():
-            flight.arrived.exception()  # waits, because an exchange changes the residual
+        self._await_exchanges()
         report = self._aggregator.load_state_dict(state, strict)
         self._flights.clear()  # their means belong to the x that is replaced
         _into(self._shared, state["shared"])

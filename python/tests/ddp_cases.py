@@ -2071,6 +2071,21 @@ def case_training_goes_on_while_an_exchange_waits():
     assert all(torch.equal(x, of_rank) for of_rank in everywhere(x))
 
 
+def case_residuals_are_those_after_the_exchanges_that_have_begun():
+    model, local = local_steps(every=1, delay=1)
+    reduce, begins = local._aggregator.reduce, threading.Event()
+    local._aggregator.reduce = lambda tensors, **how: begins.wait() and reduce(tensors, **how)
+    one_local_step(model, local, 0)
+    arrived = local._flights[0].arrived
+    wait = arrived.exception
+    arrived.exception = lambda: begins.set() or wait()
+    found = flat(local.residuals().values())
+    begins.set()
+    wait()
+    assert found.any() and torch.equal(found, flat(local.residuals().values()))
+    local.finish()
+
+
 def case_local_steps_of_everything_are_data_parallel_sgd():
     reference = DDP(Linear())
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
