@@ -235,7 +235,8 @@ def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Comm
         ranks = dist.get_process_group_ranks(group)
     except KeyError:
         raise _core.InvalidArgument(
-            "skim: the process group has ended: destroy_process_group() was called; make a new one, and wrap the model in DDP anew"
+            "skim: the process group has ended: destroy_process_group() was called; make a new one, and wrap the model in "
+            "DDP anew"
         ) from None
     name = ",".join(map(str, ranks))
     rank, store = dist.get_rank(group), distributed_c10d._get_default_store()

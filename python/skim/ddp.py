@@ -195,7 +195,8 @@ def attach(
         )
     if getattr(inner, "skip_all_reduce_unused_params", False):
         raise _core.InvalidArgument(
-            "skim.attach: DDP hides which bucket is the last one of a step; make DDP without skip_all_reduce_unused_params"
+            "skim.attach: DDP hides which bucket is the last one of a step; make DDP without "
+            "skip_all_reduce_unused_params"
         )
     if dry_run:
         if not isinstance(inner, DistributedDataParallel):
@@ -547,7 +548,7 @@ class DdpCompression(Compression):
             self._trainable.warn_of_changes()
 
     def _settle(self) -> None:
-        """DDP's buckets are settled once some steps in a row had the same ones, or one step had those of a saved run."""
+        """Takes DDP's buckets once some steps in a row had the same ones, or one step had those of a saved run."""
         if self._seen == self.buckets:
             self._collects = False
         elif self._stand >= self._settled_after:

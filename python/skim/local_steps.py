@@ -554,8 +554,8 @@ class LocalSteps:
     # ---- state ----------------------------------------------------------------------------------
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """A copy of this rank's residual e of each parameter, by name: flat, float32, on the CPU. Waits for the exchanges
-        that have begun."""
+        """A copy of this rank's residual e of each parameter, by name: flat, float32, on the CPU. Waits for the
+        exchanges that have begun."""
         self._await_exchanges()
         return self._aggregator.residuals()
 

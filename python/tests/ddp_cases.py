@@ -1131,7 +1131,7 @@ def case_state_goes_on_bit_by_bit():
 
 
 def case_state_goes_on_bit_by_bit_with_a_static_graph():
-    """DDP then forms its buckets anew after its second step, so the buckets of the first two are not those that stay."""
+    """DDP then forms its buckets anew after its second step, so its first two do not have the buckets that stay."""
     def run(model, steps):
         for step in steps:
             model(gradients(step)).backward()
@@ -1519,8 +1519,9 @@ def case_refusals():
     ended = dist.new_group()
     of_ended = DDP(Linear(), process_group=ended)
     dist.destroy_process_group(ended)
-    for make in (lambda: skim.attach(of_ended), lambda: skim.attach(of_ended, dry_run=True), lambda: aggregator(process_group=ended)):
-        expect(wrong, "the process group has ended", make)
+    for dry_run in (False, True):
+        expect(wrong, "the process group has ended", skim.attach, of_ended, dry_run=dry_run)
+    expect(wrong, "the process group has ended", aggregator, process_group=ended)
     expect(wrong, "no option 'value_cod'; did you mean 'value_code'?", skim.attach, DDP(Linear()), value_cod="f16")
     expect(wrong, "among: needs exchange='auto'", skim.attach, DDP(Linear()), exchange="gtopk", among=["gtopk"])
     expect(wrong, "decay", skim.attach, DDP(Linear()), residual_decay=1.5)
