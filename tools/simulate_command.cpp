@@ -434,8 +434,8 @@ int run(TrainingOptions& o, const std::string& command) {
   });
   summary["total_s"] = s.total_s;
   summary["wall_s"] = s.wall_s;
-  json.write(nlohmann::json::array({summary}));
   print(people, o, s);
+  json.write(nlohmann::json::array({summary}));
   if (!metrics.failure().empty()) throw Error(metrics.failure());
   if (const std::string why = divergence_of(row); !s.run.stopped && !why.empty()) throw Error(why);
   if (!s.run.stopped) return 0;

@@ -233,6 +233,9 @@ class Training(Case):
                 self.assert_refused(simulate("--steps", 1, *arguments), *words)
         self.assert_refused(simulate("--steps", 2, "--lr", 1e30, "--non-finite", "raise"), "step 1", status=1)
         self.assert_refused(simulate("--steps", 1, "--metrics", "/dev/full"), "--metrics", "No space left", status=1)
+        done = simulate("--steps", 1, "--json", "/dev/full")
+        self.assert_refused(done, "--json", "No space left", status=1)
+        self.assertIn("\nsimulated: ", done.stdout, "the result is lost")
 
 
 if __name__ == "__main__":
