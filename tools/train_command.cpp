@@ -174,11 +174,14 @@ std::vector<Row> plan(const Arguments& a) {
       }
       row.options.density = train::density_rule(text, "--compare " + entry);
     }
-    for (const Row& r : rows) {
-      if (r.name == entry) throw InvalidArgument("--compare: '" + entry + "' is given twice");
-    }
     if (!row.options.checkpoint.empty()) row.options.checkpoint /= entry;
     rows.push_back(std::move(row));
+  }
+  for (const Row& r : rows) {  // each has a folder of checkpoints, and lines of --metrics, by its name
+    if (std::ranges::count(rows, r.name, &Row::name) == 1) continue;
+    throw InvalidArgument(a.compare.empty() ? "--config: two runs are named '" + r.name +
+                                                  "'; change the 'run' of one in the file"
+                                            : "--compare: '" + r.name + "' is given twice");
   }
   check_budget(rows);
   for (const Row& r : rows) {
@@ -325,6 +328,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   JsonFile summary(first ? a.summary : "", "--summary");
   std::vector<RunTrace> traces;
   std::string failure;  // to write what a run records
+  bool stopped = false;
 
   for (std::size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
@@ -369,14 +373,16 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     if (first) progress.end();
     if (first && command.after) command.after(people);
     failure = train::gather_texts(metrics.failure(), comm)[0];
+    // A signal may have come after the run's last step, and to this rank alone.
+    const bool is_told = std::ranges::count(train::gather_values(g_stop.load() ? 1 : 0, comm), 1) > 0;
     if (row.summary.stopped || !row.summary.checkpoint_failure.empty() || !failure.empty() ||
-        g_stop.load()) {
+        is_told) {
+      stopped = row.summary.stopped || (is_told && i + 1 < rows.size());
       rows.resize(i + 1);
       break;
     }
   }
   const train::Summary& last = rows.back().summary;
-  const bool stopped = last.stopped;
   if (first) {
     print_table(people, rows, comm.size(), text);
     summary.write(summary_of(rows, comm.size()));
@@ -384,9 +390,11 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     write_trace(a.trace, traces);
   }
   const std::string where =
-      fmt::format("stopped after step {}; {}", last.steps,
-                  last.checkpoint.empty() ? "no checkpoint was asked for"
-                                          : "checkpoint " + last.checkpoint + "; --resume continues");
+      !last.stopped ? fmt::format("stopped after {}, before the next run", rows.back().name)
+                    : fmt::format("stopped after step {}; {}", last.steps,
+                                  last.checkpoint.empty()
+                                      ? "no checkpoint was asked for"
+                                      : "checkpoint " + last.checkpoint + "; --resume continues");
   if (!last.checkpoint_failure.empty()) {
     failure += (failure.empty() ? "" : "; ") + last.checkpoint_failure;
   } else if (!failure.empty() && stopped) {

@@ -374,6 +374,16 @@ class Usage(Case):
         self.assertEqual({key for key in OPTIONS(first) - results if first[key] != second[key]}, {"lr", "metrics"})
         self.assertFalse((self.dir / "m").exists())
 
+    def test_the_runs_of_a_summary_have_different_names(self):
+        """As those of two summaries that were joined, which would share a folder of checkpoints."""
+        both, folder = self.dir / "both.json", self.dir / "c"
+        runs = [{"exchange": "gtopk", "run": "gtopk", "model": "linear", "steps": 2, "seed": seed} for seed in (1, 2)]
+        both.write_text(json.dumps(runs))
+        self.assert_refused(train("--config", both, "--checkpoint", folder), "--config", "two runs", "'gtopk'")
+        both.write_text(json.dumps([runs[0], runs[1] | {"run": "again"}]))
+        self.assert_ok(train("--config", both, "--checkpoint", folder))
+        self.assertEqual(sorted(path.name for path in folder.iterdir()), ["again", "gtopk"])
+
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
     def test_a_run_with_auto_is_repeated_with_its_choices(self):
         summary, again = self.dir / "s.json", self.dir / "again.json"
@@ -1082,6 +1092,21 @@ class Checkpoints(Case):
             done = train("--ranks", ranks, "--model", "mlp", "--steps", 3, "--checkpoint", small / "run")
             self.assert_refused(done, "checkpoint", "has room for 1.0 MB", "takes at least", status=1)
             self.assertNotIn("train loss", done.stdout)
+
+    def test_a_signal_between_two_runs_stops_all_ranks(self):
+        """One rank gets it, while the first run writes its checkpoint: it has no step left to stop after."""
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            with self.subTest(ranks=ranks):
+                metrics, summary = self.dir / f"m{ranks}", self.dir / f"s{ranks}"
+                run = self.start("--ranks", ranks, "--model", "vgg16", "--steps", 1, "--batch", 1, "--timeout", 20,
+                                 "--compare", "dense,gtopk:0.01", "--checkpoint", self.dir / f"c{ranks}",
+                                 "--metrics", metrics, "--summary", summary)
+                self.wait_until(run, lambda: metrics.exists() and '"evaluation"' in metrics.read_text(), "no evaluation")
+                os.kill(pids_of(self.dir)[0] if ranks > 1 else run.pid, signal.SIGUSR1)
+                out, err = run.communicate(timeout=LIMIT)
+                self.assertEqual(run.returncode, 75, out + err)
+                self.assertIn("skim: stopped after", err)
+                self.assertEqual(len(json.loads(summary.read_text())), 1)
 
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
     def test_what_cannot_work_is_found_before_any_rank_starts(self):
