@@ -30,7 +30,10 @@ int write_report(const std::vector<fs::path>& files, const fs::path& out) {
       throw InvalidArgument("--out is a file to read: '" + out.string() +
                             "'; give the page another name");
     }
-    page.add_file(files[i]);
+    if (!page.add_file(files[i])) {
+      throw InvalidArgument("'" + files[i].string() +
+                            "' has no steps; expected a file that skim train --metrics wrote");
+    }
   }
   const std::string html = page.html(false);
   if (out == "-") {

@@ -114,6 +114,8 @@ void RecordedRun::add(const json& record) {
     evaluations_.push_back(
         {record.at("step").get<std::int64_t>(), now.seconds, now.sent_bytes, record});
   } else if (record.contains("decision")) {
+    (void)record.at("decision").get<std::string>();  // may throw, as the next line
+    for (const char* key : {"step", "bucket", "n"}) (void)record.at(key).get<std::int64_t>();
     decisions_.push_back(record);
     if (decisions_.size() <= kMostDecisions) return;
     decisions_.erase(decisions_.begin());
@@ -121,6 +123,8 @@ void RecordedRun::add(const json& record) {
   } else if (record.contains("compared_ms")) {
     add_comparison(record);
   } else if (record.contains("command")) {
+    (void)record.at("command").get<std::string>();  // may throw, as the next line
+    (void)record.at("step").get<std::int64_t>();
     beginnings_.push_back(record);
   } else {
     add_step(record);
@@ -166,6 +170,7 @@ void RecordedRun::add_comparison(const json& record) {
 void RecordedRun::forget_after(std::int64_t step) {
   std::erase_if(points_, [step](const Point& p) { return p.step > step; });
   std::erase_if(evaluations_, [step](const Evaluation& e) { return e.step > step; });
+  std::erase_if(decisions_, [step](const json& d) { return d.at("step") > step; });
 }
 
 json RecordedRun::to_json() const {
@@ -232,7 +237,7 @@ void ReportPage::add(const json& record, const std::string& file) {
   }
 }
 
-void ReportPage::add_file(const fs::path& path) {
+bool ReportPage::add_file(const fs::path& path) {
   const auto refuse = [&](const std::string& why) {
     throw InvalidArgument("'" + path.string() + "'" + why +
                           "; expected a file that skim train --metrics wrote");
@@ -258,10 +263,9 @@ void ReportPage::add_file(const fs::path& path) {
       refuse(where + e.what());
     }
   }
-  const bool has_steps = std::ranges::any_of(runs_, [&](const Named& r) {
+  return std::ranges::any_of(runs_, [&](const Named& r) {
     return r.file == path.string() && r.recorded.has_steps();
   });
-  if (!has_steps) refuse(" has no steps");
 }
 
 void ReportPage::forget_after(const std::string& run, std::int64_t step) {
@@ -291,14 +295,14 @@ std::string ReportPage::html(bool is_live) const {
 
 // ---- during a run ----------------------------------------------------------------------------
 
-LiveReport::LiveReport(fs::path path, const fs::path& history)
-    : path_(std::move(path)), written_(std::chrono::steady_clock::now()) {
+LiveReport::LiveReport(fs::path path, fs::path metrics, bool goes_on)
+    : path_(std::move(path)),
+      metrics_(std::move(metrics)),
+      written_(std::chrono::steady_clock::now()) {
   if (path_.empty()) return;
   std::error_code ignored;
-  const bool goes_on = fs::is_regular_file(history, ignored) && fs::file_size(history, ignored) > 0;
-  if (goes_on) {
-    history_ = history.string();
-    page_.add_file(history);
+  if (goes_on && fs::is_regular_file(metrics_, ignored) && fs::file_size(metrics_, ignored) > 0) {
+    page_.add_file(metrics_);
   } else {
     keep_beside("--report", path_);
   }
@@ -307,14 +311,18 @@ LiveReport::LiveReport(fs::path path, const fs::path& history)
 
 void LiveReport::add(const json& record) {
   if (path_.empty()) return;
-  page_.add(record, history_);
+  page_.add(record, metrics_.string());
   if (std::chrono::steady_clock::now() - written_ < kLiveEvery) return;
   replace_file("--report", path_, page_.html(true));
   written_ = std::chrono::steady_clock::now();
 }
 
 void LiveReport::forget_after(const std::string& run, std::int64_t step) {
-  page_.forget_after(run, step);
+  std::error_code ignored;
+  if (path_.empty()) return;
+  if (!fs::is_regular_file(metrics_, ignored)) return page_.forget_after(run, step);
+  page_ = {};
+  page_.add_file(metrics_);
 }
 
 void LiveReport::end() {

@@ -26,7 +26,7 @@ class RecordedRun {
   // Takes an object of --metrics. Throws: nlohmann::json::exception: a key is missing or has
   // another type.
   void add(const nlohmann::json& record);
-  // Removes steps and evaluations after `step`.
+  // Removes steps, evaluations and decisions after `step`. A block of steps goes as a whole.
   void forget_after(std::int64_t step);
   bool has_steps() const noexcept { return !points_.empty(); }
   nlohmann::json to_json() const;
@@ -71,8 +71,8 @@ class ReportPage {
   // Throws: InvalidArgument: it is none.
   void add(const nlohmann::json& record, const std::string& file = {});
   // Takes all objects of a file. Ignores an incomplete last line, which is still being written.
-  // Throws: InvalidArgument that names the file and the line.
-  void add_file(const std::filesystem::path& path);
+  // Returns whether the file has steps. Throws: InvalidArgument that names the file and the line.
+  bool add_file(const std::filesystem::path& path);
   void forget_after(const std::string& run, std::int64_t step);
   // is_live: the run goes on, so the page loads itself again.
   std::string html(bool is_live) const;
@@ -88,20 +88,20 @@ class ReportPage {
 // The file of --report, which is replaced while the run goes on.
 class LiveReport {
  public:
-  // An empty path writes nothing. history: a file of --metrics whose records stand on the page,
-  // too; empty: none. Throws: Error, InvalidArgument.
-  LiveReport(std::filesystem::path path, const std::filesystem::path& history);
+  // An empty path writes nothing. metrics: the file of --metrics; empty: none. goes_on: the records
+  // that it has already stand on the page, too. Throws: Error, InvalidArgument.
+  LiveReport(std::filesystem::path path, std::filesystem::path metrics, bool goes_on);
   // A run that failed gets its last page, too.
   ~LiveReport();
   LiveReport(const LiveReport&) = delete;
   LiveReport& operator=(const LiveReport&) = delete;
   void add(const nlohmann::json& record);  // throws: Error
+  // Reads the file of --metrics anew, whose lines after `step` are gone.
   void forget_after(const std::string& run, std::int64_t step);
   void end();  // the last page. Throws: Error
 
  private:
-  std::filesystem::path path_;
-  std::string history_;  // the file that the page's first records come from; empty: none
+  std::filesystem::path path_, metrics_;
   ReportPage page_;
   std::chrono::steady_clock::time_point written_;
   bool has_ended_ = false;

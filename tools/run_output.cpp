@@ -73,7 +73,7 @@ MetricsFile::MetricsFile(const std::filesystem::path& path, bool keep_existing,
                          const std::filesystem::path& tensorboard)
     : path_(path),
       stop_(stop),
-      report_(report, keep_existing ? path : std::filesystem::path()),
+      report_(report, path == "-" ? std::filesystem::path() : path, keep_existing),
       events_(tensorboard, keep_existing) {
   if (path.empty()) return;
   if (path == "-") {
@@ -114,9 +114,14 @@ void MetricsFile::write_all(const nlohmann::json& line) {
 void MetricsFile::end() { report_.end(); }
 
 void MetricsFile::forget_after(const std::string& run, std::int64_t step) {
-  report_.forget_after(run, step);
   events_.forget_after(run, step);
-  if (owned_ == nullptr) return;
+  rewrite_until(run, step);
+  report_.forget_after(run, step);
+}
+
+void MetricsFile::rewrite_until(const std::string& run, std::int64_t step) {
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(path_, ignored) || owned_ == nullptr) return;
   std::ifstream in(path_);
   std::string kept, line;
   while (std::getline(in, line)) {

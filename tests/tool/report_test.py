@@ -16,7 +16,7 @@ import subprocess
 import unittest
 import zlib
 
-from tool_test import HAS_MPI, LIMIT, TOOL, Case, lines, skim, train
+from tool_test import HAS_MPI, LIMIT, TOOL, Case, lines, newest_in, skim, train
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CASE = ["--model", "mlp-64", "--steps", 20, "--density", 0.05, "--eval-epochs", 0.1]
@@ -178,8 +178,12 @@ class Pages(Case):
             "summary": ["summary' line 1: not an object with the key 'run'"],
             "no_loss": ["no_loss' line 2: not a record of --metrics", "loss"],
             "no_test_loss": ["no_test_loss' line 2: not a record of --metrics", "test_loss"],
+            "no_words": ["no_words' line 2: not a record of --metrics", "must be string"],
+            "no_command": ["no_command' line 1: not a record of --metrics", "must be string"],
             "empty": ["empty' has no steps"],
         }
+        self.write("no_words", [record(1), {"run": "r", "step": 1, "bucket": 0, "n": 9, "decision": None}])
+        self.write("no_command", [{"run": "r", "step": 0, "ranks": 1, "command": ["skim"]}, record(1)])
         self.write("no_test_loss", [record(1), {"run": "r", "evaluation": True, "step": 1, "train_loss": 1.0}])
         (self.dir / "text").write_text("hello\n")
         (self.dir / "middle").write_text(json.dumps(record(1)) + "\n{\n" + json.dumps(record(2)) + "\n")
@@ -282,6 +286,25 @@ class WhileTraining(Case):
         (run,) = data_of(live.read_text())["runs"]
         self.assertEqual(run["points"]["step"], list(range(1, 21)))
         self.assertEqual([b["step"] for b in run["beginnings"]], [0, 8])
+
+    def test_a_resumed_run_has_the_page_of_skim_report(self):
+        """Its earlier process went on after the checkpoint."""
+        metrics, live, folder, out = (self.dir / name for name in ("m.jsonl", "live.html", "c", "page.html"))
+        case = [*CASE[:2], "--metrics", metrics, "--checkpoint", folder, "--report", live]
+        self.assert_ok(train(*case, "--steps", 9, "--checkpoint-steps", 6))
+        shutil.rmtree(newest_in(folder))
+        self.assert_ok(train(*case, "--steps", 12, "--resume"))
+        self.assert_ok(skim("report", metrics, "--out", out))
+        self.assertEqual(data_of(live.read_text()), data_of(out.read_text()))
+
+    def test_a_resumed_run_whose_metrics_have_no_step_yet(self):
+        case = ["--model", "linear", "--checkpoint", self.dir / "c"]
+        again = [*case, "--resume", "--metrics", self.dir / "m.jsonl", "--report", self.dir / "live.html"]
+        self.assert_ok(train(*case, "--steps", 2))
+        self.assert_ok(train(*again, "--steps", 2))
+        self.assert_ok(train(*again, "--steps", 4))
+        (run,) = data_of((self.dir / "live.html").read_text())["runs"]
+        self.assertEqual(run["points"]["step"], [3, 4])
 
     def test_the_command_repeats_the_run(self):
         metrics, folder = self.dir / "m.jsonl", self.dir / "with 'quotes' and spaces"

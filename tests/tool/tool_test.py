@@ -1072,6 +1072,17 @@ class Checkpoints(Case):
         self.assert_ok(train(*arguments, "--steps", 4, "--resume"))
         self.assertTrue(metrics.read_text().startswith(before))
 
+    def test_a_resumed_run_writes_its_metrics_into_a_pipe(self):
+        pipe = self.dir / "pipe"
+        arguments = ["--model", "linear", "--checkpoint", self.dir / "c"]
+        self.assert_ok(train(*arguments, "--steps", 3))
+        os.mkfifo(pipe)
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        self.addCleanup(os.close, reader)
+        self.assert_ok(train(*arguments, "--steps", 5, "--resume", "--metrics", pipe))
+        recorded = map(json.loads, os.read(reader, 1 << 16).decode().splitlines())
+        self.assertEqual([line["step"] for line in recorded if "loss" in line], [4, 5])
+
     def test_a_checkpoint_with_a_loss_that_is_not_finite_is_continued(self):
         arguments = ["--model", "mlp-64", "--lr", "1e20", "--skip-limit", 0, "--checkpoint", self.dir / "c"]
         self.assert_ok(train(*arguments, "--steps", 10))
