@@ -177,7 +177,8 @@ std::vector<Row> plan(const Arguments& a) {
     if (!row.options.checkpoint.empty()) row.options.checkpoint /= entry;
     rows.push_back(std::move(row));
   }
-  for (const Row& r : rows) {  // each has a folder of checkpoints, and lines of --metrics, by its name
+  // Checkpoints and the lines of --metrics go by the name.
+  for (const Row& r : rows) {
     if (std::ranges::count(rows, r.name, &Row::name) == 1) continue;
     throw InvalidArgument(a.compare.empty() ? "--config: two runs are named '" + r.name +
                                                   "'; change the 'run' of one in the file"
@@ -374,7 +375,8 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     if (first && command.after) command.after(people);
     failure = train::gather_texts(metrics.failure(), comm)[0];
     // A signal may have come after the run's last step, and to this rank alone.
-    const bool is_told = std::ranges::count(train::gather_values(g_stop.load() ? 1 : 0, comm), 1) > 0;
+    const bool is_told =
+        std::ranges::count(train::gather_values(g_stop.load() ? 1 : 0, comm), 1) > 0;
     if (row.summary.stopped || !row.summary.checkpoint_failure.empty() || !failure.empty() ||
         is_told) {
       stopped = row.summary.stopped || (is_told && i + 1 < rows.size());

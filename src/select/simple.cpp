@@ -19,7 +19,7 @@ class Threshold final : public Rule {
  private:
   void require(const SelectTask& task) const override {
     SKIM_EXPECTS(threshold_ > 0.0F || task.keep.threshold > 0.0F,
-                 "select: the rule 'threshold' needs a threshold > 0; set the option select_threshold");
+                 "select: the rule 'threshold' needs a threshold > 0; set select_threshold");
   }
   void pick(const SelectTask&) override {
     accumulate(threshold_ > 0.0F ? kernels::order(threshold_) - 1 : 0);
