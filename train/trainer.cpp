@@ -138,7 +138,8 @@ class Run {
   Summary operator()() {
     if (!options_.checkpoint.empty()) writer_.expect_space(least_checkpoint_bytes());
     if (options_.resume) resume(newest_checkpoint(options_.checkpoint, comm_));
-    evaluate_if_due();  // if the earlier run was stopped after a step, before its evaluation
+    // The earlier run may have been stopped after a step, before its evaluation.
+    if (evaluate_if_due() && done_ == length_.total) checkpoint_if_due();
     last_checkpoint_ = last_times_ = Clock::now();
     while (done_ < length_.total && !stopped_) {
       step();
@@ -295,9 +296,12 @@ class Run {
     return replica_ ? std::make_unique<Replica::Shared>(*replica_) : nullptr;
   }
 
-  void evaluate_if_due() {
+  // Returns whether there is a new result.
+  bool evaluate_if_due() {
     const bool due = done_ > 0 && (done_ % length_.evaluation == 0 || done_ == length_.total);
-    if (due && !stopped_ && evaluation_.step != done_) evaluate();
+    if (!due || stopped_ || evaluation_.step == done_) return false;
+    evaluate();
+    return !stopped_;
   }
 
   // Each rank evaluates a part of the test set. The ranks also compare hashes of their models,

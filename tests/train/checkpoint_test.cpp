@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -232,11 +233,12 @@ TrainOptions options(const fs::path& dir) {
 }
 
 // Trains on two ranks. Returns rank 0's summary.
-Summary run(const TrainOptions& o, const Observer& observer = {}) {
+Summary run(const TrainOptions& o, const Observer& observer = {},
+            const std::atomic<bool>& stop = kNoStop) {
   static const Dataset data = load_data({.generated_train = 512, .generated_test = 101});
   Summary summary;
   test::run_threads(2, [&](Communicator& comm) {
-    const Summary mine = train(o, data, comm, kNoStop, observer);
+    const Summary mine = train(o, data, comm, stop, observer);
     if (comm.rank() == 0) summary = mine;
   });
   return summary;
@@ -254,6 +256,29 @@ TEST_F(Checkpoints, come_by_steps_and_by_time) {
   run(o);
   EXPECT_EQ(names().size(), 12U);
   for (const fs::path& c : checkpoints_of(dir)) EXPECT_EQ(fault_of(c), "");
+}
+
+TEST_F(Checkpoints, a_run_stopped_before_its_last_evaluation_ends_as_an_undisturbed_one) {
+  const auto final_state = [](const Summary& s) {
+    std::map<std::string, std::string> files;
+    for (const char* name : {"meta.json", "model.pt", "rank-0.pt", "rank-1.pt", "rank-0.residual",
+                             "rank-1.residual"}) {
+      files[name] = content(fs::path(s.checkpoint) / name);
+      EXPECT_NE(files[name], "") << name;
+    }
+    return files;
+  };
+  const auto undisturbed = final_state(run(options(dir / "undisturbed")));
+  TrainOptions o = options(dir / "stopped");
+  std::atomic<bool> stop{false};
+  Observer observer;
+  observer.on_step = [&](const StepRecord& r) { stop = r.step == 11; };  // seen by step 12
+  const Summary stopped = run(o, observer, stop);
+  ASSERT_TRUE(stopped.stopped);
+  ASSERT_EQ(stopped.steps, 12);
+  EXPECT_NE(final_state(stopped), undisturbed);
+  o.resume = true;
+  EXPECT_TRUE(final_state(run(o)) == undisturbed);
 }
 
 TEST_F(Checkpoints, a_disk_that_fails_for_a_while_does_not_end_the_run) {
