@@ -329,6 +329,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   JsonFile summary(first ? a.summary : "", "--summary");
   std::vector<RunTrace> traces;
   std::string failure;  // to write what a run records
+  int signal = 0;  // that a rank got; 0: none
   bool stopped = false;
 
   for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -374,12 +375,11 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     if (first) progress.end();
     if (first && command.after) command.after(people);
     failure = train::gather_texts(metrics.failure(), comm)[0];
-    // A signal may have come after the run's last step, and to this rank alone.
-    const bool is_told =
-        std::ranges::count(train::gather_values(g_stop.load() ? 1 : 0, comm), 1) > 0;
+    // It may have come after the run's last step, and to one rank alone.
+    signal = std::ranges::max(train::gather_values(g_signal.load(), comm));
     if (row.summary.stopped || !row.summary.checkpoint_failure.empty() || !failure.empty() ||
-        is_told) {
-      stopped = row.summary.stopped || (is_told && i + 1 < rows.size());
+        signal != 0) {
+      stopped = row.summary.stopped || (signal != 0 && i + 1 < rows.size());
       rows.resize(i + 1);
       break;
     }
@@ -411,7 +411,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     throw Error(failure);
   }
   if (first && stopped) std::fprintf(stderr, "skim: %s\n", where.c_str());
-  return stopped ? kRunError : 0;
+  return stopped ? status_of_signal(signal) : 0;
 }
 
 // Finds what would end all ranks before their first step, before any of them starts. Ranks find it
@@ -468,7 +468,6 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
     failure = current_failure();
   }
   if (!failure) {
-    if (code != 0 && g_signal.load() != 0) code = status_of_signal(g_signal.load());
     if (code == 0) {
       if (status) status->succeeded();
       comm.reset();
