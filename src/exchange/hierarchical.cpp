@@ -125,8 +125,12 @@ class Hierarchical final : public Exchange {
     const auto ranks = section.get<std::uint64_t>();
     for (std::uint64_t r = 0; r < ranks; ++r) placed.push_back(section.get<std::int32_t>());
     section.end();
-    inside_->load(in);
-    between_->load(in);
+    auto inside = make_part(options_, options_.hierarchy.inside);
+    auto between = make_part(options_, options_.hierarchy.between);
+    inside->load(in);
+    between->load(in);
+    inside_ = std::move(inside);
+    between_ = std::move(between);
     placed_ = std::move(placed);
   }
 
