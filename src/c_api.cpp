@@ -253,7 +253,7 @@ skim_status skim_reducer_rollback_step(skim_reducer* reducer, double epoch) {
 skim_status skim_reducer_residual(skim_reducer* reducer, uint32_t slot, float* residual, size_t n) {
   return guarded([&] {
     expect(reducer, "reducer");
-    expect(residual, "residual");
+    if (n > 0) expect(residual, "residual");
     SKIM_EXPECTS(reducer->own.is_between_steps(),
                  "residual: a step or a ticket is open; call skim_reducer_wait, then end the step");
     const std::size_t length = reducer->own.local().size(slot);

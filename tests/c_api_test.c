@@ -334,6 +334,22 @@ static void a_state_of_other_parameters(void) {
   skim_communicator_free(alone);
 }
 
+static void an_empty_bucket_needs_no_memory(void) {
+  skim_communicator* alone = NULL;
+  CHECK(skim_in_process_group(1, 60.0, &alone) == SKIM_OK);
+  skim_reducer* reducer = NULL;
+  CHECK(skim_reducer_new(alone, "density=0.5", &reducer) == SKIM_OK);
+  const skim_parameter parameters[] = {{0, "empty", 0}, {1, "one", 1}};
+  CHECK(skim_reducer_set_layout(reducer, parameters, 2) == SKIM_OK);
+  CHECK(skim_reducer_reduce(reducer, 0, NULL, 0, SKIM_F32, NULL) == SKIM_OK);
+  CHECK(skim_reducer_rollback_step(reducer, 0.0) == SKIM_OK);
+  CHECK(skim_reducer_residual(reducer, 0, NULL, 0) == SKIM_OK);
+  CHECK_FAILS(skim_reducer_residual(reducer, 1, NULL, 1), SKIM_INVALID_ARGUMENT,
+              "residual is NULL");
+  skim_reducer_free(reducer);
+  skim_communicator_free(alone);
+}
+
 static void non_finite_gradients(void) {
   skim_communicator* alone = NULL;
   CHECK(skim_in_process_group(1, 60.0, &alone) == SKIM_OK);
@@ -429,6 +445,7 @@ int main(int argc, char** argv) {
   }
   damaged_states_are_refused();
   a_state_of_other_parameters();
+  an_empty_bucket_needs_no_memory();
   non_finite_gradients();
   static const char* const options[] = {
       "density=0.1 dense_below=0 exchange=allgather",
