@@ -1,6 +1,9 @@
 #include "tools/keep_beside.hpp"
 
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
+#include <fstream>
 #include <system_error>
 
 #include "skim/error.hpp"
@@ -8,6 +11,28 @@
 namespace fs = std::filesystem;
 
 namespace skim::tool {
+namespace {
+
+// The file that a path names: links are followed, also to a file that does not exist yet.
+fs::path behind_links(fs::path path) {
+  constexpr int kMostLinks = 40;  // as the kernel
+  std::error_code code;
+  for (int i = 0; i < kMostLinks && fs::is_symlink(path, code); ++i) {
+    path = path.parent_path() / fs::read_symlink(path, code);
+  }
+  return path;
+}
+
+// Returns 0, or errno.
+int write_file(const fs::path& path, const std::string& text) {
+  errno = 0;
+  std::ofstream out(path, std::ios::binary);
+  out << text;
+  out.close();
+  return out ? 0 : errno != 0 ? errno : EIO;
+}
+
+}  // namespace
 
 void put_beside(const std::string& option, const fs::path& path) {
   std::error_code code;
@@ -29,6 +54,27 @@ void keep_beside(const std::string& option, const fs::path& path) {
   std::error_code ignored;
   if (!fs::is_regular_file(path, ignored) || fs::file_size(path, ignored) == 0) return;
   put_beside(option, path);
+}
+
+void replace_file(const std::string& option, const fs::path& path, const std::string& text) {
+  std::error_code code;
+  const fs::file_status status = fs::status(path, code);
+  int error = 0;
+  if (fs::exists(status) && !fs::is_regular_file(status)) {
+    error = write_file(path, text);
+  } else {
+    const fs::path target = behind_links(path);
+    fs::path unfinished = target;
+    unfinished += ".unfinished";
+    error = write_file(unfinished, text);
+    if (error == 0) {
+      fs::rename(unfinished, target, code);
+      error = code.value();
+    }
+    if (error != 0) fs::remove(unfinished, code);
+  }
+  if (error == 0) return;
+  throw Error(option + ": cannot write '" + path.string() + "': " + std::strerror(error));
 }
 
 bool is_one_file(const fs::path& one, const fs::path& other) {

@@ -12,6 +12,12 @@ void put_beside(const std::string& option, const std::filesystem::path& path);
 // Does so with a plain file that has content. Leaves everything else alone.
 void keep_beside(const std::string& option, const std::filesystem::path& path);
 
+// Writes a file beside `path` and renames it, so that a reader always finds a whole file. A link
+// stays, and its file is replaced. A device, a pipe and the like stay, too: they are written
+// directly. `option` names the option in messages. Throws: Error, with the system's reason.
+void replace_file(const std::string& option, const std::filesystem::path& path,
+                  const std::string& text);
+
 // Whether two paths name one file, which may not exist yet, or are both "-". An empty path names
 // none.
 bool is_one_file(const std::filesystem::path& one, const std::filesystem::path& other);

@@ -47,47 +47,7 @@ void thin(std::vector<T>& all) {
   all.resize(kept);
 }
 
-// The file that a path names: links are followed, also to a file that does not exist yet.
-fs::path behind_links(fs::path path) {
-  constexpr int kMostLinks = 40;  // as the kernel
-  std::error_code code;
-  for (int i = 0; i < kMostLinks && fs::is_symlink(path, code); ++i) {
-    path = path.parent_path() / fs::read_symlink(path, code);
-  }
-  return path;
-}
-
-// Returns 0, or errno.
-int write_file(const fs::path& path, const std::string& text) {
-  errno = 0;
-  std::ofstream out(path, std::ios::binary);
-  out << text;
-  out.close();
-  return out ? 0 : errno != 0 ? errno : EIO;
-}
-
 }  // namespace
-
-void replace_file(const std::string& option, const fs::path& path, const std::string& text) {
-  std::error_code code;
-  const fs::file_status status = fs::status(path, code);
-  int error = 0;
-  if (fs::exists(status) && !fs::is_regular_file(status)) {
-    error = write_file(path, text);
-  } else {
-    const fs::path target = behind_links(path);
-    fs::path unfinished = target;
-    unfinished += ".unfinished";
-    error = write_file(unfinished, text);
-    if (error == 0) {
-      fs::rename(unfinished, target, code);
-      error = code.value();
-    }
-    if (error != 0) fs::remove(unfinished, code);
-  }
-  if (error == 0) return;
-  throw Error(option + ": cannot write '" + path.string() + "': " + std::strerror(error));
-}
 
 // ---- one run ---------------------------------------------------------------------------------
 

@@ -11,12 +11,6 @@
 
 namespace skim::tool {
 
-// Writes a file beside `path` and renames it, so that a reader always finds a whole file. A link
-// stays, and its file is replaced. A device, a pipe and the like stay, too: they are written
-// directly. `option` names the option in messages. Throws: Error, with the system's reason.
-void replace_file(const std::string& option, const std::filesystem::path& path,
-                  const std::string& text);
-
 // What one run recorded. Memory is bounded: a long run is kept as means over blocks of steps.
 class RecordedRun {
  public:
