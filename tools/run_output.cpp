@@ -395,12 +395,15 @@ void print_conclusion(std::FILE* out, const std::vector<Row>& rows, bool text) {
 
 }  // namespace
 
+void print_heading(std::FILE* out, const train::TrainOptions& o, const train::Summary& s,
+                   int ranks) {
+  print(out, "\n{} on {}: {} parameters, {} rank{}, batch {} a rank, {} steps\n", o.model,
+        o.data.name, s.parameters, ranks, ranks == 1 ? "" : "s", o.batch, s.steps);
+}
+
 void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool text) {
   if (rows.empty()) return;
-  const train::TrainOptions& o = rows.front().options;
-  print(out, "\n{} on {}: {} parameters, {} rank{}, batch {} a rank, {} steps\n", o.model,
-             o.data.name, rows.front().summary.parameters, ranks, ranks == 1 ? "" : "s", o.batch,
-             rows.front().summary.steps);
+  print_heading(out, rows.front().options, rows.front().summary, ranks);
   std::vector<std::array<std::string, 11>> cells;
   cells.push_back({"run", "train loss", text ? "test loss" : "accuracy", "sent/step", "of dense",
                    "step ms", "compute", "select", "exchange", "apply", "exposed"});

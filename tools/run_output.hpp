@@ -109,6 +109,9 @@ train::OnDecision decisions_to(MetricsFile& metrics, Progress& progress, const s
 std::string divergence_of(const Row& row);
 
 nlohmann::json to_json(const Row& row, int ranks);
+// The lines above the numbers of a run: its model, data, ranks and length.
+void print_heading(std::FILE* out, const train::TrainOptions& options,
+                   const train::Summary& summary, int ranks);
 void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool text);
 
 }  // namespace skim::tool

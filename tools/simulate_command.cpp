@@ -375,9 +375,7 @@ nlohmann::json step_json(const std::string& run, const train::SimulatedStep& s) 
 
 void print(std::FILE* out, const TrainingOptions& o, const train::SimulationSummary& s) {
   const train::Summary& r = s.run;
-  fmt::print(out, "\n{} on {}: {} parameters, {} rank{}, batch {} a rank, {} steps\n",
-             o.train.model, o.train.data.name, r.parameters, o.simulation.ranks,
-             o.simulation.ranks == 1 ? "" : "s", o.train.batch, r.steps);
+  print_heading(out, o.train, r, o.simulation.ranks);
   fmt::print(out,
              "simulated: {:.4g} s; a step {:.4g} ms = compute {:.4g} + exchange {:.4g} (medians); "
              "sent {} a rank and step\n",
