@@ -244,6 +244,12 @@ void check(const Arguments& a) {
   }
 }
 
+[[noreturn]] void refuse_output(const char* option, const std::filesystem::path& path,
+                                const std::error_code& why) {
+  throw InvalidArgument(std::string(option) + ": cannot open '" + path.string() +
+                        "': " + why.message());
+}
+
 void expect_writable(const char* option, const std::filesystem::path& path) {
   if (path.empty() || path == "-") return;
   std::error_code code;  // set if the name itself is impossible
@@ -252,9 +258,7 @@ void expect_writable(const char* option, const std::filesystem::path& path) {
   if (!code && access(tried.c_str(), W_OK) != 0) code = {errno, std::generic_category()};
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) code = {EISDIR, std::generic_category()};
-  if (!code) return;
-  throw InvalidArgument(std::string(option) + ": cannot open '" + path.string() +
-                        "': " + code.message());
+  if (code) refuse_output(option, path, code);
 }
 
 void expect_writable_folder(const char* option, const std::filesystem::path& path) {
@@ -262,9 +266,7 @@ void expect_writable_folder(const char* option, const std::filesystem::path& pat
   std::error_code code;
   std::filesystem::create_directories(path, code);
   if (!code && access(path.c_str(), W_OK) != 0) code = {errno, std::generic_category()};
-  if (!code) return;
-  throw InvalidArgument(std::string(option) + ": cannot open '" + path.string() +
-                        "': " + code.message());
+  if (code) refuse_output(option, path, code);
 }
 
 void expect_writable_outputs(const Arguments& a, const std::vector<Row>& rows) {
