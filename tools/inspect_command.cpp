@@ -15,6 +15,7 @@
 #include "skim/codec.hpp"
 #include "skim/error.hpp"
 #include "tools/commands.hpp"
+#include "tools/keep_beside.hpp"
 #include "tools/npy.hpp"
 #include "tools/train_command.hpp"
 #include "train/files.hpp"
@@ -235,6 +236,7 @@ void make_folder(const std::filesystem::path& folder) {
 
 std::filesystem::path write_json(const std::filesystem::path& folder, const nlohmann::json& all) {
   const std::filesystem::path path = folder / "inspect.json";
+  keep_beside("--out", path);
   train::write_file(path, [&](std::ostream& out) { out << train::json_text(all) << '\n'; });
   return path;
 }

@@ -126,6 +126,15 @@ class Files(Case):
         refused("directory")
         self.assertFalse((self.dir / "inspect.json").exists())
 
+    def test_an_old_result_is_kept_beside(self):
+        path = npy(self.dir / "u.npy", [1.0, 2.0, 3.0, 4.0])
+        (self.dir / "inspect.json").write_text("old")
+        done = inspect("--npy", path, "--density", 0.5, "--out", self.dir)
+        self.assert_ok(done)
+        self.assertIn("--out: kept the old", done.stderr)
+        self.assertEqual((self.dir / "inspect.json.~1~").read_text(), "old")
+        self.assertEqual(result(self.dir)["records"][0]["model"]["k"], 2)
+
     @unittest.skipUnless(CAN_DRAW, "no matplotlib")
     def test_pictures(self):
         path = npy(self.dir / "u.npy", [random.Random(2).gauss(0, 1) for _ in range(100)])
