@@ -47,6 +47,19 @@ void thin(std::vector<T>& all) {
   all.resize(kept);
 }
 
+// The name without the characters that reverse the order of the text around it.
+std::string in_one_direction(std::string name) {
+  constexpr std::string_view kReplacement = "\uFFFD";
+  for (const std::string_view mark :
+       {"\u061C", "\u200E", "\u200F", "\u202A", "\u202B", "\u202C", "\u202D", "\u202E", "\u2066",
+        "\u2067", "\u2068", "\u2069"}) {
+    for (std::size_t at = 0; (at = name.find(mark, at)) != std::string::npos;) {
+      name.replace(at, mark.size(), kReplacement);
+    }
+  }
+  return name;
+}
+
 }  // namespace
 
 // ---- one run ---------------------------------------------------------------------------------
@@ -239,7 +252,7 @@ std::string ReportPage::html(bool is_live) const {
   for (const Named& r : runs_) {
     const auto same = std::ranges::count(runs_, r.run, &Named::run);
     json run = r.recorded.to_json();
-    run["name"] = same > 1 ? r.file + ": " + r.run : r.run;
+    run["name"] = in_one_direction(same > 1 ? r.file + ": " + r.run : r.run);
     runs.push_back(std::move(run));
   }
   const json data{{"version", SKIM_VERSION}, {"live", is_live}, {"runs", std::move(runs)}};

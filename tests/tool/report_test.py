@@ -166,6 +166,14 @@ class Pages(Case):
         self.assertNotIn("alert", re.sub(r'<script type="application/json".*?</script>', "",
                                          (self.dir / "page.html").read_text(), flags=re.DOTALL))
 
+    def test_a_name_cannot_reverse_the_text_around_it(self):
+        for mark in "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069":
+            (run,) = self.report(self.write(f"{ord(mark)}.jsonl", [record(1, run=f"a{mark}b{mark}")]))
+            self.assertEqual(run["name"], "a\ufffdb\ufffd")
+            (self.dir / "page.html").unlink()
+        (run,) = self.report(self.write("m.jsonl", [record(1, run="\u05d0\u03b1")]))
+        self.assertEqual(run["name"], "\u05d0\u03b1")
+
     def test_wrong_input_is_refused(self):
         good = self.write("good.jsonl", [record(1)])
         out = ["--out", self.dir / "page.html"]
