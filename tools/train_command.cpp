@@ -151,6 +151,15 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
       command.example);
 }
 
+// Whether the name leads to a folder inside another one, as "gtopk:accordion=0.001/0.01" does.
+bool is_name_of_a_run(const std::string& name) {
+  const std::filesystem::path path = name;
+  const bool is_printed = std::ranges::none_of(
+      name, [](char c) { return std::iscntrl(static_cast<unsigned char>(c)) != 0; });
+  return is_printed && path.is_relative() && path.has_filename() && *path.begin() != "." &&
+         *path.begin() != ".." && path.lexically_normal().native() == name;
+}
+
 // The runs to do: those of --compare, or the one that the options describe.
 std::vector<Row> plan(const Arguments& a) {
   std::vector<Row> rows;
@@ -177,8 +186,12 @@ std::vector<Row> plan(const Arguments& a) {
     if (!row.options.checkpoint.empty()) row.options.checkpoint /= entry;
     rows.push_back(std::move(row));
   }
-  // Checkpoints and the lines of --metrics go by the name.
+  // Checkpoints, event files and the lines of --metrics go by the name.
   for (const Row& r : rows) {
+    if (!is_name_of_a_run(r.name)) {
+      throw InvalidArgument("--config: a run cannot be named " + nlohmann::json(r.name).dump() +
+                            ", because its folders have its name; change the 'run' in the file");
+    }
     if (std::ranges::count(rows, r.name, &Row::name) == 1) continue;
     throw InvalidArgument(a.compare.empty() ? "--config: two runs are named '" + r.name +
                                                   "'; change the 'run' of one in the file"

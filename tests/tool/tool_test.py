@@ -612,6 +612,23 @@ class Runs(Case):
                          [("dense", 1, "exact", "gradients"), ("gtopk-tree:adaptive", "adaptive", "exact", "updates"),
                           ("oktopk:0.01:mstopk", 0.01, "mstopk", "gradients")])
 
+    def test_a_name_in_a_summary_leads_to_no_folder_outside(self):
+        case = [*SMALL, "--model", "linear", "--steps", 2]
+        summary, inside = self.dir / "s.json", self.dir / "inside"
+        self.assert_ok(skim("train", *case, "--compare", "dense,gtopk:accordion=0.1/0.2", "--summary", summary))
+        runs = json.loads(summary.read_text())
+        outputs = ["--checkpoint", inside / "c", "--tensorboard", inside / "t"]
+        names = [f"{self.dir}/x", "../x", "..", "a/../../x", "", ".", "a/", "a//b", "./a", "/", "a\nb", "a\0b", "\33[2J"]
+        for name in names:
+            with self.subTest(name=name):
+                summary.write_text(json.dumps([runs[0], runs[1] | {"run": name}]))
+                done = skim("train", "--config", summary, *outputs)
+                self.assert_refused(done, "--config: a run cannot be named", json.dumps(name), "change the 'run'")
+                self.assertEqual(set(self.dir.iterdir()), {summary})
+        summary.write_text(json.dumps(runs))
+        self.assert_ok(skim("train", "--config", summary, *outputs))
+        self.assertTrue(newest_in(inside / "c" / "gtopk:accordion=0.1" / "0.2").exists())
+
     def test_compare_counts_bytes_and_learns(self):
         summary, metrics = self.dir / "s.json", self.dir / "m.jsonl"
         done = train("--ranks", 4, "--model", "mlp-64", "--steps", 30, "--dense-below", 0,
