@@ -307,6 +307,25 @@ nlohmann::json summary_of(const std::vector<Row>& rows, int ranks) {
   return all;
 }
 
+// How to continue a run that was stopped, out of so many planned ones.
+std::string how_to_continue(const Arguments& a, const Row& row, std::size_t planned) {
+  if (planned == 1 && a.compare.empty()) return "--resume continues";
+  const std::string folder = "--checkpoint '" + row.options.checkpoint.string() + "' --resume";
+  if (a.compare.empty()) {
+    return "to continue this run, leave it alone in the file of --config, with " + folder;
+  }
+  std::string options = "--exchange";
+  std::size_t begin = 0;
+  for (const char* next : {"--density", "--select", ""}) {
+    const std::size_t end = std::min(row.name.find(':', begin), row.name.size());
+    options += " " + row.name.substr(begin, end - begin);
+    if (end == row.name.size()) break;
+    options += std::string(" ") + next;
+    begin = end + 1;
+  }
+  return "to continue this run, give " + options + " in place of --compare, and " + folder;
+}
+
 // All runs of one rank. Returns the exit status.
 int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& rows,
              Communicator& comm) {
@@ -346,6 +365,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   std::string failure;  // to write what a run records
   int signal = 0;  // that a rank got; 0: none
   bool stopped = false;
+  const std::size_t planned = rows.size();
 
   for (std::size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
@@ -411,7 +431,8 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
                     : fmt::format("stopped after step {}; {}", last.steps,
                                   last.checkpoint.empty()
                                       ? "no checkpoint was asked for"
-                                      : "checkpoint " + last.checkpoint + "; --resume continues");
+                                      : "checkpoint " + last.checkpoint + "; " +
+                                            how_to_continue(a, rows.back(), planned));
   if (!last.checkpoint_failure.empty()) {
     failure += (failure.empty() ? "" : "; ") + last.checkpoint_failure;
   } else if (!failure.empty() && stopped) {

@@ -874,6 +874,10 @@ class Checkpoints(Case):
     def checkpoint_of(self, folder):
         return {f.name: f.read_bytes() for f in newest_in(folder).iterdir()}
 
+    def state_and_model(self, folder):
+        return {name: content for name, content in self.checkpoint_of(folder).items()
+                if name not in ("optimizer.pt", "manifest.json")}  # torch writes it in the order of addresses
+
     def state(self, folder):
         files = {k: v for k, v in self.checkpoint_of(folder).items() if k.endswith(".residual")}
         self.assertEqual(len(files), 2)
@@ -1135,6 +1139,43 @@ class Checkpoints(Case):
                 self.assertEqual(run.returncode, 75, out + err)
                 self.assertIn("skim: stopped after", err)
                 self.assertEqual(len(json.loads(summary.read_text())), 1)
+
+    def test_a_stopped_comparison_says_how_its_run_continues(self):
+        case = ["--model", "mlp-64", "--eval-epochs", 0, "--momentum", 0.9]
+        straight, folder, summary = self.dir / "straight", self.dir / "c", self.dir / "s.json"
+
+        def stop(name, *arguments):
+            metrics = self.dir / name
+            run = self.start(*arguments, "--checkpoint", folder, "--metrics", metrics)
+            self.wait_for_step(run, metrics, 3)
+            run.send_signal(signal.SIGTERM)
+            _, err = run.communicate(timeout=LIMIT)
+            self.assertEqual(run.returncode, 128 + signal.SIGTERM, err)
+            self.assertNotIn("--resume continues", err)
+            return err
+
+        def words(text):
+            return [word.strip("'") for word in text.split()]
+
+        entry = "allgather:0.05:blocktopk"
+        err = stop("m1", *case, "--steps", 1000000, "--compare", f"{entry},dense")
+        found = re.search(r"to continue this run, give (--exchange .*) in place of --compare, and (.*)\n", err)
+        step = int(newest_in(folder / entry).name[5:])
+        options = [*words(found[1]), *words(found[2])]
+        self.assert_ok(train(*case, "--steps", step + 5, *options))
+        del options[options.index("--checkpoint"):]
+        self.assert_ok(train(*case, "--steps", step + 5, *options, "--checkpoint", straight))
+        for name, content in self.state_and_model(straight).items():
+            self.assertTrue(self.state_and_model(folder / entry)[name] == content, f"{name} differs")
+
+        self.assert_ok(train(*case, "--steps", 2, "--compare", "gtopk:0.1,dense", "--summary", summary))
+        err = stop("m2", "--config", summary, "--steps", 1000000)
+        found = re.search(r"to continue this run, leave it alone in the file of --config, with (.*)\n", err)
+        summary.write_text(json.dumps(json.loads(summary.read_text())[:1]))
+        step = int(newest_in(folder / "gtopk:0.1").name[5:])
+        done = train("--config", summary, "--steps", step + 5, *words(found[1]))
+        self.assert_ok(done)
+        self.assertIn(f"resumed after step {step}", done.stdout)
 
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
     def test_what_cannot_work_is_found_before_any_rank_starts(self):
