@@ -362,7 +362,18 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
                       first ? a.report : none, first ? a.tensorboard : none);
   JsonFile summary(first ? a.summary : "", "--summary");
   std::vector<RunTrace> traces;
-  std::string failure;  // to write what a run records
+  std::string failure;  // to write the outputs
+  const auto add_failure = [&failure](const std::string& what) {
+    if (!what.empty()) failure += (failure.empty() ? "" : "; ") + what;
+  };
+  // Each output is tried, whatever happened to the others.
+  const auto attempt = [&add_failure](const auto& write) {
+    try {
+      write();
+    } catch (const Error& e) {
+      add_failure(e.what());
+    }
+  };
   int signal = 0;  // that a rank got; 0: none
   bool stopped = false;
   const std::size_t planned = rows.size();
@@ -408,8 +419,9 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     row.summary = train::train(row.options, data, comm, g_stop, observer);
     if (trace) traces.push_back({row.name, trace->gather()});
     if (first) progress.end();
-    if (first && command.after) command.after(people);
-    failure = train::gather_texts(metrics.failure(), comm)[0];
+    add_failure(metrics.failure());
+    if (first && command.after) attempt([&] { command.after(people); });
+    failure = train::gather_texts(failure, comm)[0];
     // It may have come after the run's last step, and to one rank alone.
     signal = std::ranges::max(train::gather_values(g_signal.load(), comm));
     if (row.summary.stopped || !row.summary.checkpoint_failure.empty() || !failure.empty() ||
@@ -420,11 +432,15 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     }
   }
   const train::Summary& last = rows.back().summary;
+  for (const Row& r : rows) {
+    if (failure.empty() && last.checkpoint_failure.empty() && !stopped) failure = divergence_of(r);
+  }
+  const bool all_ranks_fail = !failure.empty() || !last.checkpoint_failure.empty();
   if (first) {
     print_table(people, rows, comm.size(), text);
-    summary.write(summary_of(rows, comm.size()));
-    if (failure.empty()) metrics.end();
-    write_trace(a.trace, traces);
+    attempt([&] { summary.write(summary_of(rows, comm.size())); });
+    if (metrics.failure().empty()) attempt([&] { metrics.end(); });
+    attempt([&] { write_trace(a.trace, traces); });
   }
   const std::string where =
       !last.stopped ? fmt::format("stopped after {}, before the next run", rows.back().name)
@@ -434,16 +450,14 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
                                       : "checkpoint " + last.checkpoint + "; " +
                                             how_to_continue(a, rows.back(), planned));
   if (!last.checkpoint_failure.empty()) {
-    failure += (failure.empty() ? "" : "; ") + last.checkpoint_failure;
+    add_failure(last.checkpoint_failure);
   } else if (!failure.empty() && stopped) {
-    failure += "; " + where;
-  }
-  for (const Row& r : rows) {
-    if (failure.empty() && !stopped) failure = divergence_of(r);
+    add_failure(where);
   }
   if (!failure.empty()) {
     std::fflush(people);
-    comm.barrier();  // a rank that fails ends the others, and the table must be out
+    // A rank that fails ends the others, and the table must be out.
+    if (all_ranks_fail) comm.barrier();
     throw Error(failure);
   }
   if (first && stopped) std::fprintf(stderr, "skim: %s\n", where.c_str());

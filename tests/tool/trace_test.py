@@ -130,6 +130,18 @@ class Trace(Case):
             found = sorted({span["args"]["step"] for span in process["training"]})
             self.assertEqual(found, list(range(steps - kept + 1, steps + 1)))
 
+    def test_each_output_is_tried_whatever_happens_to_the_others(self):
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            with self.subTest(ranks=ranks):
+                case = [*CASE, "--ranks", ranks, "--summary", "/dev/full"]
+                done = train(*case, "--trace", self.dir / f"trace{ranks}", "--report", self.dir / f"page{ranks}")
+                self.assert_refused(done, "--summary: cannot write '/dev/full'", status=1)
+                whole, _ = self.trace(f"trace{ranks}")
+                self.assertEqual(len(self.names(whole, "process_name")), ranks)
+                self.assertNotIn('"live":true', (self.dir / f"page{ranks}").read_text())
+                done = train(*case, "--trace", "/proc/self/oom_score_adj")  # the system takes no trace there
+                self.assert_refused(done, "--summary: cannot write", "; --trace: cannot write", status=1)
+
     def test_outputs_are_tried_first(self):
         done = train(*CASE, "--trace", self.dir / "none" / "trace.json")
         self.assert_refused(done, "--trace: cannot open", "No such file")
