@@ -113,13 +113,15 @@ void MetricsFile::write_all(const nlohmann::json& line) {
 
 void MetricsFile::end() { report_.end(); }
 
-void MetricsFile::forget_after(const std::string& run, std::int64_t step) {
+void MetricsFile::forget_after(const std::string& run, std::int64_t step,
+                               std::int64_t evaluated) {
   events_.forget_after(run, step);
-  rewrite_until(run, step);
+  rewrite_until(run, step, evaluated);
   report_.forget_after(run, step);
 }
 
-void MetricsFile::rewrite_until(const std::string& run, std::int64_t step) {
+void MetricsFile::rewrite_until(const std::string& run, std::int64_t step,
+                                std::int64_t evaluated) {
   std::error_code ignored;
   if (!std::filesystem::is_regular_file(path_, ignored) || owned_ == nullptr) return;
   std::ifstream in(path_);
@@ -128,6 +130,7 @@ void MetricsFile::rewrite_until(const std::string& run, std::int64_t step) {
     const nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
     if (j.is_discarded()) continue;  // an incomplete line, from when the run was stopped
     if (is_step_after(j, run, step)) continue;
+    if (is_step_after(j, run, evaluated) && j.contains("evaluation")) continue;
     kept += line + "\n";
   }
   in.close();

@@ -398,8 +398,8 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
       has_begun = true;
     };
     if (!row.options.resume) begin(0);
-    observer.on_resume = [&](std::int64_t step) {
-      metrics.forget_after(row.name, step);
+    observer.on_resume = [&](std::int64_t step, std::int64_t evaluated) {
+      metrics.forget_after(row.name, step, evaluated);
       begin(step);
       progress.say(fmt::format("resumed after step {}", step));
     };

@@ -589,7 +589,7 @@ class Run {
                    .test_accuracy = read<double>(meta, "test_accuracy", dir)};
     skips_.all = read<std::uint64_t>(meta, "skipped", dir);
     checkpoint_ = dir.string();
-    if (comm_.rank() == 0 && observer_.on_resume) observer_.on_resume(done_);
+    if (comm_.rank() == 0 && observer_.on_resume) observer_.on_resume(done_, evaluation_.step);
     if (done_ < length_.total) return;
     const std::string there = "step " + std::to_string(saved) + " of " + of_ranks(old_ranks);
     const std::string here = "step " + std::to_string(done_) + " of " + of_ranks(comm_.size());

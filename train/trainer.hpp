@@ -86,8 +86,9 @@ class Trace;
 struct Observer {
   std::function<void(const StepRecord&)> on_step;
   std::function<void(const Evaluation&)> on_evaluation;
-  // A run continues after this step. Records of later steps are void.
-  std::function<void(std::int64_t step)> on_resume;
+  // A run continues after this step. Records of later steps are void, and so are evaluations after
+  // step `evaluated`, which may come again.
+  std::function<void(std::int64_t step, std::int64_t evaluated)> on_resume;
   OnDecision on_decision;
   // The ranks have compared their times. waited_s: by training rank, the seconds that the others
   // waited for it (Stragglers::waited) since the comparison before, which was `seconds` ago.

@@ -1093,6 +1093,18 @@ class Checkpoints(Case):
         self.assert_ok(train(*arguments, "--steps", 4, "--resume"))
         self.assertTrue(metrics.read_text().startswith(before))
 
+    def test_an_evaluation_that_comes_again_is_recorded_once(self):
+        """The run was stopped before it, continued, and was killed before the next checkpoint."""
+        metrics, folder = self.dir / "m.jsonl", self.dir / "c"
+        arguments = ["--model", "linear", "--eval-epochs", 1 / 16, "--metrics", metrics, "--checkpoint", folder]
+        self.assert_ok(train(*arguments, "--steps", 8))
+        path = newest_in(folder) / "meta.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"evaluated_step": 4}))
+        reseal(path)
+        self.assert_ok(train(*arguments, "--steps", 12, "--resume"))
+        self.assertEqual([line["step"] for line in lines(metrics) if "evaluation" in line], [4, 8, 12])
+        self.assertEqual([line["step"] for line in lines(metrics) if "k" in line], list(range(1, 13)))
+
     def test_a_resumed_run_writes_its_metrics_into_a_pipe(self):
         pipe = self.dir / "pipe"
         arguments = ["--model", "linear", "--checkpoint", self.dir / "c"]
