@@ -112,11 +112,17 @@ std::string in_mb(std::uint64_t bytes) {
   return text;
 }
 
-// Removes all checkpoints but the newest `keep` up to this step.
+// Removes all checkpoints but the newest `keep` up to this step, and what killed runs began.
 void prune(const fs::path& dir, std::int64_t step, std::int64_t keep) {
   for (const fs::path& c : checkpoints_of(dir)) {
     if (*step_of(c) > step || --keep < 0) fs::remove_all(c);
   }
+  std::vector<fs::path> begun;
+  for (const fs::directory_entry& e : fs::directory_iterator(dir)) {
+    const std::string name = e.path().filename().string();
+    if (name.starts_with("." + std::string(kPrefix)) && e.is_directory()) begun.push_back(e.path());
+  }
+  for (const fs::path& b : begun) fs::remove_all(b);
 }
 
 }  // namespace

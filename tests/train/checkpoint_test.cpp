@@ -281,6 +281,15 @@ TEST_F(Checkpoints, a_run_stopped_before_its_last_evaluation_ends_as_an_undistur
   EXPECT_TRUE(final_state(run(o)) == undisturbed);
 }
 
+TEST_F(Checkpoints, one_that_a_killed_run_began_is_removed) {
+  fs::create_directories(dir / ".step-00000005");
+  std::ofstream(dir / ".step-00000005" / "model.pt") << "the beginning";
+  std::ofstream(dir / ".other") << "not of a run";
+  run(options(dir));
+  EXPECT_FALSE(fs::exists(dir / ".step-00000005"));
+  EXPECT_TRUE(fs::exists(dir / ".other"));
+}
+
 TEST_F(Checkpoints, a_disk_that_fails_for_a_while_does_not_end_the_run) {
   TrainOptions o = options(dir);
   const std::string model = content(fs::path(run(o).checkpoint) / "model.pt");
