@@ -86,7 +86,7 @@ class Runs(Case):
         self.addCleanup(run.kill)
         self.wait_for_step(run, self.dir / "m.jsonl", 3)
         run.send_signal(signal.SIGTERM)
-        run.communicate(timeout=30)  # the pipes are closed: nobody writes to them any more
+        run.communicate(timeout=LIMIT)  # the pipes are closed: nobody writes to them any more
         self.assertEqual(run.returncode, 130)
         self.assertEqual(self.out.read_text(), "")
         steps = len(lines(self.dir / "m.jsonl"))

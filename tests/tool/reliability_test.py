@@ -42,6 +42,10 @@ class Reliability(Case):
         self.assertEqual(steps, list(range(1, len(steps) + 1)))
         self.assertEqual(newest_in(self.dir / name).name, f"step-{len(steps):08}")
 
+    def steps_in(self, name):
+        """Those of the newest checkpoint."""
+        return int(newest_in(self.dir / name).name[5:])
+
     def wait_for_step_of(self, run, name, step):
         self.wait_for_step(run, self.dir / f"{name}.jsonl", step)
 
@@ -55,7 +59,7 @@ class Restarts(Reliability):
         self.wait_until(run, lambda: set(pids_of(self.dir).values()).isdisjoint(before.values()), "ranks stay")
 
     def test_a_rank_that_dies_and_one_that_hangs(self):
-        run = self.start(*RUN, *self.folder("c"), "--restarts", 3, "--timeout", 3)
+        run = self.start(*RUN, *self.folder("c"), "--restarts", 3, "--timeout", 10)
         self.wait_for_step_of(run, "c", 5)
         self.wait_for_checkpoint(run, self.dir / "c")
         self.kill_a_rank(run, "c", 15, 1)
@@ -73,7 +77,7 @@ class Restarts(Reliability):
         self.assert_as_undisturbed("c")
 
     def test_on_the_ranks_that_are_left(self):
-        run = self.start(*RUN, *self.folder("c"), "--restarts", 5, "--min-ranks", 2)
+        run = self.start(*RUN, *self.folder("c"), "--steps", 1000000, "--restarts", 5, "--min-ranks", 2)
         self.wait_for_checkpoint(run, self.dir / "c")
         self.kill_a_rank(run, "c", 15, 0)
         self.wait_until(run, lambda: sorted(pids_of(self.dir)) == [0, 1], "no 2 ranks are left")
@@ -102,7 +106,7 @@ class Restarts(Reliability):
         self.assertNotIn("restart 2", done.stderr)
         self.assertIn("steps were skipped", done.stderr.splitlines()[-1])
 
-        run = self.start(*RUN, *self.folder("d"), "--restarts", 1, "--restart-within", "1h")
+        run = self.start(*RUN, *self.folder("d"), "--steps", 1000000, "--restarts", 1, "--restart-within", "1h")
         self.kill_a_rank(run, "d", 3, 1)
         self.wait_until(run, lambda: 1 in pids_of(self.dir), "it did not start again")
         os.kill(pids_of(self.dir)[1], signal.SIGKILL)
@@ -121,7 +125,7 @@ class Restarts(Reliability):
         self.assert_as_undisturbed("c")
 
     def test_a_signal_is_no_failure(self):
-        run = self.start(*RUN, *self.folder("c"), "--restarts", 3)
+        run = self.start(*RUN, *self.folder("c"), "--steps", 1000000, "--restarts", 3)
         self.wait_for_step_of(run, "c", 5)
         run.send_signal(signal.SIGTERM)
         out, err = run.communicate(timeout=LIMIT)
@@ -156,21 +160,22 @@ class Preemption(Reliability):
             with self.subTest(ranks=ranks):
                 run_of = [*RUN, "--ranks", ranks]
                 name = f"c{ranks}"
-                run = self.start(*run_of, *self.folder(name))
+                run = self.start(*run_of, *self.folder(name), "--steps", 1000000)
                 self.wait_for_step_of(run, name, 5)
                 run.send_signal(signal.SIGUSR1)
                 out, err = run.communicate(timeout=LIMIT)
                 self.assertEqual(run.returncode, TEMPFAIL, out + err)
                 self.assertIn("--resume continues", err)
+                run_of += ["--steps", self.steps_in(name) + 20]
                 self.assert_ok(train(*run_of, *self.folder(name), "--resume"))
                 if ranks == 3:
-                    self.assert_as_undisturbed(name)
+                    self.assert_as_undisturbed(name, run_of)
 
     def test_a_terminal_that_closes_ends_the_run_with_a_checkpoint(self):
         for ranks in (1, 3) if HAS_MPI else (1,):
             with self.subTest(ranks=ranks):
                 name = f"c{ranks}"
-                run = self.start(*RUN, "--ranks", ranks, *self.folder(name))
+                run = self.start(*RUN, "--ranks", ranks, *self.folder(name), "--steps", 1000000)
                 self.wait_for_step_of(run, name, 5)
                 run.send_signal(signal.SIGHUP)
                 out, err = run.communicate(timeout=LIMIT)
@@ -200,7 +205,7 @@ class Preemption(Reliability):
         for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
             with self.subTest(name), unittest.mock.patch.dict(os.environ, SKIM_MPIRUN=str(wrapper)):
                 number = signal.Signals[name]
-                run = self.start(*RUN, "--ranks", 2, *self.folder(name))
+                run = self.start(*RUN, "--ranks", 2, *self.folder(name), "--steps", 1000000)
                 self.wait_for_step_of(run, name, 5)
                 run.send_signal(number)
                 out, err = run.communicate(timeout=LIMIT)
@@ -211,7 +216,8 @@ class Preemption(Reliability):
     def test_ranks_of_mpirun(self):
         environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
                            OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_btl_vader_single_copy_mechanism="none")
-        command = [os.environ["SKIM_MPIRUN"], "-n", "3", TOOL, "train", *map(str, [*SMALL, *RUN, *self.folder("c")])]
+        command = [os.environ["SKIM_MPIRUN"], "-n", "3", TOOL, "train",
+                   *map(str, [*SMALL, *RUN, *self.folder("c"), "--steps", 1000000])]
         run = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         self.addCleanup(run.kill)
         self.wait_for_step_of(run, "c", 5)
@@ -219,16 +225,22 @@ class Preemption(Reliability):
         out, err = run.communicate(timeout=LIMIT)
         self.assertEqual(run.returncode, TEMPFAIL, out + err)
         self.assertIn("--resume continues", err)
-        self.assert_ok(train(*RUN, *self.folder("c"), "--resume"))
-        self.assert_as_undisturbed("c")
+        longer = [*RUN, "--steps", self.steps_in("c") + 20]
+        self.assert_ok(train(*longer, *self.folder("c"), "--resume"))
+        self.assert_as_undisturbed("c", longer)
 
     def test_the_script_for_slurm(self):
         """With an srun that starts one rank, and an scontrol that notes what it is told."""
-        run_of = ["--model", "mlp-64", "--data", "generated", *SMALL, "--epochs", 40, "--eval-epochs", 0]
-        for name, text in {"srun": f'shift 3; exec "{TOOL}" train "$@" {" ".join(map(str, run_of))}',
-                           "scontrol": f'echo "$@" >>"{self.dir}/told"'}.items():
+        def write(name, text):
             (self.dir / name).write_text(f"#!/bin/bash\n{text}\n")
             (self.dir / name).chmod(0o755)
+
+        def write_srun(epochs):
+            run_of = ["--model", "mlp-64", "--data", "generated", *SMALL, "--epochs", epochs, "--eval-epochs", 0]
+            write("srun", f'shift 3; exec "{TOOL}" train "$@" {" ".join(map(str, run_of))}')
+
+        write_srun(1000000)
+        write("scontrol", f'echo "$@" >>"{self.dir}/told"')
         environment = dict(os.environ, PATH=f"{self.dir}:{os.environ['PATH']}", SLURM_SUBMIT_DIR=str(self.dir),
                            SLURM_JOB_ID="17")
         job = subprocess.Popen(["bash", EXAMPLE], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -241,7 +253,8 @@ class Preemption(Reliability):
         out, err = job.communicate(timeout=LIMIT)
         self.assertEqual(job.returncode, TEMPFAIL, out + err)
         self.assertEqual((self.dir / "told").read_text(), "requeue 17\n")
-        stopped = int(newest_in(self.dir / "run-17").name[5:])
+        stopped = self.steps_in("run-17")
+        write_srun(stopped // 64 + 1)  # of 64 steps
         done = subprocess.run(["bash", EXAMPLE], text=True, capture_output=True, env=environment, timeout=LIMIT)
         self.assert_ok(done)
         self.assertIn(f"resumed after step {stopped}", done.stdout)
@@ -364,7 +377,7 @@ class Strangers(Reliability):
         for port in 20 * ports:
             stranger = socket.create_connection(("127.0.0.1", port))
             self.addCleanup(stranger.close)
-        out, err = run.communicate(timeout=60)
+        out, err = run.communicate(timeout=LIMIT)
         self.assertEqual(run.returncode, 0, out + err)
         self.assert_as_undisturbed("c")
 
@@ -433,7 +446,7 @@ class Divergence(Reliability):
 class Stragglers(Reliability):
     def test_the_table_names_the_rank_that_the_others_waited_for(self):
         # Many pauses fall into computing; those in an exchange do not count.
-        run = self.start(*RUN, "--model", "lenet5", "--batch", 64, "--threads", 1, "--steps", 150, *self.folder("c"),
+        run = self.start(*RUN, "--model", "lenet5", "--batch", 64, "--threads", 1, "--steps", 1000000, *self.folder("c"),
                          "--summary", self.dir / "s.json")
         self.wait_for_step_of(run, "c", 10)
         slow = pids_of(self.dir)[2]
@@ -442,8 +455,9 @@ class Stragglers(Reliability):
             os.kill(slow, signal_)
             with self.assertRaises(subprocess.TimeoutExpired, msg="the run ended early"):
                 run.wait(timeout=seconds)
+        run.send_signal(signal.SIGTERM)
         out, err = run.communicate(timeout=LIMIT)
-        self.assertEqual(run.returncode, 0, out + err)
+        self.assertEqual(run.returncode, 128 + signal.SIGTERM, out + err)
         [row] = json.loads((self.dir / "s.json").read_text())
         self.assertEqual(len(row["waited_ms"]), 3)
         self.assertEqual(max(row["waited_ms"]), row["waited_ms"][2])

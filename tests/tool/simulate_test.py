@@ -186,7 +186,7 @@ class Training(Case):
             with self.subTest(number.name):
                 run, metrics = self.simulation(number.name)
                 run.send_signal(number)
-                out, err = run.communicate(timeout=30)
+                out, err = run.communicate(timeout=LIMIT)
                 self.assertEqual(run.returncode, 128 + number, out + err)
                 self.assertEqual(len(err.strip().splitlines()), 1, err)
                 self.assertIn("stopped after step", err)
@@ -199,7 +199,7 @@ class Training(Case):
         run.send_signal(signal.SIGHUP)
         self.wait_for_step(run, metrics, 10 + metrics.read_text().count("\n"))
         run.send_signal(signal.SIGINT)
-        run.communicate(timeout=30)
+        run.communicate(timeout=LIMIT)
         self.assertEqual(run.returncode, 128 + signal.SIGINT)
 
     def test_refusals(self):

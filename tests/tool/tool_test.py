@@ -1238,7 +1238,7 @@ class Failures(Case):
         ranks = pids_of(self.dir)
         self.assertEqual(sorted(ranks), [0, 1, 2])
         os.kill(ranks[1], signal.SIGKILL)
-        out, err = run.communicate(timeout=30)
+        out, err = run.communicate(timeout=LIMIT)
         self.assertNotEqual(run.returncode, 0)
         self.assertEqual(len(err.strip().splitlines()), 1, err)
         self.assertIn("rank 1", err)
@@ -1251,10 +1251,10 @@ class Failures(Case):
         for exchange, hangs in ("allgather", 0), ("gtopk", 1), ("sparcml", 2), ("dense", 2):
             with self.subTest(exchange=exchange, hangs=hangs):
                 metrics = self.dir / f"{exchange}.jsonl"
-                run = self.start(*self.LONG, "--exchange", exchange, "--timeout", 3, "--metrics", metrics)
+                run = self.start(*self.LONG, "--exchange", exchange, "--timeout", 10, "--metrics", metrics)
                 self.wait_for_step(run, metrics, 3)
                 os.kill(pids_of(self.dir)[hangs], signal.SIGSTOP)
-                out, err = run.communicate(timeout=60)
+                out, err = run.communicate(timeout=LIMIT)
                 self.assertEqual(run.returncode, 1, out + err)
                 self.assertEqual(len(err.strip().splitlines()), 1, err)
                 named = f"(no message from|for) rank {hangs}( within| in|\n)|rank {hangs} took no message"
@@ -1278,7 +1278,7 @@ class Failures(Case):
         self.wait_for_step(run, metrics, 5)
         ranks = pids_of(self.dir)
         run.send_signal(signal.SIGINT)
-        out, err = run.communicate(timeout=30)
+        out, err = run.communicate(timeout=LIMIT)
         self.assertEqual(run.returncode, 128 + signal.SIGINT, out + err)
         self.assertIn("stopped after step", err)
         self.assertTrue(lines(metrics))
