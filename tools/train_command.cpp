@@ -12,6 +12,7 @@
 #include <cctype>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <thread>
@@ -60,10 +61,18 @@ std::int64_t steady_ns() {
 std::atomic<std::int64_t> g_grace_ns{0}, g_grace_of_sigterm_ns{0};
 constexpr double kOfMpirun = 2.0;  // seconds
 
+// One rank without MPI has no launcher that ends it at a second signal, or after so many seconds.
+std::atomic<unsigned> g_grace_alone_s{0};  // 0: it is not alone
+void end_at_once(int /*signal*/) { _exit(status_of_signal(g_signal.load())); }
+
 // Asks the loop to end after this step. The launcher passes every signal on as SIGUSR1.
 void on_stop(int signal) {
-  g_signal.store(signal);
+  const bool is_first = g_signal.exchange(signal) == 0;
   g_stop.store(true);
+  if (const unsigned grace = g_grace_alone_s.load(); grace > 0) {
+    if (!is_first) end_at_once(signal);
+    alarm(grace);
+  }
   const auto& grace = signal == SIGTERM ? g_grace_of_sigterm_ns : g_grace_ns;
   g_deadline_ns.store(std::min(g_deadline_ns.load(), steady_ns() + grace.load()));
 }
@@ -73,7 +82,11 @@ bool is_started_by_srun() {
   return std::getenv("SLURM_PROCID") != nullptr && std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr;
 }
 
-void stop_at_signals(double grace) {
+void stop_at_signals(double grace, bool is_alone) {
+  if (is_alone) {
+    g_grace_alone_s.store(static_cast<unsigned>(std::clamp(std::ceil(grace), 1.0, 1e9)));
+    handle_signals({SIGALRM}, end_at_once);
+  }
   const auto ns = [](double seconds) { return static_cast<std::int64_t>(1e9 * seconds); };
   const double of_ranks = 0.9 * grace;  // so that they can still say why
   g_grace_ns.store(ns(of_ranks));
@@ -494,11 +507,11 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
 }
 
 int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& rows) {
-  stop_at_signals(a.grace);
+  const bool with_mpi = is_launched();
+  stop_at_signals(a.grace, !with_mpi);
   const CommOptions comm_options{
       .timeout = milliseconds_of(a.timeout),
       .deadline_ns = &g_deadline_ns};
-  const bool with_mpi = is_launched();
   std::unique_ptr<Communicator> comm;
   std::unique_ptr<RankStatus> status;
   std::optional<Failure> failure;

@@ -3,14 +3,17 @@
 docs/reliability.md promises these. Needs SKIM_TOOL; SKIM_HAS_MPI=1 where the build has MPI.
 """
 
+import fcntl
 import json
 import os
 import pathlib
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 import unittest
 import unittest.mock
@@ -211,6 +214,37 @@ class Preemption(Reliability):
                 out, err = run.communicate(timeout=LIMIT)
                 self.assertEqual(run.returncode, TEMPFAIL if name == "SIGUSR1" else 128 + number, out + err)
                 self.assertEqual(status.read_text(), "0\n")
+
+    def one_rank_that_hangs(self, *arguments):
+        """Nobody reads its metrics, so it cannot write them."""
+        pipe = self.dir / "pipe"
+        os.mkfifo(pipe)
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        self.addCleanup(os.close, reader)
+        size = fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+        run = self.start("--model", "linear", "--eval-epochs", 0, "--steps", 1000000, "--metrics", pipe,
+                         *arguments)
+
+        def is_full():  # the line of a step has 500 bytes or so, and no room for two is left
+            return struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, bytes(4)))[0] > size - 700
+
+        self.wait_until(run, is_full, "the pipe is not full")
+        return run
+
+    def test_a_second_signal_ends_one_rank_at_once(self):
+        run = self.one_rank_that_hangs("--grace", "1h")
+        end = time.monotonic() + LIMIT
+        while run.poll() is None and time.monotonic() < end:  # two signals at a time may become one
+            run.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        out, err = run.communicate(timeout=LIMIT)
+        self.assertEqual(run.returncode, 128 + signal.SIGTERM, out + err)
+
+    def test_the_grace_is_a_bound_for_one_rank(self):
+        run = self.one_rank_that_hangs("--grace", "1s")
+        run.send_signal(signal.SIGUSR1)
+        out, err = run.communicate(timeout=LIMIT)
+        self.assertEqual(run.returncode, TEMPFAIL, out + err)
 
     @unittest.skipUnless(HAS_MPI, NEEDS_MPI)
     def test_ranks_of_mpirun(self):
