@@ -351,13 +351,13 @@ Outcome launch(const LaunchOptions& options) {
   const int ranks = options.ranks;
   expect_descriptors(ranks);
   expect_memory();
+  // No SA_RESTART, so that a signal ends poll(). Before the folder, which must not stay.
+  handle_signals({SIGINT, SIGTERM, SIGHUP, SIGUSR1}, on_signal);
   const RunDir dir;
   std::array<int, 2> out{}, err{}, report{};
   if (pipe(out.data()) != 0 || pipe(err.data()) != 0 || pipe2(report.data(), O_CLOEXEC) != 0) {
     throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
   }
-  // No SA_RESTART, so that a signal ends poll().
-  handle_signals({SIGINT, SIGTERM, SIGHUP, SIGUSR1}, on_signal);
   const pid_t child = fork();
   if (child < 0) throw Error(std::string("cannot start a process: ") + std::strerror(errno));
   if (child == 0) {

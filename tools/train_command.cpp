@@ -522,6 +522,7 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
     }
     comm = connect(with_mpi ? Backend::mpi : Backend::in_process, comm_options);
     status = std::make_unique<RankStatus>(comm->rank());
+    if (status->is_told_to_stop()) on_stop(SIGUSR1);  // before the launcher knew this process
     if (a.ranks > 1 && a.ranks != comm->size()) {
       throw InvalidArgument("--ranks " + std::to_string(a.ranks) + ", but mpirun or srun started " +
                             std::to_string(comm->size()));

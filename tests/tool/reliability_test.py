@@ -215,6 +215,18 @@ class Preemption(Reliability):
                 self.assertEqual(run.returncode, TEMPFAIL if name == "SIGUSR1" else 128 + number, out + err)
                 self.assertEqual(status.read_text(), "0\n")
 
+    @unittest.skipUnless(HAS_MPI, NEEDS_MPI)
+    def test_a_signal_before_the_ranks_start_stops_them(self):
+        wrapper = self.dir / "mpirun"
+        wrapper.write_text('#!/bin/sh\nkill -TERM $PPID\nuntil [ -e "$SKIM_RUN_DIR/stopping" ]; do sleep 0.1; done\n'
+                           f'exec "{os.environ["SKIM_MPIRUN"]}" "$@"\n')
+        wrapper.chmod(0o755)
+        with unittest.mock.patch.dict(os.environ, SKIM_MPIRUN=str(wrapper)):
+            run = self.start(*RUN, "--ranks", 2, *self.folder("c"), "--steps", 1000000, "--grace", "1h")
+            out, err = run.communicate(timeout=LIMIT)
+        self.assertEqual(run.returncode, 128 + signal.SIGTERM, out + err)
+        self.assertEqual(newest_in(self.dir / "c").name, "step-00000001")
+
     def one_rank_that_hangs(self, *arguments):
         """Nobody reads its metrics, so it cannot write them."""
         pipe = self.dir / "pipe"
