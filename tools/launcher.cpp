@@ -4,7 +4,8 @@
 // Launcher and ranks communicate through files in a folder, whose name is in SKIM_RUN_DIR:
 // - A rank writes `rank-R.pid` when it starts.
 // - When its work has succeeded, it writes `rank-R.succeeded`, and then leaves MPI. If it failed, it
-//   writes `rank-R.cause` or `rank-R.effect`, with one line: its exit status and the message.
+//   writes `rank-R.cause` or `rank-R.effect`, with one line: its exit status and the message. If a
+//   signal stopped it, it writes `rank-R.stopped`, with the exit status.
 // - At its end it removes `rank-R.pid`. If this file still exists after the run and the rank has not
 //   succeeded, the rank died without a message.
 #include "tools/launcher.hpp"
@@ -221,15 +222,17 @@ std::string seconds_text(std::chrono::milliseconds t) {
   return text.data();
 }
 
+// Whether a rank has said how it ended.
+bool has_ended(const RunDir& dir, int rank) {
+  return std::ranges::any_of(std::array{"succeeded", "stopped", "cause", "effect"},
+                             [&](const char* kind) { return dir.read(rank, kind).has_value(); });
+}
+
 // How many ranks have started.
 int started(const RunDir& dir, int ranks) {
   int count = 0;
   for (int r = 0; r < ranks; ++r) {
-    for (const char* kind : {"pid", "succeeded", "cause", "effect"}) {
-      if (!dir.read(r, kind)) continue;
-      ++count;
-      break;
-    }
+    if (has_ended(dir, r) || dir.read(r, "pid")) ++count;
   }
   return count;
 }
@@ -259,11 +262,33 @@ bool is_running(const std::string& pid) {
 // to its port can keep it from that.
 bool is_over(const RunDir& dir, int ranks) {
   for (int r = 0; r < ranks; ++r) {
-    if (dir.read(r, "succeeded") || dir.read(r, "cause") || dir.read(r, "effect")) continue;
+    if (has_ended(dir, r)) continue;
     const auto pid = dir.read(r, "pid");
     if (pid && is_running(*pid)) return false;
   }
   return true;
+}
+
+// The exit status of a run that a signal to one of the ranks stopped; 0: none did.
+int status_of_stop(const RunDir& dir, int ranks) {
+  for (int r = 0; r < ranks; ++r) {
+    if (const auto code = dir.read(r, "stopped")) return std::atoi(code->c_str());
+  }
+  return 0;
+}
+
+// What a rank said about a failure: "cause", its own, or "effect", that of another rank.
+std::optional<Outcome> failure_of(const RunDir& dir, int rank, const char* kind) {
+  const auto line = dir.read(rank, kind);
+  if (!line) return std::nullopt;
+  return Outcome{std::atoi(line->c_str()), line->substr(line->find(' ') + 1)};
+}
+
+std::optional<Outcome> own_failure(const RunDir& dir, int ranks) {
+  for (int r = 0; r < ranks; ++r) {
+    if (auto cause = failure_of(dir, r, "cause")) return cause;
+  }
+  return std::nullopt;
 }
 
 // The outcome of a run that failed. A rank's own failure comes first, then ranks that died without
@@ -273,13 +298,8 @@ Outcome explain(const RunDir& dir, int ranks, int code, const StderrFilter& of_m
   const bool one_is_known = dir.read(of_mpirun.first_dead(), "pid").has_value();
   std::string dead;
   int deaths = 0;
-  std::optional<Outcome> cause, effect, told;
-  const auto read = [&](int rank, const char* kind, int lost, std::optional<Outcome>& into) {
-    const auto line = dir.read(rank, kind);
-    if (!line || into) return;
-    const std::size_t space = line->find(' ');
-    into = {std::atoi(line->c_str()), line->substr(space + 1), lost};
-  };
+  std::optional<Outcome> effect, told;
+  if (const auto cause = own_failure(dir, ranks)) return *cause;
   for (int r = 0; r < ranks; ++r) {
     const auto pid = dir.read(r, "pid");
     const bool died = pid && !dir.read(r, "succeeded");
@@ -287,15 +307,13 @@ Outcome explain(const RunDir& dir, int ranks, int code, const StderrFilter& of_m
       dead += (dead.empty() ? "rank " : ", rank ") + std::to_string(r) + " (pid " + *pid + ")";
       ++deaths;
     }
-    read(r, "cause", 0, cause);
-    std::optional<Outcome> seen;
-    read(r, "effect", 1, seen);
+    std::optional<Outcome> seen = failure_of(dir, r, "effect");
     if (!seen) continue;
+    seen->lost_ranks = 1;
     auto& into = seen->failure.find("was aborted because of") == std::string::npos ? effect : told;
     if (!into) into = seen;
   }
   if (!effect) effect = told;
-  if (cause) return *cause;
   if (!dead.empty()) return {code, dead + " died" + (effect ? "; " + effect->failure : ""), deaths};
   if (effect) return *effect;
   if (!of_mpirun.explanation().empty()) return {code, of_mpirun.explanation(), 0};
@@ -446,10 +464,17 @@ Outcome launch(const LaunchOptions& options) {
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  if (seen_signals > 0) return {status_of_signal(g_last_signal.load()), {}, 0};
-  if (!late.empty()) return {1, late, 0};
-  // Open MPI 4 sometimes fails although all ranks have succeeded (open-mpi/ompi#7833).
+  // Open MPI 4 sometimes fails although all ranks have succeeded (open-mpi/ompi#7833). A signal may
+  // have come too late to stop anything.
   if (all_succeeded(dir, ranks)) return {};
+  const int stopped = seen_signals > 0 ? status_of_signal(g_last_signal.load())
+                                       : status_of_stop(dir, ranks);
+  if (stopped != 0) {
+    Outcome outcome = own_failure(dir, ranks).value_or(Outcome{stopped, {}});
+    outcome.is_stopped = true;
+    return outcome;
+  }
+  if (!late.empty()) return {1, late, 0};
   return explain(dir, ranks, code == 0 ? 1 : code, filter);
 }
 
@@ -470,6 +495,13 @@ RankStatus::RankStatus(int rank) {
 
 void RankStatus::succeeded() {
   if (!path_.empty()) std::ofstream(path_ + ".succeeded") << '\n';
+}
+
+bool RankStatus::stopped(int code) {
+  if (path_.empty()) return false;
+  std::ofstream(path_ + ".stopped") << code << '\n';
+  ended();
+  return true;
 }
 
 bool RankStatus::is_told_to_stop() const {

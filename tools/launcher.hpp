@@ -36,6 +36,7 @@ struct Outcome {
   int code = 0;         // the exit status for the command
   std::string failure;  // one line; empty: all ranks ended well, or a signal stopped them
   int lost_ranks = 0;   // how many ranks have died or hang; one that failed itself is not lost
+  bool is_stopped = false;  // a signal asked the run to end, so it must not start again
 };
 
 // Runs `arguments` as `ranks` ranks of this program on this machine. This also works as root and
@@ -66,8 +67,10 @@ class RankStatus {
   // The rank failed, and the run should have the failure's code. Returns true if the launcher will
   // print the message.
   bool failed(const Failure& failure);
-  // Whether the launcher has told the ranks to stop. It knows the exit status then, and a rank ends
-  // with 0: mpirun waits for seconds if one does not.
+  // A signal stopped the run, which should have this exit status. Returns true if the launcher sees
+  // to that. The rank then ends with 0: mpirun waits for seconds if one does not.
+  bool stopped(int code);
+  // Whether the launcher got a signal, maybe before it knew of this rank.
   bool is_told_to_stop() const;
 
  private:

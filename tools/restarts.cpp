@@ -68,7 +68,7 @@ int launch_with_restarts(LaunchOptions launch, const RestartOptions& options,
     const std::string newest = newest_name(checkpoint);
     const std::string from = newest.empty() ? kBeginning : newest;
     const int ranks = launch.ranks - (options.min_ranks > 0 ? outcome.lost_ranks : 0);
-    const bool failed = !outcome.failure.empty();
+    const bool failed = !outcome.failure.empty() && !outcome.is_stopped;
     std::string why;
     if (failed && outcome.code != kUsageError) why = objection(outcome, from, ranks, options, log);
     if (!failed || outcome.code == kUsageError || !why.empty()) {

@@ -531,14 +531,19 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
   } catch (...) {
     failure = current_failure();
   }
+  if (!failure && code == 0) {
+    status->succeeded();
+    comm.reset();
+    status->ended();
+    return 0;
+  }
   if (!failure) {
-    if (code == 0) {
-      if (status) status->succeeded();
-      comm.reset();
+    const bool launcher_knows = status->stopped(code);
+    try {
+      if (with_mpi) comm->barrier();  // so that mpirun does not end ranks that still work
+    } catch (const CommError&) {  // a rank that failed says so itself
     }
-    if (status) status->ended();
-    if (comm && with_mpi) comm->barrier();  // so that mpirun does not end ranks that still work
-    return status && status->is_told_to_stop() ? 0 : code;
+    return launcher_knows ? 0 : code;
   }
   std::string& line = failure->message;
   line.resize(std::min(line.find('\n'), line.size()));

@@ -135,6 +135,14 @@ class Restarts(Reliability):
         self.assertEqual(run.returncode, 128 + signal.SIGTERM, out + err)
         self.assertNotIn("restart", err)
 
+    def test_a_signal_to_one_rank_is_no_failure(self):
+        run = self.start(*RUN, *self.folder("c"), "--steps", 1000000, "--restarts", 3)
+        self.wait_for_step_of(run, "c", 5)
+        os.kill(pids_of(self.dir)[1], signal.SIGTERM)
+        out, err = run.communicate(timeout=LIMIT)
+        self.assertEqual(run.returncode, 128 + signal.SIGTERM, out + err)
+        self.assertRegex(err, r"^skim: stopped after step \d+; checkpoint \S+; --resume continues\n$")
+
     def test_usage(self):
         one = ["--ranks", 2, "--model", "linear", "--steps", 3]
         for arguments, words in [
@@ -226,6 +234,38 @@ class Preemption(Reliability):
             out, err = run.communicate(timeout=LIMIT)
         self.assertEqual(run.returncode, 128 + signal.SIGTERM, out + err)
         self.assertEqual(newest_in(self.dir / "c").name, "step-00000001")
+
+    def test_a_failure_is_told_though_a_signal_came(self):
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            with self.subTest(ranks=ranks):
+                name = f"c{ranks}"
+                folder = self.dir / name
+                restarts = ["--restarts", 3] if ranks > 1 else []
+                run = self.start("--ranks", ranks, "--model", "mlp-64", "--eval-epochs", 0, "--steps", 1000000,
+                                 *self.folder(name), *restarts)
+                self.wait_for_step_of(run, name, 5)
+                folder.rmdir()
+                folder.write_text("")  # so that no checkpoint can be written
+                run.send_signal(signal.SIGUSR1)
+                out, err = run.communicate(timeout=LIMIT)
+                self.assertEqual(run.returncode, 1, out + err)
+                self.assertRegex(err.splitlines()[-1], f"^skim: (rank 0: )?checkpoint: .*Not a directory.*{name}")
+                self.assertIn("\nrun ", out, "the table is lost")
+                self.assertNotIn("restart", err)
+
+    def test_a_signal_that_comes_too_late_to_stop_anything_is_none(self):
+        """It comes while a rank writes the last checkpoint."""
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            with self.subTest(ranks=ranks):
+                name = f"c{ranks}"
+                run = self.start("--ranks", ranks, "--model", "vgg16", "--steps", 1, "--batch", 1, *self.folder(name))
+                metrics = self.dir / f"{name}.jsonl"
+                self.wait_until(run, lambda: metrics.exists() and '"evaluation"' in metrics.read_text(), "no evaluation")
+                run.send_signal(signal.SIGTERM)
+                out, err = run.communicate(timeout=LIMIT)
+                self.assertEqual(run.returncode, 0, out + err)
+                self.assertNotIn("stopped after", err)
+                self.assertEqual(newest_in(self.dir / name).name, "step-00000001")
 
     def one_rank_that_hangs(self, *arguments):
         """Nobody reads its metrics, so it cannot write them."""
