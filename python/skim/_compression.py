@@ -95,6 +95,7 @@ class Options:
             raise _core.InvalidArgument(
                 f"skim: local: must be 'device', 'host', None or a function that makes a local half, not {self.local!r}"
             )
+        self._expect_threshold()
         if self.local == "device" and (missing := self._not_on_a_device()):
             raise _core.InvalidArgument(f"skim: local='device' has no {missing}; use local='host'")
         if self.offload and callable(self.local):
@@ -109,6 +110,17 @@ class Options:
                 raise _core.InvalidArgument(
                     f"skim: optimizer and {name} exclude each other: momentum correction is then the optimizer's momentum"
                 )
+
+    def _expect_threshold(self) -> None:
+        is_own_schedule = not isinstance(self.density, (numbers.Real, _core.DensitySchedule))  # it may give a threshold
+        selects_itself = self.selector is not None or callable(self.local)
+        if self.others.get("select") != "threshold" or is_own_schedule or selects_itself:
+            return
+        if self.others.get("select_threshold", 0.0) == 0.0:
+            raise _core.InvalidArgument(
+                "skim: select_threshold: must be above 0 with select='threshold', which sends the entries that are at "
+                "least this large"
+            )
 
     def momentum(self) -> Correction | None:
         """The momentum correction that replaces the optimizer's momentum; None without an optimizer."""

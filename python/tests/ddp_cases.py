@@ -1498,6 +1498,11 @@ def case_refusals():
     ):
         for make in makers:
             expect(wrong, f"{name}: {what}", make, **{name: value})
+    for make in (lambda **o: skim.attach(DDP(inner), **o), aggregator, local_steps):
+        for density in (0.1, skim.listed_density([0.1], 0.1)):
+            text = "select_threshold: must be above 0 with select='threshold'"
+            expect(wrong, text, make, density=density, select="threshold")
+            expect(wrong, text, make, density=density, select="threshold", select_threshold=0)
     expect(wrong, "one of torch.distributed, with this rank in it, not 3", aggregator, process_group=3)
     one = torch.zeros(3)
     for tensors, what in (
@@ -1553,6 +1558,20 @@ def case_a_refused_model_and_its_optimizer_stay_as_they_were():
     expect(skim.InvalidArgument, "DDP refused the hook", skim.attach, model, optimizer=optimizer, local_clip=1.0)
     assert optimizer.state_dict() == before, optimizer.state_dict()
     assert not any(p._backward_hooks for p in inner.parameters())
+
+
+def case_a_threshold_may_come_from_a_schedule_of_your_own():
+    class Threshold:
+        def density(self, progress):
+            return skim.Density(0.5, threshold=500.0 * SIZE)
+
+    given = gradients(0)
+    for options in ({"density": Threshold()}, {"density": 0.5, "select_threshold": 500.0 * SIZE}):
+        tensors = [g.clone() for g in given]
+        aggregator = skim.Aggregator(tensors, select="threshold", dense_below=0, **{**EXACT, **options})
+        aggregator.reduce(tensors)
+        kept = flat(aggregator.residuals().values())
+        assert kept.any() and kept.abs().max() < 500.0 * SIZE, kept.abs().max()
 
 
 def case_fsdp_is_refused():

@@ -709,6 +709,8 @@ def case_mistakes():
     group = MESH["between"].get_group()
     expect(refused, "between is for models with fully_shard", skim.attach, nn.parallel.DistributedDataParallel(Whole().to(DEVICE)), between=group)
     expect(refused, "dry_run needs DistributedDataParallel", skim.attach, sharded(), between=group, dry_run=True)
+    text = "select_threshold: must be above 0 with select='threshold'"
+    expect(refused, text, skim.attach, sharded(), between=group, select="threshold")
     expect(refused, "the parameters are shards: give process_group=", skim.LocalSteps, sharded(), None)
     expect(refused, "is a DTensor: use skim.LocalSteps", skim.Aggregator, sharded().parameters())
     model = attached()
