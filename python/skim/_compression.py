@@ -51,6 +51,7 @@ KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
     int: ("a whole number", (int, np.integer)),
     float: ("a number", (numbers.Real,)),
     str: ("a string", (str,)),
+    Sequence[str]: (f"a list of names among {', '.join(_core.exchanges)}", (list, tuple)),
 }
 STATE = re.compile(r"rank_(\d+)_of_(\d+)$")  # of a key's end
 RATE = "rate"  # a key of states: the last learning rate above 0, if residuals hold updates

@@ -1475,6 +1475,8 @@ def case_refusals():
         ("residual_decay", 0, "0 would forget what is not sent; use feedback=False for that, or a number in (0, 1]"),
         ("feedback", 1, "must be True or False, not 1"),
         ("select_block", True, "must be a whole number, not True"),
+        ("among", "gtopk", "must be a list of names among dense, "),
+        ("among", torch.tensor(1.0), "must be a list of names among dense, "),
     ):
         expect(wrong, f"{name}: {what}", skim.attach, DDP(Linear()), **{name: value})
     inner = Linear()
