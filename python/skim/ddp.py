@@ -27,7 +27,7 @@ from skim._compression import (
 from skim._hook import raising_at_the_end, set_hook
 from skim._momentum import expect_trains
 from skim._report import Report
-from skim.dry_run import DryRun
+from skim.dry_run import DryRun, steps_of
 from skim.elastic import ElasticGroup
 from skim._shards import expect_no_replicate, is_sharded
 from skim.fsdp import FsdpCompression
@@ -198,10 +198,10 @@ def attach(
             "skim.attach: DDP hides which bucket is the last one of a step; make DDP without "
             "skip_all_reduce_unused_params"
         )
-    if dry_run:
+    if dry_steps := steps_of(dry_run):
         if not isinstance(inner, DistributedDataParallel):
             raise _core.InvalidArgument("skim.attach: dry_run needs DistributedDataParallel")
-        watcher = DryRun(inner, 20 if dry_run is True else dry_run, timeout, total_steps)
+        watcher = DryRun(inner, dry_steps, timeout, total_steps)
         _Attachment.set(inner, watcher)
         return watcher
     compressed = Options(

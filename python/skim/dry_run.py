@@ -20,6 +20,7 @@ from skim._transport import connect
 from skim.tensor_half import wait_for
 
 DENSITIES = (0.001, 0.01, 0.1)
+DEFAULT_STEPS = 20
 WARM_UP = 5  # steps that are not measured, because DDP still forms its buckets and memory is touched first
 WORTH = 1.1  # least speed-up that counts as worth it
 
@@ -36,8 +37,6 @@ class DryRun:
     """A dry run. skim.attach(..., dry_run=True) makes it. `verdict` is empty until all steps are measured."""
 
     def __init__(self, ddp: DistributedDataParallel, steps: int, timeout: float, total_steps: int = 0) -> None:
-        if not isinstance(steps, int) or steps < 1:
-            raise _core.InvalidArgument(f"skim.attach: dry_run must be True or a number of steps >= 1, not {steps!r}")
         expect_steps_of_run("skim.attach: total_steps", total_steps)
         self.comm = connect(ddp.process_group, timeout=timeout)
         self.steps, self.total_steps = steps, total_steps
@@ -170,6 +169,13 @@ class DryRun:
         if self.total_steps == 0:
             return "What it does to accuracy only training tells."
         return "\n" + _core.quality_note(density, self.total_steps)
+
+
+def steps_of(dry_run: Any) -> int:
+    """The number of steps that skim.attach(dry_run=...) asks for; 0: no dry run."""
+    if not isinstance(dry_run, int) or dry_run < 0:
+        raise _core.InvalidArgument(f"skim.attach: dry_run must be True or a number of steps >= 1, not {dry_run!r}")
+    return DEFAULT_STEPS if dry_run is True else int(dry_run)
 
 
 def _reduced_alone(gradient: torch.Tensor, density: float) -> list[_core.StepReport]:

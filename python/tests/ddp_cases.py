@@ -1688,7 +1688,7 @@ def case_dry_run_trains_as_before():
     assert 0 < captured[1] < captured[2] < captured[3] < captured[0] == 1.0, captured
     assert len(set(gathered(watcher.verdict))) == 1
     assert "speed-up" in str(watcher) and len(str(watcher).splitlines()) == 9
-    for wrong in (-3, 2.5, "20"):
+    for wrong in (-3, 2.5, "20", None, torch.ones(2)):
         expect(skim.InvalidArgument, "dry_run must be True or", skim.attach, DDP(Linear()), dry_run=wrong)
 
     for wrong, what in ((None, "must be a whole number, not None"), (-5, "must be 0 (not known) or more, not -5")):
