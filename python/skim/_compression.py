@@ -296,6 +296,7 @@ class Compression:
         on all ranks."""
         if not parameters:
             raise _core.InvalidArgument("skim: there is no parameter that requires a gradient")
+        expect_shapes(parameters.items())
         for name, p in parameters.items():
             if p.dtype not in FLOATS:
                 raise _core.InvalidArgument(
@@ -756,6 +757,14 @@ class Compression:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(LAST_WAIT_S)
+
+
+def expect_shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises InvalidArgument if a lazy module has not given one of the tensors a shape yet. tensors: with their names."""
+    if lazy := next((name for name, t in tensors if torch.nn.parameter.is_lazy(t)), None):
+        raise _core.InvalidArgument(
+            f"skim: '{lazy}' has no shape yet, because its module is lazy; call the model once on every rank before"
+        )
 
 
 def buckets_of(tensors: Sequence[torch.Tensor], members: Sequence[int], most_bytes: float) -> list[tuple[int, ...]]:

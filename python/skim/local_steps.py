@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
 from skim._checks import expect_whole
-from skim._compression import json_tensor, json_value
+from skim._compression import expect_shapes, expect_state, json_tensor, json_value
 from skim._momentum import correction_for, expect_trains, inner_optimizer, put_back
 from skim._report import Report
 from skim._shards import Shard, expect_no_replicate, local, make_equal, reshard
@@ -156,6 +156,7 @@ class LocalSteps:
         expect_whole("skim.LocalSteps: every", every, 1)
         expect_whole("skim.LocalSteps: delay", delay, 0, every, "every")
         expect_whole("skim.LocalSteps: fragments", fragments, 1, every, "every")
+        expect_shapes([*model.named_parameters(), *model.named_buffers()])
         for name in ("momentum_correction", "momentum_dampening", "nesterov_correction"):
             if options.get(name):
                 raise _core.InvalidArgument(

@@ -1551,6 +1551,19 @@ def case_refusals():
         expect(wrong, "rank 0 has updates_of=None", skim.attach, DDP(Linear()), updates_of=sgd if RANK else None)
 
 
+def case_lazy_modules_are_refused_until_they_have_shapes():
+    text = "has no shape yet, because its module is lazy; call the model once on every rank before"
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    expect(skim.InvalidArgument, f"'0.weight' {text}", skim.Aggregator, lazy.named_parameters())
+    expect(skim.InvalidArgument, f"'0' {text}", skim.Aggregator, lazy.parameters())
+    buffers = nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False))
+    for name, model in (("0.weight", lazy), ("1.running_mean", buffers)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        expect(skim.InvalidArgument, f"'{name}' {text}", skim.LocalSteps, model, optimizer)
+        model(torch.ones(2, 3))
+        skim.LocalSteps(model, optimizer, timeout=60.0).finish()
+
+
 def case_a_refused_model_and_its_optimizer_stay_as_they_were():
     inner = Linear()
     model = DDP(inner, find_unused_parameters=True)
