@@ -25,6 +25,11 @@ def expect_positive(name: str, value: Any) -> None:
         raise _core.InvalidArgument(f"{name}: must be a number above 0, not {value!r}")
 
 
+def expect_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise _core.InvalidArgument(f"{name}: must be True or False, not {value!r}")
+
+
 def expect_steps_of_run(name: str, value: Any) -> None:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise _core.InvalidArgument(f"{name}: must be a whole number, not {value!r}")

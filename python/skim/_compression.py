@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from skim import _core
-from skim._checks import expect_steps_of_run
+from skim._checks import expect_flag, expect_steps_of_run
 from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, put_back, take_out
 from skim._options import CompressionOptions, FeedbackOptions
 from skim._report import Report
@@ -702,7 +702,7 @@ class Compression:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
         """Restores what state_dict() returned. skim.load_state_dict describes arguments, result and errors."""
-        expect_state(state)
+        expect_state(state, strict)
         found: dict[int, dict[int, torch.Tensor]] = {}
         for key, value in state.items():
             if isinstance(key, str) and (match := STATE.search(key)):
@@ -797,8 +797,10 @@ def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((sum(t.numel() for t in tensors),), (1,))
 
 
-def expect_state(state: Any) -> None:
-    """Raises StateError if it is no dict. Only the entries with a name of Skim are looked at, and checked where they are."""
+def expect_state(state: Any, strict: Any) -> None:
+    """Raises StateError if the state is no dict, and InvalidArgument if strict is no bool. Only the entries of the
+    state with a name of Skim are looked at, and checked where they are."""
+    expect_flag("skim: strict", strict)
     if not isinstance(state, Mapping):
         raise _core.StateError(
             f"skim: a state is a dict of tensors, as state_dict() returns it, not {type(state).__name__}"

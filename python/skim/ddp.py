@@ -505,7 +505,7 @@ class DdpCompression(Compression):
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
         """As skim.load_state_dict(model, state, strict)."""
-        expect_state(state)
+        expect_state(state, strict)
         saved = self._buckets_in(state)
         if saved is None:
             return super().load_state_dict(state, strict)

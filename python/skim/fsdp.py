@@ -98,7 +98,7 @@ class FsdpCompression(Compression):
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> _core.LoadReport:
         """As skim.load_state_dict(model, state, strict)."""
-        expect_state(state)
+        expect_state(state, strict)
         return super().load_state_dict(self._shard.own(state), strict)
 
     def finish_step(self, *, skip: bool = False) -> None:

@@ -607,7 +607,9 @@ class LocalSteps:
         Raises StateError if the state does not fit; nothing has changed then.
         """
         self._expect_training("load_state_dict")
+        expect_state(state, strict)
         self._place_momentum()
+        state = {key: t for key, t in state.items() if isinstance(key, str)}
         if self._shard is not None:
             state = self._shard.own(state)
         state = self._fitted(state, strict)
@@ -684,7 +686,7 @@ class LocalSteps:
 
     def _expect_in_state(self, state: Mapping[str, torch.Tensor], lengths: Mapping[str, int]) -> None:
         for key, length in lengths.items():
-            if key not in state or state[key].numel() != length:
+            if not isinstance(state.get(key), torch.Tensor) or state[key].numel() != length:
                 raise _core.StateError(
                     f"skim.LocalSteps: not a state of this model in {len(self._fragments)} fragments: no '{key}' of "
                     f"length {length}"

@@ -1258,6 +1258,17 @@ def case_states_that_do_not_fit():
     ):
         for load in (skim.compression_of(model).load_state_dict, aggregator.load_state_dict):
             expect(skim.StateError, text, load, wrong)
+    _, local = local_steps()
+    for load in (skim.compression_of(model).load_state_dict, aggregator.load_state_dict, local.load_state_dict):
+        expect(skim.InvalidArgument, "strict: must be True or False, not 'no'", load, state, strict="no")
+    saved = local.state_dict()
+    for wrong, text in (
+        (None, "a state is a dict of tensors, as state_dict() returns it, not NoneType"),
+        ({**saved, "shared": 3}, "no 'shared' of length"),
+        ({**saved, "shared": None}, "no 'shared' of length"),
+    ):
+        expect(skim.StateError, text, local.load_state_dict, wrong)
+    local.load_state_dict({**saved, 3: "of the user's"})
     train(model, range(5))
     whole, before = skim.state_dict(model), kept(model)
     skim.load_state_dict(model, {**whole, "buckets": "no tensor", "step": 5})
