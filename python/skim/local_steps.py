@@ -162,6 +162,11 @@ class LocalSteps:
                 raise _core.InvalidArgument(
                     f"skim.LocalSteps: no {name} here: the optimizer has its momentum on every rank"
                 )
+        for name in ("tensors", "of_updates"):
+            if name in options:
+                raise _core.InvalidArgument(
+                    f"skim.LocalSteps: no {name} here: it exchanges the updates of the model's parameters; leave it out"
+                )
         if isinstance(process_group, ElasticGroup) and (delay > 0 or fragments > 1):
             raise _core.InvalidArgument("skim.LocalSteps: an ElasticGroup needs delay=0 and fragments=1")
         own = _core.local_steps_options(

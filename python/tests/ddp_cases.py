@@ -2733,6 +2733,8 @@ def case_local_steps_refuse():
     for other, what in ((None, "NoneType"), ([*inner.parameters()], "list"), (inner.parameters(), "generator")):
         expect(wrong, f"model must be a torch.nn.Module, not {what}", skim.LocalSteps, other, optimizer)
     expect(wrong, "no momentum_correction here", skim.LocalSteps, inner, optimizer, momentum_correction=0.9)
+    for name in ("of_updates", "tensors"):
+        expect(wrong, f"no {name} here", skim.LocalSteps, inner, optimizer, **{name: True})
     for what, other in (
         ("optimizer must be an optimizer, with step(), not 'sgd'", "sgd"),
         ("optimizer must be an optimizer, with step(), not <class", torch.optim.SGD),
