@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 import warnings
 import weakref
@@ -331,12 +332,22 @@ def state_template(checkpoint_id: str | os.PathLike[str], prefix: str = "skim") 
 
     checkpoint_id: the folder of the checkpoint.
     prefix: the key under which the state was saved.
-    Raises StateError if the checkpoint has no such state.
+    Raises StateError if there is no checkpoint, or if it has no such state.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    known = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    if not isinstance(checkpoint_id, (str, os.PathLike)):
+        raise _core.InvalidArgument(
+            f"skim.state_template: checkpoint_id: must be a folder's path, not {checkpoint_id!r}"
+        )
+    try:
+        known = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    except (OSError, EOFError, pickle.UnpicklingError) as e:
+        raise _core.StateError(
+            f"skim.state_template: no checkpoint in '{checkpoint_id}' ({e}); give a folder that "
+            "torch.distributed.checkpoint.save has written"
+        ) from None
     found = {}
     for key, value in known.items():
         head, _, name = key.rpartition(".")

@@ -1231,6 +1231,9 @@ def case_distributed_checkpoint():
     dcp.save(state, checkpoint_id=folder[0])
     other = attached()
     train(other, range(20, 23))
+    expect(skim.StateError, "no state of Skim is called 'model'", skim.state_template, folder[0], "model")
+    expect(skim.StateError, "missing' (", skim.state_template, pathlib.Path(folder[0]) / "missing")
+    expect(skim.InvalidArgument, "checkpoint_id: must be a folder's path, not 3", skim.state_template, 3)
     state = {"skim": skim.state_template(folder[0])}
     assert len(state["skim"]) == SIZE + 1  # and the buckets
     dcp.load(state, checkpoint_id=folder[0])
