@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
@@ -182,6 +183,8 @@ def attach(
     other functions find it by the model.
     Raises InvalidArgument if the model or an option cannot work. The message says what to do instead.
     """
+    from skim.local_steps import expect_no_local_steps  # which imports this module
+
     if isinstance(model, torch.nn.Module):
         expect_no_replicate("skim.attach", model)
     inner = _unwrapped(model)
@@ -189,6 +192,7 @@ def attach(
         options["between"], between = between, None
     if isinstance(_Attachment.of(inner), Compression):
         raise _core.InvalidArgument("skim.attach: this model has been attached already")
+    expect_no_local_steps("skim.attach", inner)
     is_ddp = isinstance(inner, DistributedDataParallel)
     if is_ddp == (between is not None):
         raise _core.InvalidArgument(
@@ -258,6 +262,22 @@ def _expect_elastic(ddp: DistributedDataParallel, group: Any) -> None:
             "skim.attach: no find_unused_parameters with an ElasticGroup: DDP would not apply a mean where this rank "
             "alone has no gradient; use skim.Aggregator"
         )
+
+
+def expect_not_attached(parameters: Iterable[torch.Tensor]) -> None:
+    """Raises InvalidArgument if skim.attach has the gradients of one of these parameters exchanged."""
+    mine = set(parameters)
+
+    def is_attached() -> bool:
+        return any(not mine.isdisjoint(compression.trained) for compression in _attached)
+
+    if is_attached():
+        gc.collect()  # in case that only Python still has the other model
+        if is_attached():
+            raise _core.InvalidArgument(
+                "skim.LocalSteps: skim.attach exchanges the gradients of this model in every step; call "
+                "skim.detach(model) first"
+            )
 
 
 def compression_of(model: torch.nn.Module) -> DdpCompression | FsdpCompression:
@@ -394,6 +414,7 @@ class DdpCompression(Compression):
         ranks = ddp.process_group if elastic is None else elastic
         super().__init__(named, options, ranks, timeout, writer, unit)
         self._index_of = {p: i for i, p in enumerate(named.values())}
+        self.trained = list(named.values())
         self._trainable = Trainable(
             ((name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore),
             "call skim.detach, wrap the model in DDP anew, and attach",

@@ -50,7 +50,8 @@ class FsdpCompression(Compression):
             buckets.append(tuple(range(first, len(shards))))
             self._groups.append(group)
             hooked.append((of_module, module, len(buckets) - 1))
-        expect_trains(options.optimizer, {name: p for p, name in names.items() if p.requires_grad})
+        self.trained = [p for p in names if p.requires_grad]
+        expect_trains(options.optimizer, {names[p]: p for p in self.trained})
         shard = Shard.of(names)
         assert shard is not None
         self._shard = shard

@@ -22,6 +22,7 @@ from skim._momentum import correction_for, expect_trains, inner_optimizer, put_b
 from skim._report import Report
 from skim._shards import Shard, expect_no_replicate, local, make_equal, reshard
 from skim.aggregator import Aggregator
+from skim.ddp import expect_not_attached
 from skim.elastic import ElasticGroup
 from skim.tensor_half import on_streams, streams_of
 
@@ -100,8 +101,8 @@ class LocalSteps:
     x and e are float32. A rank with parameters in 16 bits starts at x - ahead * e, rounded. What rounding takes off is
     not exchanged, except that of moves which a rank has made beside an exchange (delay).
 
-    model: any module that is whole on every rank, but not a DistributedDataParallel. All ranks take rank 0's
-        parameters and buffers at the start.
+    model: any module that is whole on every rank, but not a DistributedDataParallel, nor one that skim.attach
+        exchanges gradients of. All ranks take rank 0's parameters and buffers at the start.
     optimizer: any optimizer. Its state is never exchanged. With every=1, momentum correction replaces the
         momentum of an SGD, as in skim.attach(optimizer=...): the velocity of an entry becomes 0 when it is sent.
     every: the number of steps of a round, at least 1.
@@ -150,9 +151,7 @@ class LocalSteps:
                 "without it"
             )
         expect_no_replicate("skim.LocalSteps", model)
-        hooks = (hook for module in model.modules() for hook in module._state_dict_hooks.values())
-        if any(isinstance(hook, _Hook) and hook.call for hook in hooks):
-            raise _core.InvalidArgument("skim.LocalSteps: this model has LocalSteps already; call finish() first")
+        expect_no_local_steps("skim.LocalSteps", model)
         expect_whole("skim.LocalSteps: every", every, 1)
         expect_whole("skim.LocalSteps: delay", delay, 0, every, "every")
         expect_whole("skim.LocalSteps: fragments", fragments, 1, every, "every")
@@ -184,6 +183,7 @@ class LocalSteps:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._of_model = list(named.values())
+        expect_not_attached(self._of_model)
         self._names = [name.replace("_orig_mod.", "") for name in named]  # torch.compile puts it there
         self._shard = Shard.of(self._of_model)
         if self._shard is not None and not isinstance(process_group, dist.ProcessGroup):
@@ -707,6 +707,13 @@ class LocalSteps:
         if not found or (comm.rank, comm.size) in found:
             return found.get((comm.rank, comm.size))
         return torch.stack(list(found.values())).mean(0)
+
+
+def expect_no_local_steps(what: str, model: torch.nn.Module) -> None:
+    """Raises InvalidArgument if the model, or a part of it, takes local steps. what: who asks."""
+    hooks = (hook for module in model.modules() for hook in module._state_dict_hooks.values())
+    if any(isinstance(hook, _Hook) and hook.call for hook in hooks):
+        raise _core.InvalidArgument(f"{what}: this model has LocalSteps already; call finish() first")
 
 
 def _expect_local(optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:

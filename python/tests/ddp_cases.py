@@ -2725,6 +2725,30 @@ def case_the_momentum_that_comes_back_begins_at_0():
         assert step_by(1.0).all() and step_by(0.0).all()
 
 
+def case_a_model_is_attached_or_takes_local_steps():
+    def local_steps_of(inner, **options):
+        return skim.LocalSteps(inner, torch.optim.SGD(inner.parameters(), lr=1.0), timeout=60.0, **options)
+
+    inner = Linear()
+    whole = nn.Sequential(inner)
+    model = attached(inner)
+    for module in (inner, whole, inner.w):
+        text = "skim.attach exchanges the gradients of this model in every step; call skim.detach(model) first"
+        expect(skim.InvalidArgument, text, local_steps_of, module)
+    skim.detach(model)
+    local = local_steps_of(inner)
+    for module in (model, DDP(whole)):
+        text = "skim.attach: this model has LocalSteps already; call finish() first"
+        expect(skim.InvalidArgument, text, skim.attach, module, **EXACT)
+    local.finish()
+    skim.attach(model, **EXACT)
+    train(model, range(2))
+
+    model.itself = [model]  # so that only the garbage collection frees it
+    del model
+    local_steps_of(whole).finish()
+
+
 def case_local_steps_refuse():
     wrong, inner = skim.InvalidArgument, Linear()
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)

@@ -715,6 +715,13 @@ def case_mistakes():
     expect(refused, "is a DTensor: use skim.LocalSteps", skim.Aggregator, sharded().parameters())
     model = attached()
     expect(refused, "has been attached already", skim.attach, model, between=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    text = "skim.attach exchanges the gradients of this model in every step; call skim.detach(model) first"
+    expect(refused, text, skim.LocalSteps, model, optimizer, process_group=group)
+    skim.detach(model)
+    local = skim.LocalSteps(model, optimizer, process_group=group, timeout=60.0)
+    expect(refused, "skim.attach: this model has LocalSteps already; call finish() first", skim.attach, model, between=group)
+    local.finish()
     if MESH["between"].size() > 1 and MESH["inside"].size() > 1:
         both = Whole().to(DEVICE)
         fully_shard(both, mesh=MESH)
