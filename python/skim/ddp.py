@@ -466,6 +466,13 @@ class DdpCompression(Compression):
             set_hook(ddp, None)
 
     def _on_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        try:
+            return self._begin_bucket(bucket)
+        except BaseException as e:  # by a signal handler, before the exchange that the other ranks wait for has begun
+            self.fail(e)
+            raise
+
+    def _begin_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
         members = tuple(self._index_of[p] for p in bucket.parameters())
         index, last = bucket.index(), bucket.is_last()
@@ -482,8 +489,10 @@ class DdpCompression(Compression):
             if last:
                 self._used.clear()
             self.held_back.append((done, flat))
-            while self.held_back and (last or not self._collects):
-                future, mean = self.held_back.pop(0)
+            if self._collects and not last:
+                return
+            # If a signal handler raises here, end() runs again. So all futures stay in the list until they are done.
+            for future, mean in self.held_back:
                 if future.done():
                     continue
                 try:
@@ -491,6 +500,7 @@ class DdpCompression(Compression):
                 except BaseException as e:  # noqa: BLE001 - an error of the device, which then records no event
                     self.fail(e)
                     future.set_result(torch.zeros_like(mean, device="cpu"))
+            self.held_back.clear()
 
         def job() -> None:
             try:
@@ -507,11 +517,7 @@ class DdpCompression(Compression):
         # After the last bucket backward has nothing left to overlap with, so a change of threads would only cost time.
         # With a second attached model this could deadlock: two ranks might reach the models' last buckets in different
         # orders, and each would wait for the other.
-        try:
-            (self.run_after_others if last and len(_attached) == 1 else self.submit)(job)
-        except BaseException as e:  # by a signal handler, before the exchange that the other ranks wait for has begun
-            self.fail(e)
-            raise
+        (self.run_after_others if last and len(_attached) == 1 else self.submit)(job)
         return answer
 
     def _raise_what_failed(self) -> None:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from cases import expect, expect_equal_everywhere, expect_that_a_failed_wait_ends_backward, gathered, left_out, run
 from numpy_local_half import NumpyLocalHalf
 from skim._compression import Options, in_one
+from skim.ddp import DdpCompression
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -249,28 +250,66 @@ def case_backward_raises_an_error_of_a_future():
 
 
 def case_an_interrupt_before_a_bucket_ends_the_group_and_nobody_waits():
+    for where, names in ((DdpCompression, ("run_after_others", "submit")), (torch.futures, ("Future",))):
+        model = attached()
+        train(model, range(4))
+        compression = skim.compression_of(model)
+        if RANK == SIZE - 1:
+            try:
+                interrupts = dict.fromkeys(names, unittest.mock.Mock(side_effect=KeyboardInterrupt))
+                with unittest.mock.patch.multiple(where, **interrupts):
+                    model(gradients(4)).backward()
+                raise AssertionError("backward did not raise")
+            except KeyboardInterrupt:
+                pass
+            assert isinstance(compression.error, KeyboardInterrupt)
+        else:
+            try:
+                model(gradients(4)).backward()
+                raise AssertionError("backward did not raise")
+            except skim.CommError as e:
+                assert e.peer == SIZE - 1 and "timed out" not in str(e), e
+        dist.barrier()  # until then the last rank keeps its connections
+
+
+def case_an_interrupt_while_means_go_to_ddp_ends_backward():
+    """After a state was loaded, whole steps are exchanged at once, and DDP waits for all buckets until then."""
+
+    class Interrupted:
+        times = 0
+
+        def __init__(self, future):
+            self.future = future
+
+        def done(self):
+            Interrupted.times += 1
+            if Interrupted.times == 1:
+                raise KeyboardInterrupt
+            return self.future.done()
+
+        def set_result(self, mean):
+            self.future.set_result(mean)
+
+    class HeldBack(list):
+        def append(self, pair):
+            super().append((Interrupted(pair[0]), pair[1]))
+
+    saved = attached()
+    train(saved, range(4))
     model = attached()
-    train(model, range(4))
-    compression = skim.compression_of(model)
-
-    def interrupted(_):
-        raise KeyboardInterrupt
-
+    skim.load_state_dict(model, skim.state_dict(saved))
+    model(gradients(4)).backward()  # DDP has all parameters in one bucket
     if RANK == SIZE - 1:
-        compression.run_after_others = compression.submit = interrupted
+        skim.compression_of(model).held_back = HeldBack()
         try:
             model(gradients(4)).backward()
             raise AssertionError("backward did not raise")
         except KeyboardInterrupt:
             pass
-        assert isinstance(compression.error, KeyboardInterrupt)
-    else:
-        try:
-            model(gradients(4)).backward()
-            raise AssertionError("backward did not raise")
-        except skim.CommError as e:
-            assert e.peer == SIZE - 1 and "timed out" not in str(e), e
-    dist.barrier()  # until then the last rank keeps its connections
+        assert Interrupted.times > 3, "all buckets had to wait"
+    else:  # the last rank has taken part in this step
+        expect(skim.CommError, "", lambda: [model(gradients(4)).backward() for _ in range(2)])
+    dist.barrier()
 
 
 def case_trainable_parameters_that_change():
