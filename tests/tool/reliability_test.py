@@ -261,7 +261,8 @@ class Preemption(Reliability):
                 name = f"c{ranks}"
                 run = self.start("--ranks", ranks, "--model", "vgg16", "--steps", 1, "--batch", 1, *self.folder(name))
                 metrics = self.dir / f"{name}.jsonl"
-                self.wait_until(run, lambda: metrics.exists() and '"evaluation"' in metrics.read_text(), "no evaluation")
+                self.wait_until(run, lambda: metrics.exists() and '"evaluation"' in metrics.read_text(),
+                                "no evaluation")
                 run.send_signal(signal.SIGTERM)
                 out, err = run.communicate(timeout=LIMIT)
                 self.assertEqual(run.returncode, 0, out + err)
@@ -534,8 +535,8 @@ class Divergence(Reliability):
 class Stragglers(Reliability):
     def test_the_table_names_the_rank_that_the_others_waited_for(self):
         # Many pauses fall into computing; those in an exchange do not count.
-        run = self.start(*RUN, "--model", "lenet5", "--batch", 64, "--threads", 1, "--steps", 1000000, *self.folder("c"),
-                         "--summary", self.dir / "s.json")
+        run = self.start(*RUN, "--model", "lenet5", "--batch", 64, "--threads", 1, "--steps", 1000000,
+                         *self.folder("c"), "--summary", self.dir / "s.json")
         self.wait_for_step_of(run, "c", 10)
         slow = pids_of(self.dir)[2]
         begin = time.monotonic()

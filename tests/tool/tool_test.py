@@ -618,8 +618,8 @@ class Runs(Case):
         self.assert_ok(skim("train", *case, "--compare", "dense,gtopk:accordion=0.1/0.2", "--summary", summary))
         runs = json.loads(summary.read_text())
         outputs = ["--checkpoint", inside / "c", "--tensorboard", inside / "t"]
-        names = [f"{self.dir}/x", "../x", "..", "a/../../x", "", ".", "a/", "a//b", "./a", "/", "a\nb", "a\0b", "\33[2J"]
-        for name in names:
+        for name in (f"{self.dir}/x", "../x", "..", "a/../../x", "", ".", "a/", "a//b", "./a", "/", "a\nb", "a\0b",
+                     "\33[2J"):
             with self.subTest(name=name):
                 summary.write_text(json.dumps([runs[0], runs[1] | {"run": name}]))
                 done = skim("train", "--config", summary, *outputs)
