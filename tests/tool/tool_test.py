@@ -1142,7 +1142,7 @@ class Checkpoints(Case):
         for ranks in (1, 2) if HAS_MPI else (1,):
             with self.subTest(ranks=ranks):
                 metrics, summary = self.dir / f"m{ranks}", self.dir / f"s{ranks}"
-                run = self.start("--ranks", ranks, "--model", "vgg16", "--steps", 1, "--batch", 1, "--timeout", 20,
+                run = self.start("--ranks", ranks, "--model", "vgg16", "--steps", 1, "--batch", 1, "--timeout", 60,
                                  "--compare", "dense,gtopk:0.01", "--checkpoint", self.dir / f"c{ranks}",
                                  "--metrics", metrics, "--summary", summary)
                 self.wait_until(run, lambda: metrics.exists() and '"evaluation"' in metrics.read_text(), "no evaluation")
