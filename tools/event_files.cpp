@@ -293,12 +293,14 @@ void EventFiles::add(const nlohmann::json& record) {
   if (!values.empty()) write(event(record.at("step").get<std::int64_t>(), kSummary, values));
 }
 
-void EventFiles::forget_after(const std::string& run, std::int64_t step) {
+void EventFiles::forget_after(const std::string& run, const train::Resumed& from) {
   if (folder_.empty()) return;
   open(run);
-  totals_ = totals_until(folder_ / run, step);
-  // A session that starts at a step voids the events from that step on.
-  write(event(step + 1, kSessionLog, field(kStatus, std::int64_t{kStart})));
+  totals_ = totals_until(folder_ / run, from.saved_step);
+  // A session that starts at a step voids the events from that step on. More ranks count on from a
+  // smaller number: then older events that have the numbers of steps to come go, too.
+  const std::int64_t last = std::min(from.step, from.saved_step);
+  write(event(last + 1, kSessionLog, field(kStatus, std::int64_t{kStart})));
 }
 
 }  // namespace skim::tool

@@ -7,6 +7,8 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "train/trainer.hpp"
+
 namespace skim::tool {
 
 // Writes an event file into FOLDER/RUN for each run. Every record is flushed at once, so a running
@@ -20,9 +22,9 @@ class EventFiles {
   EventFiles(std::filesystem::path folder, bool goes_on);
   // Takes an object of --metrics. Throws: Error, with the system's reason.
   void add(const nlohmann::json& record);
-  // Makes TensorBoard drop what the run recorded after `step`. Totals count on from that step.
+  // Makes TensorBoard drop what the run recorded after this checkpoint. Totals count on from there.
   // Throws: Error.
-  void forget_after(const std::string& run, std::int64_t step);
+  void forget_after(const std::string& run, const train::Resumed& from);
 
  private:
   // Over the steps of a run, on rank 0.

@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <optional>
+#include <utility>
 
 #include "skim/error.hpp"
 #include "skim/version.hpp"
@@ -41,11 +43,25 @@ std::vector<double> in_milliseconds(std::vector<double> seconds) {
 // JSON cannot represent NaN and infinity, so they become null.
 nlohmann::json finite(double x) { return std::isfinite(x) ? nlohmann::json(x) : nlohmann::json(); }
 
-// Whether a line of a metrics file, which may be any JSON, is of a later step of the run.
-bool is_step_after(const nlohmann::json& j, const std::string& run, std::int64_t step) {
-  if (!j.is_object() || j.value("run", nlohmann::json()) != run) return false;
-  const nlohmann::json its_step = j.value("step", nlohmann::json());
-  return its_step.is_number() && its_step > step;
+// A line of a metrics file, which may be any JSON.
+struct Line {
+  std::string text;
+  std::optional<std::int64_t> step;  // none: not of the run that is looked at
+  bool is_evaluation = false, is_beginning = false;
+  int ranks = 0;  // of a beginning
+};
+
+Line line_of(std::string text, const nlohmann::json& j, const std::string& run) {
+  Line line;
+  line.text = std::move(text);
+  if (!j.is_object() || j.value("run", nlohmann::json()) != run) return line;
+  const nlohmann::json step = j.value("step", nlohmann::json());
+  const nlohmann::json ranks = j.value("ranks", nlohmann::json());
+  if (step.is_number()) line.step = step.get<std::int64_t>();
+  if (ranks.is_number()) line.ranks = ranks.get<int>();
+  line.is_evaluation = j.contains("evaluation");
+  line.is_beginning = j.contains("command");
+  return line;
 }
 
 }  // namespace
@@ -113,27 +129,39 @@ void MetricsFile::write_all(const nlohmann::json& line) {
 
 void MetricsFile::end() { report_.end(); }
 
-void MetricsFile::forget_after(const std::string& run, std::int64_t step,
-                               std::int64_t evaluated) {
-  events_.forget_after(run, step);
-  rewrite_until(run, step, evaluated);
-  report_.forget_after(run, step);
+void MetricsFile::forget_after(const std::string& run, const train::Resumed& from) {
+  events_.forget_after(run, from);
+  rewrite_until(run, from);
+  report_.forget_after(run, from.step);
 }
 
-void MetricsFile::rewrite_until(const std::string& run, std::int64_t step,
-                                std::int64_t evaluated) {
+void MetricsFile::rewrite_until(const std::string& run, const train::Resumed& from) {
   std::error_code ignored;
   if (!std::filesystem::is_regular_file(path_, ignored) || owned_ == nullptr) return;
   std::ifstream in(path_);
-  std::string kept, line;
-  while (std::getline(in, line)) {
-    const nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
-    if (j.is_discarded()) continue;  // an incomplete line, from when the run was stopped
-    if (is_step_after(j, run, step)) continue;
-    if (is_step_after(j, run, evaluated) && j.contains("evaluation")) continue;
-    kept += line + "\n";
+  std::vector<Line> lines;
+  for (std::string text; std::getline(in, text);) {
+    const nlohmann::json j = nlohmann::json::parse(text, nullptr, false);
+    if (j.is_discarded()) continue;  // incomplete, from when the run was stopped
+    lines.push_back(line_of(text, j, run));
   }
   in.close();
+  // The last process that can have saved the checkpoint did. None: it wrote no metrics.
+  const auto saver = std::find_if(lines.rbegin(), lines.rend(), [&](const Line& line) {
+    return line.is_beginning && line.step && *line.step <= from.saved_step &&
+           line.ranks == from.saved_ranks;
+  });
+  const auto after_saver = saver == lines.rend() ? lines.end() : saver.base();
+  std::string kept;
+  bool is_later = false;  // of a process after that one
+  for (auto line = lines.begin(); line != lines.end(); ++line) {
+    if (line->step) {
+      is_later = is_later || (line >= after_saver && line->is_beginning);
+      if (is_later || *line->step > from.saved_step) continue;
+      if (line->is_evaluation && *line->step > from.saved_evaluation) continue;
+    }
+    kept += line->text + "\n";
+  }
   replace_file("--metrics", path_, kept);
   owned_.reset(std::fopen(path_.c_str(), "a"));
   file_ = owned_.get();

@@ -41,15 +41,15 @@ class MetricsFile {
   void write(const nlohmann::json& line);
   // Why a line could not be written, with the system's reason; empty: all were.
   const std::string& failure() const { return failure_; }
-  // Removes the lines of `run` after `step`, and its evaluations after step `evaluated`, which a
-  // stopped run recorded after its checkpoint. If that fails, or the process dies meanwhile, the
-  // file still has all its lines. A pipe or a device keeps what it got. Throws: Error.
-  void forget_after(const std::string& run, std::int64_t step, std::int64_t evaluated);
+  // Removes what `run` recorded after this checkpoint: later lines of the process that saved it, and
+  // all lines of processes that came after that one. If this fails, or the process dies meanwhile,
+  // the file still has all its lines. A pipe or a device keeps what it got. Throws: Error.
+  void forget_after(const std::string& run, const train::Resumed& from);
   void end();  // writes the last page of the report; throws: Error
 
  private:
   void write_all(const nlohmann::json& line);
-  void rewrite_until(const std::string& run, std::int64_t step, std::int64_t evaluated);
+  void rewrite_until(const std::string& run, const train::Resumed& from);
 
   std::filesystem::path path_;
   std::atomic<bool>& stop_;

@@ -405,16 +405,19 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
       metrics.write(to_json(row.name, e, text));
       progress.evaluated(e);
     };
-    bool has_begun = false;
+    std::optional<std::int64_t> begun;  // after which step this process began, if it has
     const auto begin = [&](std::int64_t step) {
-      if (first && !has_begun) metrics.write(beginning_json(row, step, comm.size(), a.command));
-      has_begun = true;
+      if (begun) return;
+      if (first) metrics.write(beginning_json(row, step, comm.size(), a.command));
+      begun = step;
     };
     if (!row.options.resume) begin(0);
-    observer.on_resume = [&](std::int64_t step, std::int64_t evaluated) {
-      metrics.forget_after(row.name, step, evaluated);
-      begin(step);
-      progress.say(fmt::format("resumed after step {}", step));
+    observer.on_resume = [&](const train::Resumed& from) {
+      metrics.forget_after(row.name, from);
+      // To a checkpoint of an earlier process, whose records are all that is left.
+      if (begun && (from.step < *begun || from.saved_ranks != comm.size())) begun.reset();
+      begin(from.step);
+      progress.say(fmt::format("resumed after step {}", from.step));
     };
     observer.on_decision = decisions_to(metrics, progress, row.name);
     observer.on_comparison = [&](std::int64_t step, std::span<const double> waited_s,

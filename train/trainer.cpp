@@ -580,8 +580,9 @@ class Run {
     done_ = read<std::int64_t>(meta, "examples", dir) / (ranks_ * options_.batch);
     left_out_ = read<std::int64_t>(meta, "left_out_examples", dir) / (ranks_ * options_.batch);
     first_ = old_ranks == comm_.size() ? 0 : done_;
-    const auto evaluated = read<std::int64_t>(meta, "evaluated_step", dir) *
-                           training_ranks(options_, old_ranks) / ranks_;
+    const auto saved_evaluation = read<std::int64_t>(meta, "evaluated_step", dir);
+    const std::int64_t evaluated =
+        saved_evaluation * training_ranks(options_, old_ranks) / ranks_;
     evaluation_ = {.step = evaluated,
                    .epoch = length_.epoch(evaluated),
                    .train_loss = read_loss(meta, "train_loss", dir),
@@ -589,7 +590,9 @@ class Run {
                    .test_accuracy = read<double>(meta, "test_accuracy", dir)};
     skips_.all = read<std::uint64_t>(meta, "skipped", dir);
     checkpoint_ = dir.string();
-    if (comm_.rank() == 0 && observer_.on_resume) observer_.on_resume(done_, evaluation_.step);
+    if (comm_.rank() == 0 && observer_.on_resume) {
+      observer_.on_resume({done_, saved, old_ranks, saved_evaluation});
+    }
     if (done_ < length_.total) return;
     const std::string there = "step " + std::to_string(saved) + " of " + of_ranks(old_ranks);
     const std::string here = "step " + std::to_string(done_) + " of " + of_ranks(comm_.size());

@@ -82,13 +82,23 @@ using OnDecision =
 
 class Trace;
 
+// Where a run continues.
+struct Resumed {
+  std::int64_t step = 0;
+  // The step's number when the checkpoint was saved, and how many ranks saved it. Another number of
+  // ranks counts steps of another length.
+  std::int64_t saved_step = 0;
+  int saved_ranks = 0;
+  std::int64_t saved_evaluation = 0;  // the last evaluation before it, numbered as saved_step; 0: none
+};
+
 // Functions are called on rank 0 only, by the training thread.
 struct Observer {
   std::function<void(const StepRecord&)> on_step;
   std::function<void(const Evaluation&)> on_evaluation;
-  // A run continues after this step. Records of later steps are void, and so are evaluations after
-  // step `evaluated`, which may come again.
-  std::function<void(std::int64_t step, std::int64_t evaluated)> on_resume;
+  // A run continues from a checkpoint. Records of steps after it are void, and so are evaluations
+  // after its last one, which may come again.
+  std::function<void(const Resumed&)> on_resume;
   OnDecision on_decision;
   // The ranks have compared their times. waited_s: by training rank, the seconds that the others
   // waited for it (Stragglers::waited) since the comparison before, which was `seconds` ago.

@@ -520,6 +520,22 @@ class Divergence(Reliability):
         other = [(loss, straight[step]) for step, loss in recorded[last:90]]
         self.assertTrue(other and all(loss != before for loss, before in other), other)
 
+    @unittest.skipUnless(HAS_MPI, NEEDS_MPI)
+    def test_a_rollback_to_a_checkpoint_of_another_number_of_ranks(self):
+        """The line that says where the process began goes with its steps, and comes again."""
+        case = [*self.case(2), *self.folder("c"), "--keep", 4]
+        case[case.index("--checkpoint-steps") + 1] = 1000
+        case[case.index("--ranks") + 1] = 1
+        self.assert_ok(train(*case, "--steps", 60))
+        case[case.index("--ranks") + 1] = 2
+        done = train(*case, "--resume", "--on-divergence", "rollback")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertEqual(set(re.findall(r"back to step (\d+),", done.stderr)), {"30"})
+        recorded = lines(self.dir / "c.jsonl")
+        self.assertEqual([(line["step"], line["ranks"]) for line in recorded if "command" in line], [(0, 1), (30, 2)])
+        steps = [line["step"] for line in recorded if "k" in line]
+        self.assertEqual(steps, [*range(1, 61), *range(31, 31 + len(steps) - 60)])
+
     def test_a_good_run_is_left_alone(self):
         good = ["--model", "mlp-64", "--steps", 300, "--eval-epochs", 0]
         done = train(*good, "--on-divergence", "stop", "--summary", self.dir / "s.json")

@@ -1105,6 +1105,31 @@ class Checkpoints(Case):
         self.assertEqual([line["step"] for line in lines(metrics) if "evaluation" in line], [4, 8, 12])
         self.assertEqual([line["step"] for line in lines(metrics) if "k" in line], list(range(1, 13)))
 
+    def test_a_resume_on_another_number_of_ranks_leaves_no_line_of_a_lost_step(self):
+        """Step 4 of 3 ranks is step 6 of 2 ranks. What comes after the checkpoint goes, however it is counted."""
+        metrics, folder = self.dir / "m.jsonl", self.dir / "c"
+        arguments = ["--model", "linear", "--metrics", metrics, "--checkpoint", folder, "--checkpoint-steps", 4, "--keep", 3]
+
+        def lose_checkpoints_after(step):
+            for path in folder.glob("step-*"):
+                if int(path.name[-8:]) > step:
+                    shutil.rmtree(path)
+
+        def recorded():
+            kinds = {"command": "begins after", "evaluation": "evaluates"}
+            return [(next((kinds[key] for key in kinds if key in line), "trains"), line["step"])
+                    for line in lines(metrics) if "compared_ms" not in line]
+
+        first = [("begins after", 0), *(("trains", step) for step in range(1, 5))]
+        self.assert_ok(train(*arguments, "--ranks", 3, "--steps", 10))
+        lose_checkpoints_after(4)
+        self.assert_ok(train(*arguments, "--ranks", 2, "--steps", 9, "--resume"))
+        again = [("begins after", 6), ("trains", 7), ("trains", 8), ("trains", 9), ("evaluates", 9)]
+        self.assertEqual(recorded(), first + again)
+        lose_checkpoints_after(4)
+        self.assert_ok(train(*arguments, "--ranks", 3, "--steps", 5, "--resume"))
+        self.assertEqual(recorded(), first + [("begins after", 4), ("trains", 5), ("evaluates", 5)])
+
     def test_a_resumed_run_writes_its_metrics_into_a_pipe(self):
         pipe = self.dir / "pipe"
         arguments = ["--model", "linear", "--checkpoint", self.dir / "c"]
