@@ -563,10 +563,6 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
   return failure->code;
 }
 
-}  // namespace
-
-namespace {
-
 // Sets the options to those of this run. The command line is parsed afterwards and overrides them.
 void take_over(const Repetition& r, std::size_t run, Arguments& a) {
   train::read_options(r.runs[run], a.train, r.who());
