@@ -26,6 +26,21 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor in the host's memory, gathered from its shards along at most one dimension of its mesh; a copy of any
+    other tensor. Collective. For measurements and tests: unlike full_tensor() it works on a GPU with gloo, where that
+    one ends the process (https://github.com/pytorch/pytorch/issues/152645).
+    """
+    mine = local(tensor).detach().to("cpu", copy=True)
+    for d, placement in enumerate(getattr(tensor, "placements", ())):
+        if placement.is_shard():
+            group = tensor.device_mesh.get_group(d)  # type: ignore[attr-defined]
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, mine, group=group)
+            return torch.cat(parts, placement.dim)
+    return mine
+
+
 def is_sharded(model: Any) -> bool:
     """Whether fully_shard was applied to the model itself."""
     return any(t.__name__ == "FSDPModule" for t in type(model).__mro__)

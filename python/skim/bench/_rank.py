@@ -30,6 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import skim
+from skim._shards import whole
 
 LAYERS, CLASSES = 6, 10
 BATCHES = 8  # prepared on each rank, and used in turn
@@ -194,8 +195,7 @@ class _Trainer:
             self.local_steps.finish()  # leaves the shared parameters in the model
         digest = hashlib.sha256()
         for p in self.model.parameters():
-            whole = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
-            digest.update(whole.cpu().numpy().tobytes())
+            digest.update(whole(p).numpy().tobytes())
         measured = self.compression or self.local_steps
         if self.local_steps is not None:
             self.buckets = len(self.local_steps.report().buckets)
