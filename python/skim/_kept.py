@@ -32,9 +32,12 @@ class Kept(ABC):
     def open(self, slot: int, device: torch.device) -> torch.Tensor:
         """As of(), when the slot has a gradient on this device."""
 
+    def applied(self) -> None:
+        """When a slot's mean has been applied. Its floats may still be changed, by a rollback."""
+
     @abstractmethod
     def close(self) -> None:
-        """When a slot's mean has been applied, at the end of a step, and before put() and load()."""
+        """At the end of a step, and before put() and load()."""
 
     @abstractmethod
     def put(self, slot: int, x: torch.Tensor) -> None:
@@ -198,6 +201,9 @@ class Offloaded(Kept):
             self._after[self._last] = slot
         self._last = slot
         return self.of(slot)
+
+    def applied(self) -> None:
+        self.close()
 
     def close(self) -> None:
         self._put_back()

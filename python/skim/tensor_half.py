@@ -112,6 +112,10 @@ class TensorLocalHalf(OwnLocalHalf):
     def _kept(self) -> list[Kept]:
         return [self._residuals] if self._velocities is None else [self._residuals, self._velocities]
 
+    def _end_bucket(self) -> None:
+        for kept in self._kept():
+            kept.applied()
+
     def _put_back(self) -> None:
         for kept in self._kept():
             kept.close()
@@ -271,14 +275,14 @@ class TensorLocalHalf(OwnLocalHalf):
         if sum[0].size:
             index, values = self._entries_to(grad.device, sum)
             flat[index] = rounded(values, factor, grad.dtype)
-        self._put_back()
+        self._end_bucket()
         return bool(np.isfinite(sum[1]).all())
 
     @torch.no_grad()
     def apply_dense(self, slot: int, sum: npt.NDArray[np.float32], factor: float, grad: torch.Tensor) -> bool:
         [values] = self._to(grad.device, sum)
         grad.view(-1).copy_(rounded(values, factor, grad.dtype))
-        self._put_back()
+        self._end_bucket()
         return bool(np.isfinite(sum).all())
 
     @torch.no_grad()

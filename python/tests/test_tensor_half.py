@@ -229,6 +229,27 @@ class InPyTorch(test_local_half.AgainstTheBuiltIn):
 
         self.assert_same(run(self.make), run(lambda: None))
 
+    def test_residuals_in_fewer_bits_are_rounded_once_in_a_step_that_is_taken_back(self):
+        def run(local, options):
+            reducer = skim.Reducer(skim.in_process_group(1)[0], local=local, density=0.1, dense_below=0, **options)
+            reducer.set_layout([(slot, [(f"w{slot}", 1000)]) for slot in range(2)])
+            seen = []
+            for step in range(4):
+                for slot in range(2):
+                    g = np.random.default_rng((step, slot)).standard_normal(1000).astype(np.float32)
+                    reducer.reduce(slot, g**3)  # the largest entry of a block, which is sent, is much larger than others
+                if step == 2:
+                    reducer.rollback_step()
+                else:
+                    reducer.end_step()
+                seen += [reducer.residual(0), reducer.residual(1)]
+            return seen
+
+        for code in ("bf16", "q8"):
+            with self.subTest(code=code):
+                options = {"residual_code": code}
+                self.assert_same(run(self.make(**options), {}), run(None, options))
+
     def test_what_passes_the_threshold_of_the_step_before(self):
         """Entries that jump, vanish, tie, or are fewer than k: the result is that of a fresh selection."""
         n, k = 30_000, 300
