@@ -423,7 +423,9 @@ class DdpCompression(Compression):
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._used: set[int] = set()  # the parameters that have got a gradient since the last step, if it does
         self._used_before: set[int] = set()  # in the last step, by any rank
-        self._seen: list[tuple[int, ...]] = []  # buckets of this step
+        self._missing: set[int] = set()  # the parameters whose buckets have not come in this step
+        self._arrived = 0  # buckets of this step that have come
+        self._seen: list[tuple[int, ...]] = []  # buckets of this step that were reduced
         self._seen_before: list[tuple[int, ...]] = []
         self._stand = 0  # for so many steps in a row DDP had the same buckets
         # DDP forms them anew after its first step, with a static graph after its second.
@@ -475,7 +477,7 @@ class DdpCompression(Compression):
     def _begin_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
         members = tuple(self._index_of[p] for p in bucket.parameters())
-        index, last = bucket.index(), bucket.is_last()
+        index, last = self._place_of(members)
         devices = None if flat.device.type == "cpu" else [flat.device]
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         ready = None if devices is None else getattr(torch, flat.device.type).current_stream(flat.device).record_event()
@@ -519,6 +521,15 @@ class DdpCompression(Compression):
         # orders, and each would wait for the other.
         (self.run_after_others if last and len(_attached) == 1 else self.submit)(job)
         return answer
+
+    def _place_of(self, members: tuple[int, ...]) -> tuple[int, bool]:
+        """The number of the bucket that comes next in this step, and whether it is the last one. In the first step of a
+        static graph DDP gives the number 0 to all buckets. members: the indices of its parameters."""
+        if not self._missing.issuperset(members):  # a new step
+            self._missing, self._arrived = set(range(len(self.names))), 0
+        self._missing.difference_update(members)
+        self._arrived += 1
+        return self._arrived - 1, not self._missing
 
     def _raise_what_failed(self) -> None:
         """At the end of backward, when DDP is ready for the next one."""

@@ -1189,6 +1189,40 @@ def case_state_goes_on_bit_by_bit_with_a_static_graph():
     assert not skim.compression_of(again)._collects
 
 
+class OfTwoTypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Linear([6000, 50]), Linear([9000], torch.bfloat16)])
+
+    def forward(self, coefficients):
+        return self.parts[0](coefficients[:2]) + self.parts[1](coefficients[2:])
+
+
+def case_a_static_graph_with_parameters_of_two_types_resumes():
+    """In its first step DDP has a bucket of each type, and calls both the first one and neither the last one."""
+    if not gloo_takes(torch.bfloat16):
+        left_out("gloo with parameters of bfloat16")
+        return
+
+    def make():
+        return attached(OfTwoTypes(), static_graph=True, attach={"dense_below": 0})
+
+    def step(model, at):
+        model(gradients(at, lengths=[6000, 50, 9000])).backward()
+        return means(model)
+
+    model = make()
+    for at in range(6):
+        step(model, at)
+    assert skim.report(model).steps == 6
+    state = {key: value.clone() for key, value in skim.state_dict(model).items()}
+    again = make()
+    skim.load_state_dict(again, state)
+    for at in range(6, 9):
+        assert torch.equal(step(model, at), step(again, at)), at
+    assert torch.equal(kept(model), kept(again))
+
+
 def case_residuals_of_updates_resume_at_a_rate_of_0():
     rates = [0.5, 1.0, 0.25, 0.25, 0.5, 0.0, 0.0, 0.125]
 
