@@ -184,6 +184,7 @@ def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:
     if not isinstance(tensors, Iterable) or isinstance(tensors, torch.Tensor):
         raise _core.InvalidArgument(f"{wrong}, not {type(tensors).__name__}")
     named: dict[str, torch.Tensor] = {}
+    name_of: dict[torch.Tensor, str] = {}
     for place, item in enumerate(tensors):
         name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (str(place), item)
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
@@ -191,7 +192,13 @@ def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:
             raise _core.InvalidArgument(f"{wrong}; item {place} is {f'({kinds})' if kinds else type(item).__name__}")
         if name in named:
             raise _core.InvalidArgument(f"skim.Aggregator: two tensors are called '{name}'")
+        if isinstance(tensor, torch.nn.Parameter) and tensor in name_of:
+            raise _core.InvalidArgument(
+                f"skim.Aggregator: '{name_of[tensor]}' and '{name}' are one parameter, whose gradient would count twice; "
+                "give it once"
+            )
         named[name] = tensor
+        name_of[tensor] = name
     return named
 
 

@@ -1609,6 +1609,9 @@ def case_refusals():
     ):
         allowed = "tensors: must be tensors, or pairs (name, tensor) as from model.named_parameters()"
         expect(wrong, allowed + what, skim.Aggregator, tensors)
+    text = "'0' and '6' are one parameter, whose gradient would count twice; give it once"
+    expect(wrong, text, skim.Aggregator, [*inner.parameters(), inner.w[0]])
+    skim.Aggregator([one, one], timeout=60.0)  # only the shapes count
 
     ended = dist.new_group()
     of_ended = DDP(Linear(), process_group=ended)
