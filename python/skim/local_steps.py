@@ -145,10 +145,15 @@ class LocalSteps:
                 f"skim.LocalSteps: model must be a torch.nn.Module, not {type(model).__name__}; for a list of tensors use "
                 "skim.Aggregator"
             )
-        if isinstance(model, DistributedDataParallel):
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise _core.InvalidArgument(
                 "skim.LocalSteps: DistributedDataParallel exchanges the gradients of every step; give the model "
                 "without it"
+            )
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            raise _core.InvalidArgument(
+                "skim.LocalSteps: FullyShardedDataParallel gives every rank other parameters, which have no mean; use "
+                "torch.distributed.fsdp.fully_shard inside islands, and process_group="
             )
         expect_no_replicate("skim.LocalSteps", model)
         expect_no_local_steps("skim.LocalSteps", model)

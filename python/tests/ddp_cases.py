@@ -1688,6 +1688,10 @@ def case_fsdp_is_refused():
         left_out(f"FSDP without CUDA: {str(e).splitlines()[0]}")
     else:
         expect(skim.InvalidArgument, "use torch.distributed.fsdp.fully_shard and skim.attach(model, between=", skim.attach, sharded)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+        text = "FullyShardedDataParallel gives every rank other parameters, which have no mean; use torch.distributed."
+        for model in (sharded, nn.Sequential(sharded)):
+            expect(skim.InvalidArgument, text, skim.LocalSteps, model, optimizer)
     try:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -2828,7 +2832,8 @@ def case_a_model_is_attached_or_takes_local_steps():
 def case_local_steps_refuse():
     wrong, inner = skim.InvalidArgument, Linear()
     optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
-    expect(wrong, "give the model without it", skim.LocalSteps, DDP(inner), optimizer)
+    for model in (DDP(inner), nn.Sequential(DDP(inner))):
+        expect(wrong, "give the model without it", skim.LocalSteps, model, optimizer)
     for name, value in (("every", 0), ("every", 1.5), ("ahead", 1.5), ("outer_lr", -1.0), ("outer_momentum", 1.0),
                         ("outer_lr", math.inf), ("outer_lr", 1e300),
                         ("delay", 2), ("delay", -1), ("fragments", 0), ("fragments", 2)):  # fmt: skip
