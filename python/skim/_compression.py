@@ -856,7 +856,9 @@ def array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _text(value: Any) -> str:
-    return str(value) if isinstance(value, (str, int, float, tuple)) else type(value).__name__
+    if isinstance(value, torch.Tensor) and value.numel() == 1:  # a density may be one
+        value = value.item()
+    return str(value) if isinstance(value, (str, int, float, tuple, np.generic)) else type(value).__name__
 
 
 def _serve(jobs: Jobs) -> None:

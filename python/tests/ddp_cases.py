@@ -1639,6 +1639,13 @@ def case_refusals():
             density=0.1 * (1 + min(RANK, 1)),
         )
         expect(wrong, "rank 0 has updates_of=None", skim.attach, DDP(Linear()), updates_of=sgd if RANK else None)
+        for name, values in (
+            ("density", np.array([0.1, 0.2], np.float32)),
+            ("density", torch.tensor([0.5, 0.25])),
+            ("total_steps", np.array([7, 8])),
+        ):
+            text = f"rank 0 has {name}={values[0]:g}, rank 1 has {name}={values[1]:g}"
+            expect(wrong, text, skim.attach, DDP(Linear()), **{name: values[min(RANK, 1)]})
 
 
 def case_lazy_modules_are_refused_until_they_have_shapes():
