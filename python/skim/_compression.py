@@ -294,21 +294,7 @@ class Compression:
     ) -> None:
         """unit: of the residuals; None: that of the tensors. also_equal: descriptions of other options, which must be equal
         on all ranks."""
-        if not parameters:
-            raise _core.InvalidArgument("skim: there is no parameter that requires a gradient")
-        expect_shapes(parameters.items())
-        for name, p in parameters.items():
-            if p.dtype not in FLOATS:
-                raise _core.InvalidArgument(
-                    f"skim: parameter '{name}' is {p.dtype}; gradients must be float32, float16 or bfloat16"
-                )
-            if hasattr(p, "to_local"):
-                raise _core.InvalidArgument(
-                    f"skim: parameter '{name}' is a DTensor: use skim.LocalSteps, skim.attach(model, between=group) on a "
-                    "model with fully_shard, or skim.Aggregator on the parameters' to_local()"
-                )
-            if p.device.type == "meta":
-                raise _core.InvalidArgument(f"skim: parameter '{name}' is on 'meta', without memory")
+        expect_parameters(parameters)
         if writer is not None and not hasattr(writer, "add_scalar"):
             raise _core.InvalidArgument(f"skim: writer: must have add_scalar(tag, value, step), not {writer!r}")
         self.names = list(parameters)
@@ -757,6 +743,25 @@ class Compression:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(LAST_WAIT_S)
+
+
+def expect_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises InvalidArgument if Skim cannot compress the gradients of one of the parameters, or if there is none."""
+    if not parameters:
+        raise _core.InvalidArgument("skim: there is no parameter that requires a gradient")
+    expect_shapes(parameters.items())
+    for name, p in parameters.items():
+        if p.dtype not in FLOATS:
+            raise _core.InvalidArgument(
+                f"skim: parameter '{name}' is {p.dtype}; gradients must be float32, float16 or bfloat16"
+            )
+        if hasattr(p, "to_local"):
+            raise _core.InvalidArgument(
+                f"skim: parameter '{name}' is a DTensor: use skim.LocalSteps, skim.attach(model, between=group) on a "
+                "model with fully_shard, or skim.Aggregator on the parameters' to_local()"
+            )
+        if p.device.type == "meta":
+            raise _core.InvalidArgument(f"skim: parameter '{name}' is on 'meta', without memory")
 
 
 def expect_shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

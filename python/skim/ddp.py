@@ -22,6 +22,7 @@ from skim._compression import (
     Trainable,
     Unit,
     buckets_of,
+    expect_parameters,
     expect_state,
     json_tensor,
     json_value,
@@ -206,6 +207,8 @@ def attach(
     if dry_steps := steps_of(dry_run):
         if not isinstance(inner, DistributedDataParallel):
             raise _core.InvalidArgument("skim.attach: dry_run needs DistributedDataParallel")
+        expect_parameters(_trained_by(inner))
+        _expect_dense(inner)
         watcher = DryRun(inner, dry_steps, timeout, total_steps)
         _Attachment.set(inner, watcher)
         return watcher
@@ -394,22 +397,12 @@ class DdpCompression(Compression):
         timeout: float,
         writer: Any,
     ) -> None:
-        self._parameters = {
-            name.replace("_orig_mod.", ""): p
-            for name, p in ddp.module.named_parameters()
-            if p.requires_grad and name not in ddp.parameters_to_ignore
-        }
+        self._parameters = _trained_by(ddp)
         expect_trains(options.optimizer, self._parameters)
         # DDP keeps a gradient in the order of its parameter's memory, and so do residuals. Their names say so: a state
         # in another order does not fit.
         named = {name + _order_of(p): p for name, p in self._parameters.items()}
-        for name, module in ddp.module.named_modules():
-            if getattr(module, "sparse", False) is True and isinstance(
-                module, (torch.nn.Embedding, torch.nn.EmbeddingBag)
-            ):
-                raise _core.InvalidArgument(
-                    f"skim.attach: '{name}' makes sparse gradients, which the hook cannot take; use sparse=False"
-                )
+        _expect_dense(ddp)
         _expect_found_by(ddp, self._parameters)
         ranks = ddp.process_group if elastic is None else elastic
         super().__init__(named, options, ranks, timeout, writer, unit)
@@ -661,6 +654,25 @@ class DdpCompression(Compression):
             if i in unused:
                 self.give_back(slot, offset, means[i].clone(), scale)
             offset += self.lengths[i]
+
+
+def _trained_by(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """The parameters whose gradients DDP exchanges, by name."""
+    return {
+        name.replace("_orig_mod.", ""): p
+        for name, p in ddp.module.named_parameters()
+        if p.requires_grad and name not in ddp.parameters_to_ignore
+    }
+
+
+def _expect_dense(ddp: DistributedDataParallel) -> None:
+    for name, module in ddp.module.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(
+            module, (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        ):
+            raise _core.InvalidArgument(
+                f"skim.attach: '{name}' makes sparse gradients, which the hook cannot take; use sparse=False"
+            )
 
 
 def _expect_found_by(ddp: DistributedDataParallel, trainable: Mapping[str, torch.Tensor]) -> None:

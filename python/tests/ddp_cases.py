@@ -1804,6 +1804,11 @@ def case_dry_run_trains_as_before():
     assert "speed-up" in str(watcher) and len(str(watcher).splitlines()) == 9
     for wrong in (-3, 2.5, "20", None, torch.ones(2)):
         expect(skim.InvalidArgument, "dry_run must be True or", skim.attach, DDP(Linear()), dry_run=wrong)
+    for model, text in (  # they would end the run after the steps that are measured
+        (Linear(dtype=torch.float64), "'w.0' is torch.float64"),
+        (nn.Sequential(nn.Embedding(10, 3, sparse=True)), "'0' makes sparse gradients"),
+    ):
+        expect(skim.InvalidArgument, text, skim.attach, DDP(model), dry_run=3)
 
     for wrong, what in ((None, "must be a whole number, not None"), (-5, "must be 0 (not known) or more, not -5")):
         text = f"total_steps: {what}"
