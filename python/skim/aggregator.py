@@ -194,8 +194,8 @@ def _named(tensors: Iterable[Any]) -> Mapping[str, torch.Tensor]:
             raise _core.InvalidArgument(f"skim.Aggregator: two tensors are called '{name}'")
         if isinstance(tensor, torch.nn.Parameter) and tensor in name_of:
             raise _core.InvalidArgument(
-                f"skim.Aggregator: '{name_of[tensor]}' and '{name}' are one parameter, whose gradient would count twice; "
-                "give it once"
+                f"skim.Aggregator: '{name_of[tensor]}' and '{name}' are one parameter, whose gradient would count "
+                "twice; give it once"
             )
         named[name] = tensor
         name_of[tensor] = name

@@ -237,7 +237,7 @@ class InPyTorch(test_local_half.AgainstTheBuiltIn):
             for step in range(4):
                 for slot in range(2):
                     g = np.random.default_rng((step, slot)).standard_normal(1000).astype(np.float32)
-                    reducer.reduce(slot, g**3)  # the largest entry of a block, which is sent, is much larger than others
+                    reducer.reduce(slot, g**3)  # the largest entry of a block, which is sent, is much larger
                 if step == 2:
                     reducer.rollback_step()
                 else:
