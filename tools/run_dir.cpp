@@ -39,6 +39,15 @@ void sweep(const fs::path& base) {
 
 }  // namespace
 
+fs::path temporary_folder() {
+  std::error_code code;
+  fs::path folder = fs::temp_directory_path(code);
+  if (!code) return folder;
+  const char* const given = std::getenv("TMPDIR");
+  throw InvalidArgument("TMPDIR: '" + std::string(given != nullptr ? given : "/tmp") +
+                        "' is no folder; set TMPDIR to a folder for temporary files");
+}
+
 OwnedFolder::OwnedFolder(const fs::path& base) {
   sweep(base);
   const auto fail = [&] {
@@ -65,7 +74,7 @@ OwnedFolder::~OwnedFolder() {
   close(lock_);
 }
 
-RunDir::RunDir() : files_(fs::temp_directory_path()) {
+RunDir::RunDir() : files_(temporary_folder()) {
   std::error_code ignored;
   if (fs::is_directory(kSharedMemory, ignored) && access(kSharedMemory, W_OK) == 0) {
     memory_.emplace(kSharedMemory);

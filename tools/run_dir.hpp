@@ -7,6 +7,9 @@
 
 namespace skim::tool {
 
+// $TMPDIR, or /tmp. Throws: InvalidArgument: it is no folder.
+std::filesystem::path temporary_folder();
+
 // A new folder that disappears with its owner: the destructor removes it, or else, if its owner was
 // killed, the next OwnedFolder in the same place.
 //

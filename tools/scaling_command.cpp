@@ -32,6 +32,7 @@
 #include "tools/fit.hpp"
 #include "tools/json_file.hpp"
 #include "tools/launcher.hpp"
+#include "tools/run_dir.hpp"
 #include "tools/summation.hpp"
 #include "tools/training_options.hpp"
 #include "tools/units.hpp"
@@ -78,7 +79,7 @@ Setting read(const ScalingOptions& o) {
   }
   s.compute_s = parse_seconds("--compute", o.compute);
   if (!o.longest_wait.empty()) s.longest_wait_s = parse_seconds("--longest-wait", o.longest_wait);
-  s.folder = o.gradient_folder.empty() ? std::filesystem::temp_directory_path()
+  s.folder = o.gradient_folder.empty() ? temporary_folder()
                                        : std::filesystem::path(o.gradient_folder);
   if (!o.fit.empty()) s.fit = read_fit(o.fit);
   return s;

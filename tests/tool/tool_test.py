@@ -549,6 +549,16 @@ class Usage(Case):
                 self.assertIn(option, done.stderr)
         self.assert_refused(skim("plan", "--link", "1gbit", "--compute", "0.2s", "--json", ""), "--json", "''")
 
+    def test_a_folder_for_temporary_files_that_is_none_is_refused(self):
+        (self.dir / "file").write_text("")
+        for folder in (self.dir / "none", self.dir / "file"):
+            environment = dict(os.environ, TMPDIR=str(folder))
+            if HAS_MPI:
+                done = train("--ranks", 2, "--model", "linear", "--steps", 1, env=environment)
+                self.assert_refused(done, f"TMPDIR: '{folder}' is no folder")
+            done = skim("bench", "scaling", "--parameters", 1000, "--compute", "1ms", env=environment)
+            self.assert_refused(done, f"TMPDIR: '{folder}' is no folder")
+
     def test_misspelt_options_get_a_suggestion(self):
         self.assert_refused(train("--modle", "mlp-64"), "no option '--modle'; did you mean '--model'?")
         self.assert_refused(train("--xyzzy"), "no option '--xyzzy' (")
