@@ -34,6 +34,7 @@ class JsonFile {
   explicit JsonFile(std::string path, std::string option = "--json")
       : option_(std::move(option)), path_(std::move(path)) {
     if (path_.empty() || path_ == "-") return;
+    expect_no_standard_output(option_, path_);
     std::error_code ignored;
     const bool is_new = !std::filesystem::exists(path_, ignored);
     if (!open("a")) {

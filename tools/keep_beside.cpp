@@ -1,5 +1,8 @@
 #include "tools/keep_beside.hpp"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -34,6 +37,16 @@ int write_file(const fs::path& path, const std::string& text) {
 
 }  // namespace
 
+void expect_no_standard_output(const std::string& option, const fs::path& path) {
+  struct stat out {}, file {};
+  if (fstat(STDOUT_FILENO, &out) != 0 || !S_ISREG(out.st_mode)) return;
+  if (stat(path.c_str(), &file) != 0) return;
+  if (file.st_dev != out.st_dev || file.st_ino != out.st_ino) return;
+  throw InvalidArgument(option + ": '" + path.string() +
+                        "' is the file of standard output; give another file, or - if the option "
+                        "takes it");
+}
+
 void put_beside(const std::string& option, const fs::path& path) {
   std::error_code code;
   const fs::path target = fs::weakly_canonical(path, code);
@@ -51,6 +64,7 @@ void put_beside(const std::string& option, const fs::path& path) {
 }
 
 void keep_beside(const std::string& option, const fs::path& path) {
+  expect_no_standard_output(option, path);
   std::error_code ignored;
   if (!fs::is_regular_file(path, ignored) || fs::file_size(path, ignored) == 0) return;
   put_beside(option, path);

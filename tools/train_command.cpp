@@ -285,6 +285,7 @@ void expect_writable(const char* option, const std::filesystem::path& path) {
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) code = {EISDIR, std::generic_category()};
   if (code) refuse_output(option, path, code);
+  expect_no_standard_output(option, path);
 }
 
 void expect_writable_folder(const char* option, const std::filesystem::path& path) {

@@ -559,6 +559,25 @@ class Usage(Case):
             done = skim("bench", "scaling", "--parameters", 1000, "--compute", "1ms", env=environment)
             self.assert_refused(done, f"TMPDIR: '{folder}' is no folder")
 
+    def test_the_file_of_standard_output_is_no_file_for_results(self):
+        plan = ["plan", "--link", "1gbit", "--compute", "1ms", "--json"]
+        simulate = ["simulate", "--train", "--link", "1gbit", *SMALL, "--model", "linear", "--steps", "1", "--metrics"]
+        run = ["train", *SMALL, "--model", "linear", "--steps", "1"]
+        out = self.dir / "out"
+        commands = [[*plan, out], [*plan, "/dev/stdout"], [*simulate, "/dev/stdout"]]
+        commands += [[*run, option, "/dev/stdout"] for option in ("--metrics", "--summary", "--report", "--trace")]
+        for command in commands:
+            with self.subTest(command=command), open(out, "w+") as file:
+                file.write("before\n")
+                file.flush()
+                done = subprocess.run([TOOL, *map(str, command)], stdout=file, stderr=subprocess.PIPE, text=True,
+                                      timeout=LIMIT)
+                self.assert_refused(subprocess.CompletedProcess([], done.returncode, "", done.stderr), command[-2],
+                                    "is the file of standard output")
+                self.assertEqual(out.read_text(), "before\n")
+        self.assertEqual([path.name for path in self.dir.iterdir()], ["out"])
+        self.assert_ok(skim(*plan, "/dev/stdout"))  # into a pipe
+
     def test_misspelt_options_get_a_suggestion(self):
         self.assert_refused(train("--modle", "mlp-64"), "no option '--modle'; did you mean '--model'?")
         self.assert_refused(train("--xyzzy"), "no option '--xyzzy' (")
