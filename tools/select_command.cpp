@@ -406,8 +406,7 @@ bench::Times measure(const BenchCase& c, const bench::Gradients& gradients, doub
 int run(const BenchOptions& o) {
   for (const double d : o.densities) {
     if (!(d > 0.0 && d <= 1.0)) {
-      throw InvalidArgument("--density: expected numbers in (0, 1], got " +
-                            nlohmann::json(d).dump());
+      throw InvalidArgument(fmt::format("--density: expected numbers in (0, 1], got {}", d));
     }
   }
   for (const int t : o.threads) {

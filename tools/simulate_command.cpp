@@ -44,7 +44,7 @@
 namespace skim::tool {
 namespace {
 
-constexpr std::uint64_t kWarm = 2;  // untimed steps: memory is allocated, oktopk finds its regions
+constexpr std::int64_t kWarm = 2;  // untimed steps: memory is allocated, oktopk finds its regions
 
 // The link of a rank, and the file for the result.
 struct LinkOptions {
@@ -80,7 +80,7 @@ struct SimulateOptions {
   std::vector<std::string> exchanges;
   double density = 0.001, common = 0.5;
   LinkOptions link;
-  std::uint64_t steps = 5;
+  std::int64_t steps = 5;
 };
 
 // The exchanges that run by default. `auto` is left out, because it only chooses one of the others.
@@ -156,8 +156,8 @@ Course steps(const SimulateOptions& o, const std::string& name, const SparseView
   std::vector<float> gradient;
   if (summation.may_be_dense()) gradient.resize(o.parameters);
   const Keep keep{.k = k};
-  for (std::uint64_t step = 0; step < kWarm + o.steps; ++step) {
-    const StepId id{step, 0};
+  for (std::int64_t step = 0; step < kWarm + o.steps; ++step) {
+    const StepId id{static_cast<std::uint64_t>(step), 0};
     course.before = comm.traffic();
     summation.run(id, mine, keep, gradient, DenseSum::ring, select_s, comm);
     course.after = comm.traffic();
@@ -194,9 +194,9 @@ Outcome simulate(const SimulateOptions& o, const std::string& name, const Select
   outcome.decision = courses[0].decision;
   std::vector<double> seconds;
   std::int64_t begin = 0;
-  for (std::size_t step = 0; step < kWarm + o.steps; ++step) {
+  for (std::int64_t step = 0; step < kWarm + o.steps; ++step) {
     std::int64_t end = 0;
-    for (const Course& c : courses) end = std::max(end, c.end_ns[step]);
+    for (const Course& c : courses) end = std::max(end, c.end_ns[static_cast<std::size_t>(step)]);
     if (step >= kWarm) seconds.push_back(1e-9 * static_cast<double>(end - begin));
     begin = end;
   }

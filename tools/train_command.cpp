@@ -127,7 +127,9 @@ void declare(CLI::App& app, Arguments& a, const TrainingCommand& command) {
   const auto set_timeout = [&a](const std::string& given) {
     const bool has_unit = !given.empty() && std::isalpha(static_cast<unsigned char>(given.back())) != 0;
     a.timeout = parse_seconds("--timeout", has_unit ? given : given + "s");
-    if (!(a.timeout > 0.0)) throw InvalidArgument("--timeout: expected a time > 0, got '" + given + "'");
+    if (!(a.timeout >= 1e-3)) {
+      throw InvalidArgument("--timeout: expected a time of at least 1ms, got '" + given + "'");
+    }
   };
   line.call("--timeout", set_timeout, "TIME",
             "how long a rank waits for another, and the command for all ranks to start; as 30 "

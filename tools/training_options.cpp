@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <concepts>
 #include <filesystem>
 #include <optional>
 
@@ -47,7 +46,7 @@ class Declare {
                                     ? line_.option(name.c_str(), x, type, info.what)
                                     : line_.plain(name.c_str(), x, type, info.what);
     if (!info.range.holds(-1.0)) option->check(in_range(info.range));
-    if (std::same_as<T, float>) option->check(fits_float());
+    if (std::is_floating_point_v<T>) option->check(fits_float());
   }
   void add(const std::string& name, std::string& x, const FieldInfo& info) const {
     line_.choice(name.c_str(), x, info.what, info.names());

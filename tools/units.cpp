@@ -64,7 +64,7 @@ double parse_bytes(const std::string& option, const std::string& text) {
   static constexpr std::array<Unit, 5> kUnits{
       {{"B", 1}, {"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}}};
   const double bytes = parse(text, kUnits);
-  if (bytes > 0.0) return bytes;
+  if (bytes > 0.0 && std::isfinite(bytes)) return bytes;
   throw InvalidArgument(option + ": expected an amount of data such as 300kB, 50MB or 2GB, got '" +
                         text + "'");
 }

@@ -168,8 +168,7 @@ void print_row(std::FILE* out, const WireCase& c, const WireResult& r) {
 int run(const WireOptions& o) {
   for (const double d : o.densities) {
     if (!(d > 0.0 && d < 1.0)) {
-      throw InvalidArgument("--density: expected numbers in (0, 1), got " +
-                            nlohmann::json(d).dump());
+      throw InvalidArgument(fmt::format("--density: expected numbers in (0, 1), got {}", d));
     }
     if (o.lengths.empty() && kLeastEntries / d > double{kMostEntries}) {
       throw InvalidArgument(fmt::format(

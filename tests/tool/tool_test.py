@@ -578,6 +578,17 @@ class Usage(Case):
         self.assertEqual([path.name for path in self.dir.iterdir()], ["out"])
         self.assert_ok(skim(*plan, "/dev/stdout"))  # into a pipe
 
+    def test_numbers_that_fit_nothing_are_refused(self):
+        for option in ("--lr", "--weight-decay", "--clip-norm"):
+            self.assert_refused(train(option, "1e39"), option, "at most 3.4e38", "1e39")
+        self.assert_refused(train("--timeout", "1e-9"), "--timeout", "at least 1ms", "'1e-9'")
+        self.assert_refused(train("--density", "adaptive", "--budget", "1e308TB"), "--budget", "amount of data",
+                            "1e308TB")
+        for command in ("select", "wire"):
+            self.assert_refused(skim("bench", command, "--n", 1000, "--density", "nan"), "--density", "got nan")
+        simulate = ["simulate", "--parameters", 100, "--ranks", 2, "--link", "1gbit", "--exchange", "gtopk"]
+        self.assert_refused(skim(*simulate, "--steps", 2**64 - 1), "--steps", "whole number in", str(2**64 - 1))
+
     def test_misspelt_options_get_a_suggestion(self):
         self.assert_refused(train("--modle", "mlp-64"), "no option '--modle'; did you mean '--model'?")
         self.assert_refused(train("--xyzzy"), "no option '--xyzzy' (")
