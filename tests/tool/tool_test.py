@@ -589,6 +589,13 @@ class Usage(Case):
         simulate = ["simulate", "--parameters", 100, "--ranks", 2, "--link", "1gbit", "--exchange", "gtopk"]
         self.assert_refused(skim(*simulate, "--steps", 2**64 - 1), "--steps", "whole number in", str(2**64 - 1))
 
+    def test_a_model_that_does_not_fit_the_memory_is_one_line(self):
+        (self.dir / "text").write_text("abcdefgh" * 1000)
+        done = train("--model", "lstm", "--data", "text", "--data-dir", self.dir / "text", "--hidden", 2**31,
+                     "--steps", 1)
+        self.assert_refused(done, "skim: out of memory: no room for", "bytes", status=1)
+        self.assertNotIn("alloc_cpu", done.stderr)
+
     def test_misspelt_options_get_a_suggestion(self):
         self.assert_refused(train("--modle", "mlp-64"), "no option '--modle'; did you mean '--model'?")
         self.assert_refused(train("--xyzzy"), "no option '--xyzzy' (")
