@@ -4,11 +4,13 @@
 #include <cstdio>
 #include <filesystem>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "skim/error.hpp"
 #include "tools/command_line.hpp"
 #include "tools/commands.hpp"
+#include "tools/failure.hpp"
 #include "train/checkpoint.hpp"
 
 namespace fs = std::filesystem;
@@ -45,12 +47,19 @@ bool verify(const fs::path& dir) {
 }  // namespace
 
 int checkpoint_command(int argc, char** argv) {
+  const std::string_view what = argc > 1 ? argv[1] : "";
+  if (what != "verify" && !what.starts_with("-")) {
+    fmt::print(stderr, "skim checkpoint: expected verify{}{} (skim checkpoint --help)\n",
+               what.empty() ? "" : ", got ", what);
+    return kUsageError;
+  }
   CLI::App app("The checkpoints of skim train.", "skim checkpoint");
   const CommandLine line(app);
   app.require_subcommand(1);
   fs::path dir;
   CLI::App* const command = app.add_subcommand(
       "verify", "reads every file of all checkpoints and compares it with the manifest");
+  command->fallthrough();  // the options of skim checkpoint may stand behind it
   command->add_option("DIR", dir, "the folder of --checkpoint, or one checkpoint in it")
       ->required();
   app.footer(

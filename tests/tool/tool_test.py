@@ -596,6 +596,12 @@ class Usage(Case):
         self.assert_refused(done, "skim: out of memory: no room for", "bytes", status=1)
         self.assertNotIn("alloc_cpu", done.stderr)
 
+    def test_verify_is_named_where_it_is_missing(self):
+        for words in ([], ["foo"], ["foo", self.dir]):
+            self.assert_refused(skim("checkpoint", *words), "expected verify")
+        self.assertIn("got foo", skim("checkpoint", "foo").stderr)
+        self.assert_refused(skim("checkpoint", "verify", self.dir, "--config", self.dir / "none"), "not readable")
+
     def test_misspelt_options_get_a_suggestion(self):
         self.assert_refused(train("--modle", "mlp-64"), "no option '--modle'; did you mean '--model'?")
         self.assert_refused(train("--xyzzy"), "no option '--xyzzy' (")
