@@ -475,7 +475,9 @@ Outcome launch(const LaunchOptions& options) {
     return outcome;
   }
   if (!late.empty()) return {1, late, 0};
-  return explain(dir, ranks, code == 0 ? 1 : code, filter);
+  // mpirun has statuses of its own. Ours would mean something else.
+  const bool by_signal = code > 128 && code <= 128 + SIGRTMAX;
+  return explain(dir, ranks, by_signal ? code : kRunError, filter);
 }
 
 int status_of_signal(int signal) { return signal == SIGUSR1 ? EX_TEMPFAIL : 128 + signal; }

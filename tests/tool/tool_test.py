@@ -1550,6 +1550,14 @@ class Failures(Case):
         done = train("--ranks", 2, "--timeout", 0.5, env=dict(os.environ, SKIM_MPIRUN=str(idle)))
         self.assert_refused(done, "only 0 of 2 ranks started within 0.5 s", status=1)
 
+    def test_a_status_of_mpirun_is_not_taken_for_one_of_skim(self):
+        mpirun = self.dir / "mpirun"
+        for status in (2, 75, 213):
+            mpirun.write_text(f"#!/bin/sh\nexit {status}\n")
+            mpirun.chmod(0o755)
+            done = train("--ranks", 2, env=dict(os.environ, SKIM_MPIRUN=str(mpirun)))
+            self.assert_refused(done, "mpirun' ended without an error message", status=1)
+
     def test_mpirun_that_fails_after_all_ranks_ended_well(self):
         # Open MPI 4 does so at times: open-mpi/ompi#7833, #9389.
         def under(script):
