@@ -282,6 +282,8 @@ class Compression:
     residuals move with the names of their parameters.
     """
 
+    mark = ""  # before rank_R_of_P in the names of this rank's states: whose they are, if ranks share the parameters
+
     def __init__(
         self,
         parameters: Mapping[str, torch.Tensor],

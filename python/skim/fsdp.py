@@ -55,6 +55,7 @@ class FsdpCompression(Compression):
         shard = Shard.of(names)
         assert shard is not None
         self._shard = shard
+        self.mark = shard.prefix
         super().__init__(shards, options, between, timeout, writer, unit, [self._shard.prefix])
         self.inside = shard.connect(timeout)
         self._trainable = Trainable(((name, p) for p, name in names.items()), "call skim.detach, and attach anew")

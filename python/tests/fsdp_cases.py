@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import expect, expect_equal_everywhere, expect_that_a_failed_wait_ends_backward, gathered, left_out, run
 from skim._shards import whole
+from skim.integrations import _files
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -594,6 +595,27 @@ def case_a_resumed_run_is_the_same():
         _, got = train(again, range(3, 6))
         for name, g in got.items():
             assert torch.equal(g, expected[name]), name
+        dist.barrier()
+
+
+def case_files_of_frameworks():
+    """Each rank has its own, also among the ranks of an island. Those of an earlier run go."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        old = pathlib.Path(folders[0], f"skim_shard_0_of_{MESH['inside'].size() + 1}_rank_0_of_{MESH['between'].size()}.pt")
+        old.touch()
+        model = attached()
+        train(model, range(3))
+        dist.barrier()
+        _files.save_into(folders[0], model)
+        dist.barrier()
+        names = [file.name for file in pathlib.Path(folders[0]).iterdir()]
+        assert len(names) == dist.get_world_size() and old.name not in names, names
+        again = attached()
+        _files.load_from(folders[0], again, True)
+        expected = skim.compression_of(model).residuals()
+        assert all(torch.equal(r, expected[name]) for name, r in skim.compression_of(again).residuals().items())
         dist.barrier()
 
 

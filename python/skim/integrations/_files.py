@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import warnings
 from collections.abc import Mapping
 
@@ -12,7 +13,13 @@ import torch
 from skim import ddp
 from skim._core import StateError
 
-NAME = "skim_rank_{}_of_{}.pt"
+ALL = "skim_*rank_*_of_*.pt"  # of any number of ranks
+
+
+def name_for(model: torch.nn.Module) -> str:
+    """The name of this rank's file: skim_rank_R_of_P.pt, with fully_shard skim_shard_S_of_W_rank_R_of_P.pt."""
+    compression = ddp.compression_of(model)
+    return f"skim_{compression.mark}rank_{compression.comm.rank}_of_{compression.comm.size}.pt"
 
 
 def without_residuals(checkpoint: object) -> StateError:
@@ -22,14 +29,14 @@ def without_residuals(checkpoint: object) -> StateError:
 def save_into(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
     """Every rank calls it. A file is whole or is not there. Files of another number of ranks, which an earlier run has
     saved there, are removed: a run that resumes on that number would take them."""
-    comm = ddp.compression_of(model).comm
-    path = pathlib.Path(folder, NAME.format(comm.rank, comm.size))
+    path = pathlib.Path(folder, name_for(model))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     torch.save(ddp.state_dict(model), part)
     part.replace(path)
-    for file in path.parent.glob(NAME.format("*", "*")):
-        if not file.match(NAME.format("*", comm.size)):
+    of_this_run = re.sub(r"\d+(?=_of_)", "*", path.name)
+    for file in path.parent.glob(ALL):
+        if not file.match(of_this_run):
             file.unlink(missing_ok=True)
 
 
@@ -45,9 +52,8 @@ def load_from(folder: str | os.PathLike[str], model: torch.nn.Module, strict: bo
 
     Raises StateError if there are none, or some are missing.
     """
-    comm = ddp.compression_of(model).comm
-    own = pathlib.Path(folder, NAME.format(comm.rank, comm.size))
-    files = [own] if own.exists() else sorted(pathlib.Path(folder).glob(NAME.format("*", "*")))
+    own = pathlib.Path(folder, name_for(model))
+    files = [own] if own.exists() else sorted(pathlib.Path(folder).glob(ALL))
     if not files:
         raise without_residuals(folder)
     state: dict[str, torch.Tensor] = {}
