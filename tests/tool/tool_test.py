@@ -1029,7 +1029,7 @@ class Checkpoints(Case):
         self.assert_refused(skim("checkpoint", "verify", self.dir / "none"), "no folder", "none")
         self.assert_refused(skim("checkpoint", "verify", self.dir), "no checkpoint in")
         self.assert_refused(skim("checkpoint", "verify", "c" * 300), "no folder", "ccc")
-        self.assert_refused(skim("checkpoint"), "subcommand")
+        self.assert_refused(skim("checkpoint"), "expected verify")
 
     def test_another_number_of_ranks_goes_on(self):
         for options in ([], self.LOCAL):
