@@ -21,18 +21,14 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 class Checked:
     """The laws of a type checker, whose errors(files) returns {(file, line)} and its output."""
 
-    def check(self, user, mistakes):
-        errors, output = self.errors(user, mistakes)
-        lines = (HERE / mistakes).read_text().splitlines()
-        expected = {(mistakes, at) for at, line in enumerate(lines, 1) if line.endswith("# refused")}
-        self.assertEqual(errors, expected, output)
-
     def test_users_and_mistakes(self):
-        self.check("typed_user.py", "typed_mistakes.py")
-
-    @unittest.skipUnless(HAS_TORCH, "torch is not installed")
-    def test_users_and_mistakes_under_pytorch(self):
-        self.check("typed_torch_user.py", "typed_torch_mistakes.py")
+        users, mistakes = ["typed_user.py"], ["typed_mistakes.py"]
+        if HAS_TORCH:
+            users.append("typed_torch_user.py")
+            mistakes.append("typed_torch_mistakes.py")
+        lines = [(file, at, line) for file in mistakes for at, line in enumerate((HERE / file).read_text().splitlines(), 1)]
+        errors, output = self.errors(*users, *mistakes)
+        self.assertEqual(errors, {(file, at) for file, at, line in lines if line.endswith("# refused")}, output)
 
 
 def run(module, *arguments):
