@@ -1,4 +1,4 @@
-# Debian packages of the library, by `cpack` in the build folder. The trainer is not in them: it links
+# Debian packages of the library, by `cpack` in the build folder. The trainer is not in them: it needs
 # the libtorch of pip, which no Debian package has.
 #   libskim-dev   headers, CMake and pkg-config files, and the static library or the link to the shared one
 #   libskim0.1    the shared library; only with BUILD_SHARED_LIBS

@@ -17,7 +17,7 @@ ORACLE = "tests/exchange_oracle.hpp"
 PAGE = "docs/algorithms.md"
 RULES, RULES_ENUM = "src/select/make_selector.cpp", "include/skim/select.hpp"
 RULES_TEST = "tests/selectors_test.cpp"
-MODELS, MODELS_TEST = "train/models.cpp", "tests/train/models_test.cpp"
+MODELS_LIST, MODELS, MODELS_TEST = "train/model_options.hpp", "train/models.cpp", "tests/train/models_test.cpp"
 
 
 def paths(text):
@@ -143,7 +143,7 @@ def untrue_of_models(root):
     """What the trace "Add a model" says, and a model lacks."""
     counts = re.search(r"^TEST\(models, have_the_parameter_counts_of_the_papers\) \{\n(.*?)^\}",
                        (root / MODELS_TEST).read_text(), re.DOTALL | re.M)[1]
-    return not_in_trace(root, "Add a model", MODELS, MODELS_TEST) + [
+    return not_in_trace(root, "Add a model", MODELS_LIST, MODELS, MODELS_TEST) + [
         f"{name}: no number of parameters in {MODELS_TEST}" for name in models(root)
         if not re.search(rf'(Case\{{|options\()"{name}"', counts)]
 

@@ -32,8 +32,11 @@
 #include <fstream>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <system_error>
+#include <thread>
+#include <vector>
 
 #include "skim/error.hpp"
 #include "tools/run_dir.hpp"
@@ -54,8 +57,9 @@ constexpr const char *kStdoutTerminal = "SKIM_STDOUT_TERMINAL",
 constexpr std::chrono::seconds kToEnd{12};
 // Open files that mpirun needs for itself and for each rank: twice what Open MPI 4.1 did with.
 constexpr rlim_t kDescriptors = 64, kDescriptorsOfARank = 16;
-// Address space that a rank needs beside what the launcher has: a small model took 230 to 370 MB.
-constexpr rlim_t kMemoryOfARank = rlim_t{256} << 20;
+// Address space that a rank needs beside what the launcher has: libtorch and a small model took 500
+// to 640 MB.
+constexpr rlim_t kMemoryOfARank = rlim_t{640} << 20;
 
 std::atomic<int> g_signals{0}, g_last_signal{0};
 void on_signal(int signal) {
@@ -258,6 +262,24 @@ bool is_running(const std::string& pid) {
   return name_end != std::string::npos && stat.compare(name_end, 3, ") Z") != 0;
 }
 
+std::vector<std::string> pids_of(const RunDir& dir, int ranks) {
+  std::vector<std::string> pids;
+  for (int r = 0; r < ranks; ++r) {
+    if (const auto pid = dir.read(r, "pid")) pids.push_back(*pid);
+  }
+  return pids;
+}
+
+// mpirun ends a little before the processes that it has killed.
+void wait_for_end(const std::vector<std::string>& pids) {
+  const auto limit = std::chrono::steady_clock::now() + kToEnd;
+  for (const std::string& pid : pids) {
+    while (is_running(pid) && std::chrono::steady_clock::now() < limit) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+}
+
 // Whether no rank has anything left to do. mpirun then ends by itself, but a stranger who connects
 // to its port can keep it from that.
 bool is_over(const RunDir& dir, int ranks) {
@@ -408,8 +430,12 @@ Outcome launch(const LaunchOptions& options) {
   Clock::time_point deadline = Clock::time_point::max();
   const Clock::time_point must_have_started = Clock::now() + options.start_limit;
   std::string late;  // why the run was ended before it began
+  std::vector<std::string> pids;
   while (open > 0) {
-    all_started = all_started || started(dir, ranks) == ranks;
+    if (!all_started && started(dir, ranks) == ranks) {
+      all_started = true;
+      pids = pids_of(dir, ranks);
+    }
     if (!all_started && late.empty() && Clock::now() >= must_have_started) {
       late = "only " + std::to_string(started(dir, ranks)) + " of " + std::to_string(ranks) +
              " ranks started within " + seconds_text(options.start_limit) + " s";
@@ -463,6 +489,7 @@ Outcome launch(const LaunchOptions& options) {
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
+  wait_for_end(pids);
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   // Open MPI 4 sometimes fails although all ranks have succeeded (open-mpi/ompi#7833). A signal may
   // have come too late to stop anything.

@@ -2,9 +2,8 @@
 // Python dict as text), and the entries.
 #include "tools/npy.hpp"
 
-#include <c10/util/Half.h>
-
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
@@ -13,8 +12,9 @@
 #include <regex>
 #include <string>
 
-#include "train/files.hpp"
+#include "src/half.hpp"
 #include "train/data.hpp"
+#include "train/files.hpp"
 
 namespace skim::tool {
 namespace {
@@ -23,12 +23,16 @@ static_assert(std::endian::native == std::endian::little);
 
 constexpr std::string_view kMagic = "\x93NUMPY";
 
+float as_float(std::uint16_t half) { return from_f16(half); }
+float as_float(float v) { return v; }
+float as_float(double v) { return static_cast<float>(v); }
+
 template <class T>
 std::vector<float> entries(std::istream& in, std::size_t n) {
   std::vector<T> stored(n);
   in.read(reinterpret_cast<char*>(stored.data()), static_cast<std::streamsize>(n * sizeof(T)));
   std::vector<float> values(n);
-  std::ranges::transform(stored, values.begin(), [](T v) { return static_cast<float>(v); });
+  std::ranges::transform(stored, values.begin(), [](T v) { return as_float(v); });
   return values;
 }
 
@@ -83,7 +87,7 @@ std::vector<float> read_npy(const std::filesystem::path& path) {
     throw fail(std::to_string(n * size) + " bytes of entries expected, got " +
                std::to_string(have));
   }
-  std::vector<float> values = size == 2   ? entries<c10::Half>(in, n)
+  std::vector<float> values = size == 2   ? entries<std::uint16_t>(in, n)
                               : size == 4 ? entries<float>(in, n)
                                           : entries<double>(in, n);
   if (!in) throw fail(std::strerror(errno));

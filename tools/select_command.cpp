@@ -1,8 +1,4 @@
 // skim bench select: how long selection takes, compared with the bare pass r += g.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
 #include <hwy/targets.h>
 
@@ -31,6 +27,7 @@
 #include "tools/commands.hpp"
 #include "tools/json_file.hpp"
 #include "tools/npy.hpp"
+#include "tools/torch_part.hpp"
 
 namespace skim::tool {
 namespace {
@@ -69,28 +66,6 @@ class NthElement final : public Selector {
   std::vector<float> magnitude_;
 };
 
-class TorchTopk final : public Selector {
- public:
-  std::string_view name() const noexcept override { return kTorchTopk; }
-  SelectReport select(const SelectTask& task, SparseBuffer& out) override {
-    const at::NoGradGuard no_grad;
-    const auto n = static_cast<std::int64_t>(task.grad.n);
-    const auto k = static_cast<std::int64_t>(task.keep.k);
-    const at::Tensor r = at::from_blob(task.residual.data, {n});
-    r.add_(at::from_blob(task.grad.data, {n}));
-    const auto top = r.abs().topk(k, 0, true, /*sorted=*/false);
-    const at::Tensor index = std::get<0>(std::get<1>(top).sort());
-    const at::Tensor value = r.index_select(0, index);
-    out.reset(task.grad.n);
-    out.resize(task.keep.k);
-    std::copy_n(index.data_ptr<std::int64_t>(), k, out.indices().begin());
-    std::copy_n(value.data_ptr<float>(), k, out.values().begin());
-    SelectReport report;
-    report.threshold = bench::smallest_magnitude(out.view().value);
-    return report;
-  }
-};
-
 // ---- one case
 
 constexpr double kAddBytes = 12.0;  // per entry: two reads and a write
@@ -109,11 +84,11 @@ bool is_baseline(std::string_view rule) {
 bool is_exact(std::string_view rule) { return rule == "exact" || is_baseline(rule); }
 
 // threshold: for the rule `threshold`; other rules ignore it.
-std::unique_ptr<Selector> selector_of(const std::string& rule, float threshold) {
-  if (rule == kNthElement) return std::make_unique<NthElement>();
-  if (rule == kTorchTopk) return std::make_unique<TorchTopk>();
+std::unique_ptr<Selector> selector_of(const BenchCase& c, float threshold) {
+  if (c.rule == kNthElement) return std::make_unique<NthElement>();
+  if (c.rule == kTorchTopk) return torch_part().topk(c.threads);
   SelectOptions options;
-  options.rule = from_name<SelectRule>(rule, "--select");
+  options.rule = from_name<SelectRule>(c.rule, "--select");
   options.threshold = threshold;
   return make_selector(options);
 }
@@ -172,7 +147,7 @@ class CpuSteps final : public bench::Timed {
     for (std::size_t t = 0; t < parts; ++t) {
       const std::size_t first = c.n * t / parts, n = c.n * (t + 1) / parts - first;
       const float threshold = c.rule == "threshold" ? known_threshold(gradients, first, n) : 0.0F;
-      steps_.push_back(std::make_unique<bench::LocalStep>(selector_of(c.rule, threshold), gradients,
+      steps_.push_back(std::make_unique<bench::LocalStep>(selector_of(c, threshold), gradients,
                                                           first, n, entries(c.density, n)));
     }
     reports_.resize(parts);
@@ -438,7 +413,6 @@ int run(const BenchOptions& o) {
       gradients.reset();  // frees the old ones before the new ones are made
       gradients = std::make_unique<bench::Gradients>(c.shape, c.n, recorded);
     }
-    at::set_num_threads(c.threads);
     Result result{c, measure(c, *gradients, seconds), {}};
     result.input = c.shape != "recorded" ? "generated"
                    : recorded.empty()    ? "generated: rows of Laplace, lognormal scales"

@@ -1,6 +1,5 @@
 // skim simulate: runs the real selection and exchanges of many ranks in one process, over a
 // simulated link. It runs the exchanges alone or, with --train, in training.
-#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <signal.h>
@@ -35,9 +34,11 @@
 #include "tools/repetition.hpp"
 #include "tools/run_output.hpp"
 #include "tools/summation.hpp"
+#include "tools/torch_part.hpp"
 #include "tools/training_options.hpp"
 #include "tools/units.hpp"
 #include "train/data.hpp"
+#include "train/memory.hpp"
 #include "train/options_json.hpp"
 #include "train/simulation.hpp"
 
@@ -391,7 +392,6 @@ int run(TrainingOptions& o, const std::string& command) {
   if (o.train.threads == 0) {
     o.train.threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   }
-  at::set_num_threads(o.train.threads);
   o.train.data.seed = o.train.seed;
   const train::Dataset data = train::load_data(o.train.data);
   const bool text = data.info().kind == train::InputKind::text;
@@ -423,7 +423,8 @@ int run(TrainingOptions& o, const std::string& command) {
     progress.evaluated(e);
   };
   observer.on_decision = decisions_to(metrics, progress, name);
-  const train::SimulationSummary s = train::simulate(o.train, data, o.simulation, g_stop, observer);
+  const train::SimulationSummary s =
+      torch_part().simulate(o.train, data, o.simulation, g_stop, observer);
   progress.end();
   row.summary = s.run;
   nlohmann::json summary = to_json(row, o.simulation.ranks);

@@ -1,7 +1,4 @@
 // The tool's main(): skim COMMAND ...
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cstdio>
 #include <string>
 #include <string_view>
@@ -32,25 +29,6 @@ skim COMMAND --help describes a command and all its options.
 
 exit status: 0 success; 1 the run failed; 2 wrong usage or input; 128+N stopped by signal N
 )";
-
-// The address space that the constructors of libtorch take, and as much again.
-constexpr std::size_t kBytesToStart = std::size_t{64} << 20;
-
-// libtorch's constructors abort if they get no memory. This runs before them, and before those of
-// the C++ library.
-void expect_memory_to_start() {
-  void* const trial = mmap(nullptr, kBytesToStart, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (trial != MAP_FAILED) {
-    munmap(trial, kBytesToStart);
-    return;
-  }
-  constexpr std::string_view kMessage =
-      "skim: the limit on memory is too low to start: raise it with ulimit -v unlimited\n";
-  (void)!write(STDERR_FILENO, kMessage.data(), kMessage.size());
-  _exit(2);
-}
-[[gnu::section(".preinit_array"), gnu::used]] void (*const before_constructors)() =
-    &expect_memory_to_start;
 
 int run(int argc, char** argv) {
   const std::string_view command = argc > 1 ? argv[1] : "--help";

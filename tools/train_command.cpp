@@ -1,7 +1,6 @@
 // skim train: parses the options, starts the ranks, runs the training, prints the table.
 #include "tools/train_command.hpp"
 
-#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
@@ -27,12 +26,12 @@
 #include "tools/repetition.hpp"
 #include "tools/restarts.hpp"
 #include "tools/run_output.hpp"
+#include "tools/torch_part.hpp"
 #include "tools/trace_file.hpp"
 #include "tools/training_options.hpp"
 #include "tools/units.hpp"
 #include "train/checkpoint.hpp"
 #include "train/gather.hpp"
-#include "train/loop.hpp"
 #include "train/model_options.hpp"
 #include "train/options_json.hpp"
 #include "train/trace.hpp"
@@ -354,7 +353,6 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   session["trace"] = !a.trace.empty();
   train::expect_equal_on_all_ranks(session, "version or command line", comm);
   const int threads = a.train.threads > 0 ? a.train.threads : threads_per_rank(comm);
-  at::set_num_threads(threads);
 
   a.train.data.seed = a.train.seed;
   const train::Dataset data = train::load_data(a.train.data);
@@ -435,7 +433,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     if (first && command.attach) command.attach(row, comm.size(), observer);
     std::optional<train::Trace> trace;
     if (!a.trace.empty()) observer.trace = &trace.emplace(comm);
-    row.summary = train::train(row.options, data, comm, g_stop, observer);
+    row.summary = torch_part().train(row.options, data, comm, g_stop, observer);
     if (trace) traces.push_back({row.name, trace->gather()});
     if (first) progress.end();
     add_failure(metrics.failure());
@@ -487,17 +485,13 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
 // themselves, too, because no launcher starts those on other machines.
 void expect_to_start(const Arguments& a, const std::vector<Row>& rows) {
   expect_writable_outputs(a, rows);
-  at::set_num_threads(1);  // no other thread, because the launcher forks
   train::DataOptions options = a.train.data;
   options.seed = a.train.seed;
   try {
     const train::DataInfo data = train::load_data(options).info();
     for (const Row& r : rows) {
       if (r.options.checkpoint.empty()) continue;
-      std::uint64_t parameters = 0;
-      for (const at::Tensor& p : train::make_model(r.options, data)->parameters()) {
-        parameters += static_cast<std::uint64_t>(p.numel());
-      }
+      const std::uint64_t parameters = torch_part().count_parameters(r.options, data);
       const FeedbackOptions& f = r.options.feedback;
       const int kept = (f.enabled ? 1 : 0) + (f.momentum_correction > 0.0F ? 1 : 0);
       const auto ranks = static_cast<std::uint64_t>(a.ranks * kept);
@@ -526,6 +520,7 @@ int guarded_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>&
     if (with_mpi && !is_available(Backend::mpi)) {
       throw InvalidArgument("started as one of several ranks, but this build has no MPI");
     }
+    torch_part();  // it takes long to load, so before the other ranks wait for this one
     comm = connect(with_mpi ? Backend::mpi : Backend::in_process, comm_options);
     status = std::make_unique<RankStatus>(comm->rank());
     if (status->is_told_to_stop()) on_stop(SIGUSR1);  // before the launcher knew this process

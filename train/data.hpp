@@ -4,9 +4,6 @@
 // a resumed run sees the same examples as an uninterrupted one.
 #pragma once
 
-// The smallest header of torch, because every file that includes this one reads it.
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <filesystem>
 #include <span>
@@ -49,13 +46,7 @@ struct DataInfo {
   std::vector<std::string> missing;  // cifar10: the training files that are not there
 };
 
-// B examples.
-//   images: input  float32 [B, channels, height, width], normalised;  target int64 [B]
-//   text:   input  int64 [B, sequence_length];  target int64 [B, sequence_length], one
-//           character later
-struct Batch {
-  at::Tensor input, target;
-};
+struct Batch;  // batch.hpp
 
 // Thread: any, because a Dataset does not change after loading.
 class Dataset {

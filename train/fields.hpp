@@ -10,12 +10,10 @@
 #include <vector>
 
 #include "skim/fields.hpp"
+#include "train/model_options.hpp"
 #include "train/options.hpp"
 
 namespace skim::train {
-
-// Declared here because models.hpp, which defines the models, includes all of torch.
-std::span<const std::string_view> model_names() noexcept;
 
 template <auto kNames>
 std::vector<std::string> strings_of() {

@@ -1,8 +1,9 @@
-// Gathers a small value or a text from every rank.
+// Gathers a small value or a text from every rank, or compares what they have.
 #pragma once
 
 #include <cstddef>
 #include <cstring>
+#include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string>
 #include <string_view>
@@ -41,5 +42,10 @@ inline std::vector<std::string> gather_texts(std::string_view mine, Communicator
   }
   return texts;
 }
+
+// Throws an Error on all ranks if `mine`, a value named `what`, differs between them. The error
+// names the first rank that differs from rank 0, and the difference. Collective.
+void expect_equal_on_all_ranks(const nlohmann::json& mine, const std::string& what,
+                               Communicator& comm);
 
 }  // namespace skim::train

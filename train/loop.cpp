@@ -11,6 +11,7 @@
 
 #include "skim/error.hpp"
 #include "src/numbers.hpp"
+#include "train/batch.hpp"
 #include "train/random.hpp"
 
 namespace skim::train {

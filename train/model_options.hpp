@@ -1,7 +1,8 @@
 // The names and options of the trainer's models. The models themselves are in models.hpp, which
-// includes the large headers of torch.
+// needs libtorch.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -10,6 +11,21 @@
 #include "train/data.hpp"
 
 namespace skim::train {
+
+struct ModelKind {
+  std::string_view name;
+  InputKind input;
+};
+
+// The models, in the order of the list in models.cpp.
+inline constexpr std::array kModelKinds = {
+    ModelKind{"linear", InputKind::image}, ModelKind{"mlp-64", InputKind::image},
+    ModelKind{"mlp", InputKind::image},    ModelKind{"mlp-256", InputKind::image},
+    ModelKind{"lenet5", InputKind::image}, ModelKind{"cnn", InputKind::image},
+    ModelKind{"cnn-bn", InputKind::image}, ModelKind{"resnet20", InputKind::image},
+    ModelKind{"vgg16", InputKind::image},  ModelKind{"lstm", InputKind::text},
+    ModelKind{"gpt", InputKind::text},
+};
 
 struct ModelOptions {
   std::string name;        // one of model_names()

@@ -406,48 +406,36 @@ std::shared_ptr<Model> make_mlp(const ModelOptions& o) {
 
 struct Entry {
   std::string_view name;
-  InputKind kind;
   Init init;
   std::shared_ptr<Model> (*make)(const ModelOptions&);
 };
 
 constexpr std::array kModels = {
-    Entry{"linear", InputKind::image, Init::classic, make_mlp<>},
-    Entry{"mlp-64", InputKind::image, Init::classic, make_mlp<64>},
-    Entry{"mlp", InputKind::image, Init::classic, make_mlp<200, 200>},
-    Entry{"mlp-256", InputKind::image, Init::classic, make_mlp<256, 128, 64>},
-    Entry{"lenet5", InputKind::image, Init::classic, make<LeNet5>},
-    Entry{"cnn", InputKind::image, Init::classic, make<Cnn>},
-    Entry{"cnn-bn", InputKind::image, Init::classic, make<CnnBatchNorm>},
-    Entry{"resnet20", InputKind::image, Init::he, make<ResNet20>},
-    Entry{"vgg16", InputKind::image, Init::he, make<Vgg16>},
-    Entry{"lstm", InputKind::text, Init::classic, make<Lstm>},
-    Entry{"gpt", InputKind::text, Init::gpt, make<Gpt>},
+    Entry{"linear", Init::classic, make_mlp<>},
+    Entry{"mlp-64", Init::classic, make_mlp<64>},
+    Entry{"mlp", Init::classic, make_mlp<200, 200>},
+    Entry{"mlp-256", Init::classic, make_mlp<256, 128, 64>},
+    Entry{"lenet5", Init::classic, make<LeNet5>},
+    Entry{"cnn", Init::classic, make<Cnn>},
+    Entry{"cnn-bn", Init::classic, make<CnnBatchNorm>},
+    Entry{"resnet20", Init::he, make<ResNet20>},
+    Entry{"vgg16", Init::he, make<Vgg16>},
+    Entry{"lstm", Init::classic, make<Lstm>},
+    Entry{"gpt", Init::gpt, make<Gpt>},
 };
-
-constexpr auto kNames = [] {
-  std::array<std::string_view, kModels.size()> names;
-  std::transform(kModels.begin(), kModels.end(), names.begin(),
-                 [](const Entry& e) { return e.name; });
-  return names;
-}();
-
-const Entry& find(std::string_view name) { return kModels[index_of_name(kNames, name, "model")]; }
+static_assert(std::ranges::equal(kModels, kModelKinds, {}, &Entry::name, &ModelKind::name),
+              "kModelKinds of model_options.hpp has the same models in the same order");
 
 }  // namespace
 
-std::span<const std::string_view> model_names() noexcept { return kNames; }
-
-InputKind input_kind(std::string_view model) { return find(model).kind; }
-
 std::shared_ptr<Model> make_model(const ModelOptions& options) {
-  const Entry& entry = find(options.name);
+  const Entry& entry = kModels[index_of_name(model_names(), options.name, "model")];
   const auto expect = [&](std::string_view what, std::int64_t value, std::int64_t least) {
     if (value >= least) return;
     refuse(options, std::string(what) + " must be at least " + std::to_string(least) + " (got " +
                         std::to_string(value) + ")");
   };
-  if (entry.kind == InputKind::image) {
+  if (input_kind(options.name) == InputKind::image) {
     expect("channels", options.channels, 1);
     expect("height", options.height, 1);
     expect("width", options.width, 1);
@@ -464,28 +452,6 @@ std::shared_ptr<Model> make_model(const ModelOptions& options) {
   initialise(*model, entry.init, options);
   model->seed_dropout(options.seed);
   return model;
-}
-
-ModelOptions model_options(std::string_view model, const DataInfo& data, std::uint64_t seed) {
-  const Entry& entry = find(model);
-  if (entry.kind != data.kind) {
-    throw InvalidArgument("model " + std::string(model) + " takes " +
-                          (entry.kind == InputKind::text ? "text" : "images") + ", but data " +
-                          data.name + " is " + (data.kind == InputKind::text ? "text" : "images"));
-  }
-  ModelOptions options;
-  options.name = std::string(model);
-  options.seed = seed;
-  if (data.kind == InputKind::image) {
-    options.channels = data.channels;
-    options.height = data.height;
-    options.width = data.width;
-    options.classes = data.classes;
-  } else {
-    options.vocabulary = data.vocabulary;
-    options.context = data.sequence_length;
-  }
-  return options;
 }
 
 bool takes_weight_decay(const torch::Tensor& parameter) { return parameter.dim() > 1; }

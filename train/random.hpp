@@ -9,6 +9,9 @@
 
 namespace skim::train {
 
+// The first part of a key of the data, different for each use of random numbers.
+enum Purpose : std::uint64_t { kOrder = 1, kAugment, kOffset, kGlyph, kImage, kDeal };
+
 // SplitMix64 started from a key, for example {seed, purpose, epoch, example}. Distinct keys give
 // unrelated streams, so any example can be made without those before it.
 class Random {

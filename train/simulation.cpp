@@ -3,7 +3,6 @@
 #include "train/simulation.hpp"
 
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -19,8 +18,10 @@
 #include "skim/error.hpp"
 #include "skim/reducer.hpp"
 #include "src/numbers.hpp"
+#include "train/batch.hpp"
 #include "train/buckets.hpp"
 #include "train/loop.hpp"
+#include "train/memory.hpp"
 
 namespace skim::train {
 namespace {
@@ -493,23 +494,6 @@ class Simulator {
 };
 
 }  // namespace
-
-double exchange_memory(std::span<const ExchangeKind> exchanges, int ranks, std::size_t n,
-                       std::size_t k) {
-  const Load load{.ranks = ranks, .n = static_cast<double>(n), .k = static_cast<double>(k)};
-  double most = 0.0;
-  for (const ExchangeKind kind : exchanges) most = std::max(most, row_of(kind).memory(load));
-  return ranks * most;
-}
-
-void expect_memory(double bytes, const std::string& who, const std::string& remedy) {
-  const double room =
-      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
-  if (bytes <= 0.8 * room) return;
-  const auto gigabytes = [](double x) { return std::to_string(std::llround(1e-9 * x)); };
-  throw InvalidArgument(who + " needs about " + gigabytes(bytes) + " GB, and this machine has " +
-                        gigabytes(room) + ": " + remedy);
-}
 
 SimulationSummary simulate(const TrainOptions& options, const Dataset& data,
                            const SimulationOptions& simulation, const std::atomic<bool>& stop,

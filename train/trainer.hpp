@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string>
 #include <string_view>
@@ -89,7 +88,8 @@ struct Resumed {
   // ranks counts steps of another length.
   std::int64_t saved_step = 0;
   int saved_ranks = 0;
-  std::int64_t saved_evaluation = 0;  // the last evaluation before it, numbered as saved_step; 0: none
+  // The last evaluation before it, numbered as saved_step; 0: none.
+  std::int64_t saved_evaluation = 0;
 };
 
 // Functions are called on rank 0 only, by the training thread.
@@ -119,10 +119,5 @@ struct Observer {
 // Throws: InvalidArgument, DataError, StateError, CommError, NonFiniteError, Error (disk).
 Summary train(const TrainOptions& options, const Dataset& data, Communicator& comm,
               const std::atomic<bool>& stop, const Observer& observer);
-
-// Throws an Error on all ranks if `mine`, a value named `what`, differs between them. The error
-// names the first rank that differs from rank 0, and the difference. Collective.
-void expect_equal_on_all_ranks(const nlohmann::json& mine, const std::string& what,
-                               Communicator& comm);
 
 }  // namespace skim::train

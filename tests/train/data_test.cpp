@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "train/batch.hpp"
 #include "train/random.hpp"
 
 namespace skim::train {

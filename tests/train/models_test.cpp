@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "message_of.hpp"
+#include "train/batch.hpp"
 
 namespace skim::train {
 namespace {

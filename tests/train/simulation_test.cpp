@@ -19,7 +19,9 @@
 #include "message_of.hpp"
 #include "skim/analysis.hpp"
 #include "skim/error.hpp"
+#include "train/batch.hpp"
 #include "train/checkpoint.hpp"
+#include "train/memory.hpp"
 #include "train/models.hpp"
 
 namespace skim::train {
