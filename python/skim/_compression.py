@@ -402,10 +402,6 @@ class Compression:
         index, members: the bucket's number and the indices of its parameters.
         """
         if self.buckets is not None:
-            if index >= len(self.buckets) or self.buckets[index] != members:
-                raise _core.Error(
-                    f"skim: bucket {index} has other parameters than in the steps before, in the middle of a step"
-                )
             return [(self._first_slot + index, 0, sum(self.lengths[i] for i in members))]
         parts, offset = [], 0
         for i in members:
@@ -449,8 +445,13 @@ class Compression:
         if opens_step:
             self.finish_step()
             self.keep_momentum_out()
-            if self.buckets is not None and (index >= len(self.buckets) or self.buckets[index] != members):
-                self._set_layout(None)
+        if self.buckets is not None and self.buckets[index : index + 1] != [members]:
+            if not opens_step:
+                raise _core.Error(
+                    f"skim: bucket {index} has other parameters than in the steps before, in the middle of a step"
+                )
+            self._set_layout(None)
+        if opens_step:
             self.step_is_open, self._epoch_of_step = True, self.epoch
 
     def reduce_part(self, slot: int, flat: torch.Tensor, scale: float) -> None:

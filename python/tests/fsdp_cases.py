@@ -92,14 +92,14 @@ def of_island(step, model):
     """This rank's part of the island's mean gradient, by name."""
     inside = MESH["inside"].get_group()
     ranks = dist.get_process_group_ranks(inside)
-    whole = None
+    total = None
     for rank in ranks:
         c = coefficients(step, rank)
         flat = [*(t for part in c[:-1] for t in part), c[-1]]
-        whole = flat if whole is None else [a + b for a, b in zip(whole, flat)]
+        total = flat if total is None else [a + b for a, b in zip(total, flat)]
     names = [f"parts.{i}.w.{j}" for i, part in enumerate(Whole().parts) for j in range(len(part.w))] + ["last"]
     mine = {}
-    for name, t in zip(names, whole):
+    for name, t in zip(names, total):
         parts = torch.chunk(t / len(ranks), len(ranks))
         place = MESH["inside"].get_local_rank()
         mine[name] = parts[place].flatten() if place < len(parts) else torch.zeros(0)
@@ -381,8 +381,8 @@ def case_trains_as_dense_and_as_ddp_do():
         skim.attach(model, between=MESH["between"].get_group(), timeout=60.0, **options)
         return losses(model, torch.optim.SGD(model.parameters(), lr=0.5), 40, rank, size)
 
-    whole = {"density": 1.0, "value_code": "f32", "exchange": "dense"}
-    np.testing.assert_allclose(by_fsdp(**whole), by_ddp(), rtol=1e-4)
+    dense = {"density": 1.0, "value_code": "f32", "exchange": "dense"}
+    np.testing.assert_allclose(by_fsdp(**dense), by_ddp(), rtol=1e-4)
     few = {"density": 0.1, "value_code": "f32", "exchange": "allgather", "dense_below": 0}
     of_fsdp, of_ddp = by_fsdp(**few), by_ddp(**few)
     assert of_ddp[-1] < 0.6 * of_ddp[0], of_ddp
@@ -646,17 +646,17 @@ def case_another_number_of_islands():
     model = attached()
     train(model, range(3))
     owed = {name: between(r) / MESH["between"].size() for name, r in skim.compression_of(model).residuals().items()}
-    whole = {key: value for state in gathered(skim.state_dict(model)) for key, value in state.items()}
+    of_all = {key: value for state in gathered(skim.state_dict(model)) for key, value in state.items()}
     for wrong in (None, [1], {1: torch.zeros(3)}):
         expect(skim.StateError, "", skim.load_state_dict, model, wrong)
     alone = sharded()
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     skim.attach(alone, between=groups[dist.get_rank()], **EXACT)
-    skim.load_state_dict(alone, whole)
+    skim.load_state_dict(alone, of_all)
     for name, r in skim.compression_of(alone).residuals().items():
         torch.testing.assert_close(r, owed[name], rtol=1e-5, atol=1e-3)
     if MESH["inside"].size() > 1:
-        foreign = {key.replace("shard_", "shard_9"): value for key, value in whole.items()}
+        foreign = {key.replace("shard_", "shard_9"): value for key, value in of_all.items()}
         expect(skim.StateError, "but not to another number of ranks inside an island", skim.load_state_dict, alone, foreign)
 
 
@@ -665,7 +665,7 @@ def case_state_of_other_parameters():
     old = attached()
     train(old, range(3))
     had, mine = skim.compression_of(old).residuals(), skim.state_dict(old)
-    whole = {key: value for state in gathered(mine) for key, value in state.items()}
+    of_all = {key: value for state in gathered(mine) for key, value in state.items()}
     inner = Whole()
     inner.head, inner.parts = nn.Parameter(torch.zeros(40)), inner.parts[:2]
     inner.to(DEVICE)
@@ -675,7 +675,7 @@ def case_state_of_other_parameters():
     skim.attach(model, between=MESH["between"].get_group(), **EXACT, timeout=60.0)
     expect(skim.StateError, "1 parameter of the model ('head'); load with strict=false", skim.load_state_dict, model, mine)
     gone = {f"parts.2.w.{j}" for j in range(3)}
-    for state in (mine, whole):
+    for state in (mine, of_all):
         missing, unexpected = skim.load_state_dict(model, state, strict=False)
         assert missing == ["head"] and unexpected.keys() == gone
         has = skim.compression_of(model).residuals()
