@@ -513,7 +513,14 @@ class Compression:
         Collective among the ranks that share the parameters: a step is finite on all of them or on none.
         """
         for comm in self.inside:
-            self._finite = all(m[0] for m in comm.allgather(bytes([self._finite])))
+            try:
+                of_all = comm.allgather(bytes([self._finite]))
+            except _core.CommError as e:
+                comm.abort(e.peer)
+                failure = _core.CommError(f"inside the island: {e}")
+                failure.peer = self.comm.rank  # for the other islands, which do not know e.peer
+                raise failure from None
+            self._finite = all(m[0] for m in of_all)
         self.statistics.steps += 1
         if self.elastic is None and self.comm.size > 1 and self.statistics.steps % COMPARED_EVERY == 0:
             self._compare_waits()

@@ -217,6 +217,31 @@ def case_backward_raises_an_error_of_the_wait_for_a_gradient():
         expect_that_a_failed_wait_ends_backward(model, place, lambda: model(coefficients(2)).backward())
 
 
+def case_an_error_inside_an_island_names_the_island():
+    """Other islands know none of the ranks inside it by their places there."""
+    island, place = MESH["between"].get_local_rank(), MESH["inside"].get_local_rank()
+    if MESH["inside"].size() == 1:
+        return
+    model = attached()
+    others_are_done = lambda: place != 1 or dist.barrier(MESH["between"].get_group())  # noqa: E731
+
+    def fails():
+        others_are_done()
+        raise ZeroDivisionError("mine")
+
+    if (island, place) == (0, 1):
+        skim.compression_of(model).end_of_step = fails
+    try:
+        model(coefficients(0)).backward()
+        others_are_done()
+        model(coefficients(1)).backward()
+        raise AssertionError("backward did not raise")
+    except ZeroDivisionError:
+        assert (island, place) == (0, 1)
+    except skim.CommError as e:
+        assert e.peer == 0 and ("inside the island" in str(e)) == (island == 0), (e, e.peer)
+
+
 def case_islands_begin_with_one_model():
     island = MESH["between"].get_local_rank()
     model = Whole().to(DEVICE)
