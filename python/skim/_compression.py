@@ -230,8 +230,9 @@ class Unit:
         if self._updates_of is None:
             return scale
         # At a rate of 0, updates cannot be converted to gradients, so keep the last rate above 0. The
-        # entries that such a step sends change no parameter.
-        self._rate = max(float(group["lr"]) for group in self._updates_of.param_groups) or self._rate
+        # entries that such a step sends change no parameter. Schedulers round a rate of 0, also to one below 0.
+        rate = max(float(group["lr"]) for group in self._updates_of.param_groups)
+        self._rate = rate if rate > LEAST_RATE else self._rate
         return scale / self._rate
 
     def state_dict(self) -> dict[str, torch.Tensor]:
