@@ -317,7 +317,8 @@ class Compression:
         given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "others"}
         if isinstance(self.local, TensorLocalHalf):
             # As Reducer.options has them: the shortest number that is the same float32.
-            own = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in self.local.options.items()}
+            options_of_device = self.local.options.items()
+            own = {k: v if isinstance(v, (bool, str)) else float(str(np.float32(v))) for k, v in options_of_device}
             given = {**own, **given}
         if options.replay is not None:
             given["replay"] = hashlib.sha256(json.dumps(options.replay).encode()).hexdigest()
