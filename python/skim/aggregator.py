@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -73,6 +73,7 @@ class Aggregator(Compression):
         process_group: dist.ProcessGroup | ElasticGroup | None = None,
         timeout: float = 1800.0,
         writer: Any = None,
+        _also_equal: Sequence[str] = (),
         **options: Unpack[ReducerOptions],
     ) -> None:
         expect_whole("skim.Aggregator: fragments", fragments, 1)
@@ -86,7 +87,8 @@ class Aggregator(Compression):
         )  # fmt: skip
         if not of_updates:
             expect_trains(optimizer, {name: t for name, t in named.items() if isinstance(t, torch.nn.Parameter)})
-        super().__init__(named, compressed, process_group, timeout, writer)
+        also_equal = [f"fragments={fragments}", f"bucket_mb={float(bucket_mb)}", *_also_equal]
+        super().__init__(named, compressed, process_group, timeout, writer, also_equal=also_equal)
         self.tensors = list(named.values())
         # The indices of each fragment's tensors, and of its buckets.
         self.fragments = _fragments(self.tensors, fragments)

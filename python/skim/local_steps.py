@@ -199,9 +199,10 @@ class LocalSteps:
         _expect_local(optimizer, self._of_model)
         corrected = optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None
         expect_trains(corrected, named)
+        also_equal = [f"{name}={value}" for name, value in {"every": self.every, "delay": self.delay, **own}.items()]
         self._aggregator = Aggregator(
             zip(self._names, self._parameters), density=density, exchange=exchange, process_group=process_group,
-            fragments=int(fragments), optimizer=corrected, of_updates=True, **options,
+            fragments=int(fragments), optimizer=corrected, of_updates=True, _also_equal=also_equal, **options,
         )  # fmt: skip
         self._needs_momentum = corrected is None  # in the optimizer itself
         self._place_momentum()

@@ -1662,6 +1662,17 @@ def case_lazy_modules_are_refused_until_they_have_shapes():
 
 
 def case_a_refused_model_and_its_optimizer_stay_as_they_were():
+        for make, name, values in (
+            (aggregator, "bucket_mb", (25.0, 1.0)),
+            (aggregator, "fragments", (1, 2)),
+            (local_steps, "every", (2, 3)),
+            (local_steps, "delay", (0, 1)),
+            (local_steps, "ahead", (1.0, 0.5)),
+            (local_steps, "outer_lr", (0.5, 0.75)),
+            (local_steps, "outer_momentum", (0.0, 0.5)),
+        ):
+            text = f"rank 0 has {name}={values[0]}, rank 1 has {name}={values[1]}"
+            expect(wrong, text, make, timeout=60.0, **{name: values[min(RANK, 1)]})
     inner = Linear()
     model = DDP(inner, find_unused_parameters=True)
     model.register_comm_hook(None, lambda state, bucket: None)
