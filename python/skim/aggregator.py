@@ -241,9 +241,9 @@ def _dense(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _fragments(tensors: list[torch.Tensor], count: int) -> list[tuple[int, ...]]:
     """The indices of each fragment's tensors. A tensor belongs to the fragment in which its middle entry lies."""
     total = sum(t.numel() for t in tensors)
-    found: list[list[int]] = [[] for _ in range(count)]
+    found: dict[int, list[int]] = {}
     before = 0
     for i, t in enumerate(tensors):
-        found[min(count - 1, int(count * (before + t.numel() / 2) / max(1, total)))].append(i)
+        found.setdefault(min(count - 1, count * (2 * before + t.numel()) // max(1, 2 * total)), []).append(i)
         before += t.numel()
-    return [tuple(members) for members in found if members]
+    return [tuple(members) for members in found.values()]

@@ -2231,6 +2231,7 @@ def case_residuals_are_those_after_the_exchanges_that_have_begun():
     arrived = local._flights[0].arrived
     wait = arrived.exception
     arrived.exception = lambda: begins.set() or wait()
+    assert len(skim.Aggregator(model.parameters(), fragments=2**70).fragments) == len(LENGTHS), "one tensor in each"
     found = flat(local.residuals().values())
     begins.set()
     wait()
