@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from skim import _core
-from skim._checks import expect_flag, expect_steps_of_run
+from skim._checks import expect_epoch, expect_flag, expect_float32, expect_steps_of_run, has_method
 from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, put_back, take_out
 from skim._options import CompressionOptions, FeedbackOptions
 from skim._report import Report
@@ -85,6 +85,8 @@ class Options:
             what, kinds = KINDS.get(TYPES.get(name), ("", ()))
             if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
                 raise _core.InvalidArgument(f"skim: {name}: must be {what}, not {value!r}")
+            if numbers.Real in kinds:
+                expect_float32(f"skim: {name}", value)
         if self.others.get("residual_decay") == 0:
             raise _core.InvalidArgument(
                 "skim: residual_decay: 0 would forget what is not sent; use feedback=False for that, or a number in (0, 1]"
@@ -298,7 +300,7 @@ class Compression:
         """unit: of the residuals; None: that of the tensors. also_equal: descriptions of other options, which must be equal
         on all ranks."""
         expect_parameters(parameters)
-        if writer is not None and not hasattr(writer, "add_scalar"):
+        if writer is not None and not has_method(writer, "add_scalar"):
             raise _core.InvalidArgument(f"skim: writer: must have add_scalar(tag, value, step), not {writer!r}")
         self.names = list(parameters)
         self.lengths = [p.numel() for p in parameters.values()]
@@ -327,7 +329,7 @@ class Compression:
         self.expect_equal()
         self.options = options
         self.writer = writer
-        self.epoch = 0.0
+        self._epoch = 0.0
         self._epoch_of_step = 0.0  # when the open step began: a rank may end it before the next epoch is set, or after
         self.statistics = Report(self.comm.rank, self.comm.size)
         self._compared_at, self._exposed_before = time.perf_counter(), 0.0
@@ -352,6 +354,16 @@ class Compression:
         if is_elastic:
             self.elastic = ElasticSteps(self, process_group)
             self.elastic.start()
+
+    @property
+    def epoch(self) -> float:
+        """The epoch, for a density schedule that goes by it."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: float) -> None:
+        expect_epoch(value)
+        self._epoch = value
 
     def take_over_momentum(self) -> None:
         """Ends the making of a compression. An error before that leaves the optimizer as it was."""
@@ -761,7 +773,7 @@ def expect_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
     """Raises InvalidArgument if Skim cannot compress the gradients of one of the parameters, or if there is none."""
     if not parameters:
         raise _core.InvalidArgument("skim: there is no parameter that requires a gradient")
-    expect_shapes(parameters.items())
+    expect_dense(parameters.items())
     for name, p in parameters.items():
         if p.dtype not in FLOATS:
             raise _core.InvalidArgument(
@@ -776,12 +788,18 @@ def expect_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
             raise _core.InvalidArgument(f"skim: parameter '{name}' is on 'meta', without memory")
 
 
-def expect_shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises InvalidArgument if a lazy module has not given one of the tensors a shape yet. tensors: with their names."""
-    if lazy := next((name for name, t in tensors if torch.nn.parameter.is_lazy(t)), None):
-        raise _core.InvalidArgument(
-            f"skim: '{lazy}' has no shape yet, because its module is lazy; call the model once on every rank before"
-        )
+def expect_dense(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises InvalidArgument if one of the tensors is sparse, or has no shape yet. tensors: with their names."""
+    for name, t in tensors:
+        if torch.nn.parameter.is_lazy(t):
+            raise _core.InvalidArgument(
+                f"skim: '{name}' has no shape yet, because its module is lazy; call the model once on every rank before"
+            )
+        if t.layout is not torch.strided:
+            raise _core.InvalidArgument(
+                f"skim: '{name}' is {t.layout}; parameters and buffers must be dense: use to_dense(), or keep a tensor that "
+                "is equal on all ranks as a plain attribute of its module"
+            )
 
 
 def buckets_of(tensors: Sequence[torch.Tensor], members: Sequence[int], most_bytes: float) -> list[tuple[int, ...]]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from skim import _core
-from skim._checks import expect_positive
+from skim._checks import expect_timeout
 
 _NOBODY = -1
 
@@ -215,12 +215,12 @@ def connect(process_group: Any = None, *, timeout: float = 1800.0) -> _core.Comm
     on all ranks.
 
     process_group: of any backend, because Skim sends from host memory. None: the default process group.
-    timeout: seconds that a rank waits for another. A rank that ends is noticed in about a second.
+    timeout: seconds that a rank waits for another, at most 1e6. A rank that ends is noticed in about a second.
 
     Raises InvalidArgument if torch.distributed has no process group yet, or an argument cannot work. Raises CommError,
     which names the rank, if a rank does not call it within the timeout.
     """
-    expect_positive("skim: timeout", timeout)
+    expect_timeout("skim: timeout", timeout)
     if not dist.is_available() or not dist.is_initialized():
         raise _core.InvalidArgument(
             "skim: torch.distributed has no process group yet; call torch.distributed."

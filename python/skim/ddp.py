@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
+from skim._checks import has_method
 from skim._compression import (
     STATE,
     Compression,
@@ -227,10 +228,8 @@ def attach(
         raise _core.InvalidArgument(
             f"skim.attach: updates_of must be an optimizer, with param_groups, not {type(updates_of).__name__}"
         )
-    if scaler is not None and not hasattr(scaler, "get_scale"):
-        raise _core.InvalidArgument(
-            f"skim.attach: scaler must be a GradScaler, with get_scale(), not {type(scaler).__name__}"
-        )
+    if scaler is not None and not has_method(scaler, "get_scale"):
+        raise _core.InvalidArgument(f"skim.attach: scaler must be a GradScaler, with get_scale(), not {scaler!r}")
     unit = Unit(scaler, updates_of)
     compression: DdpCompression | FsdpCompression
     if isinstance(inner, DistributedDataParallel):

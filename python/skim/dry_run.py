@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
 import statistics
 import time
 from typing import Any
@@ -173,7 +174,7 @@ class DryRun:
 
 def steps_of(dry_run: Any) -> int:
     """The number of steps that skim.attach(dry_run=...) asks for; 0: no dry run."""
-    if not isinstance(dry_run, int) or dry_run < 0:
+    if not isinstance(dry_run, numbers.Integral) or dry_run < 0:
         raise _core.InvalidArgument(f"skim.attach: dry_run must be True or a number of steps >= 1, not {dry_run!r}")
     return DEFAULT_STEPS if dry_run is True else int(dry_run)
 

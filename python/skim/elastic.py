@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from skim import _core
-from skim._checks import expect_positive, expect_whole
+from skim._checks import expect_positive, expect_timeout, expect_whole
 from skim._transport import GlooTransport
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ TAKEN = "taken/{}/{}"  # in this generation: "yes" or "no": another rank has the
 LEFT, FAILED = "left", "failed"
 STORE_WAIT_S = 10.0  # a rank may start a little before its store
 MOST_PORT = 65535
-MOST_TIMEOUT_S = 1e6  # PyTorch counts milliseconds in an int
 STATE_TAG = 1 << 20  # of messages that are not the communicator's; its tags are small
 
 _open: weakref.WeakSet[ElasticGroup] = weakref.WeakSet()
@@ -268,12 +267,9 @@ class ElasticGroup:
                 f"skim.ElasticGroup: address: the port must be in [1, {MOST_PORT}], not {port}"
             )
         expect_whole("skim.ElasticGroup: min_ranks", min_ranks, 1)
-        for name, value in (("timeout", timeout), ("lost_after", lost_after), ("patience", patience)):
+        expect_timeout("skim.ElasticGroup: timeout", timeout)
+        for name, value in (("lost_after", lost_after), ("patience", patience)):
             expect_positive(f"skim.ElasticGroup: {name}", value)
-        if timeout > MOST_TIMEOUT_S:
-            raise _core.InvalidArgument(
-                f"skim.ElasticGroup: timeout: must be at most {MOST_TIMEOUT_S:g} s, not {timeout!r}"
-            )
         if not isinstance(state, Mapping):
             raise _core.InvalidArgument(
                 f"skim.ElasticGroup: state: must be a dict such as {{'model': model, 'optimizer': optimizer}}, not "

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from skim import _core
-from skim._compression import Compression, Options, Trainable, Unit, expect_state
+from skim._compression import Compression, Options, Trainable, Unit, expect_dense, expect_state
 from skim._momentum import expect_trains
 from skim._shards import Shard, is_sharded, make_equal
 
@@ -33,6 +33,7 @@ class FsdpCompression(Compression):
     def __init__(
         self, model: FSDPModule, between: dist.ProcessGroup, options: Options, unit: Unit, timeout: float, writer: Any
     ) -> None:
+        expect_dense(model.named_buffers())  # type: ignore[attr-defined]
         modules = {name: m for name, m in model.named_modules() if is_sharded(m)}  # type: ignore[attr-defined]
         names = {p: name.replace("_orig_mod.", "") for name, p in model.named_parameters()}  # type: ignore[attr-defined]
         shards: dict[str, torch.Tensor] = {}

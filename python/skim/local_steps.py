@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._checks import expect_whole
-from skim._compression import expect_shapes, expect_state, json_tensor, json_value
+from skim._checks import expect_epoch, expect_whole, has_method
+from skim._compression import expect_dense, expect_state, json_tensor, json_value
 from skim._momentum import correction_for, expect_trains, inner_optimizer, put_back
 from skim._report import Report
 from skim._shards import Shard, expect_no_replicate, local, make_equal, reshard
@@ -160,7 +160,7 @@ class LocalSteps:
         expect_whole("skim.LocalSteps: every", every, 1)
         expect_whole("skim.LocalSteps: delay", delay, 0, every, "every")
         expect_whole("skim.LocalSteps: fragments", fragments, 1, every, "every")
-        expect_shapes([*model.named_parameters(), *model.named_buffers()])
+        expect_dense([*model.named_parameters(), *model.named_buffers()])
         for name in ("momentum_correction", "momentum_dampening", "nesterov_correction"):
             if options.get(name):
                 raise _core.InvalidArgument(
@@ -229,7 +229,7 @@ class LocalSteps:
         self._kept_updates: list[torch.Tensor] = []  # with every=1: room for them
         self._flights: dict[int, _Flight] = {}  # by fragment
         self._steps = 0  # of the open round
-        self.epoch = 0.0  # for density schedules that go by it
+        self._epoch = 0.0
         self._own: list[torch.Tensor] | None = None  # inside shared(): this rank's replica
         self._finished = False
         place_of = {p: i for i, p in enumerate(self._of_model)}
@@ -241,6 +241,16 @@ class LocalSteps:
     def _parameters(self) -> list[torch.Tensor]:
         """This rank's parts of the parameters, which share memory with the model."""
         return [local(p) for p in self._of_model]
+
+    @property
+    def epoch(self) -> float:
+        """The epoch, for a density schedule that goes by it."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: float) -> None:
+        expect_epoch(value)
+        self._epoch = value
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -725,7 +735,7 @@ def expect_no_local_steps(what: str, model: torch.nn.Module) -> None:
 def _expect_local(optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
     """Raises InvalidArgument if the optimizer cannot train these parameters on this rank alone."""
     kind = type(optimizer).__name__
-    if not callable(getattr(optimizer, "step", None)) or isinstance(optimizer, type):
+    if not has_method(optimizer, "step"):
         raise _core.InvalidArgument(f"skim.LocalSteps: optimizer must be an optimizer, with step(), not {optimizer!r}")
     if kind in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
         raise _core.InvalidArgument(

@@ -1559,6 +1559,10 @@ def case_refusals():
         ("total_steps", 10**30, f"must be at most {2**53}, not {10**30}"),
         ("dense_below", 0.5, "must be a whole number, not 0.5"),
         ("residual_decay", "0.9", "must be a number, not '0.9'"),
+        ("residual_decay", 1e-50, "must be 0 or from 1e-45 to 3.4e+38 in size, not 1e-50"),
+        ("local_clip", 1e-50, "must be 0 or from 1e-45 to 3.4e+38 in size, not 1e-50"),
+        ("select_threshold", 1e-50, "must be 0 or from 1e-45 to 3.4e+38 in size, not 1e-50"),
+        ("select_threshold", 1e39, "must be 0 or from 1e-45 to 3.4e+38 in size, not 1e+39"),
         ("residual_decay", 0, "0 would forget what is not sent; use feedback=False for that, or a number in (0, 1]"),
         ("feedback", 1, "must be True or False, not 1"),
         ("select_block", True, "must be a whole number, not True"),
@@ -1574,10 +1578,16 @@ def case_refusals():
     def local_steps(**options):
         return skim.LocalSteps(inner, torch.optim.SGD(inner.parameters(), lr=1.0), **options)
 
+    class Writer:
+        def add_scalar(self, tag, value, step):
+            pass
+
     for name, value, what, *makers in (
         ("timeout", 0, "must be a number above 0, not 0", lambda **o: skim.attach(DDP(inner), **o), aggregator, local_steps),
         ("timeout", math.nan, "must be a number above 0, not nan", aggregator),
+        ("timeout", 1e30, "must be at most 1e+06 s, not 1e+30", aggregator),
         ("writer", 3, "must have add_scalar(tag, value, step), not 3", aggregator),
+        ("writer", Writer, "must have add_scalar(tag, value, step), not <class", aggregator),
         ("bucket_mb", 0, "must be a number above 0, not 0", aggregator, local_steps),
         ("bucket_mb", "1", "must be a number above 0, not '1'", aggregator),
         ("fragments", 0, "must be a whole number of at least 1, not 0", aggregator),
@@ -1593,6 +1603,10 @@ def case_refusals():
             expect(wrong, text, make, density=density, select="threshold")
             expect(wrong, text, make, density=density, select="threshold", select_threshold=0)
     expect(wrong, "one of torch.distributed, with this rank in it, not 3", aggregator, process_group=3)
+    for of_epochs in (aggregator(timeout=60.0), local := local_steps(timeout=60.0)):
+        expect(wrong, "epoch: must be a number, not '3'", setattr, of_epochs, "epoch", "3")
+        of_epochs.epoch = np.float32(3)
+    local.finish()
     one = torch.zeros(3)
     for tensors, what in (
         (inner, ", not Linear"),
@@ -1624,7 +1638,9 @@ def case_refusals():
     expect(wrong, "decay", skim.attach, DDP(Linear()), residual_decay=1.5)
     expect(wrong, "no 'ignore'; there are: pass-on, raise", skim.attach, DDP(Linear()), non_finite="ignore")
     expect(wrong, "updates_of must be an optimizer", skim.attach, DDP(Linear()), updates_of=0.1)
-    expect(wrong, "scaler must be a GradScaler, with get_scale(), not float", skim.attach, DDP(Linear()), scaler=1024.0)
+    for scaler in (1024.0, torch.cuda.amp.GradScaler):
+        text = f"scaler must be a GradScaler, with get_scale(), not {scaler}"
+        expect(wrong, text, skim.attach, DDP(Linear()), scaler=scaler)
     sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     expect(wrong, "updates_of and local_clip exclude", skim.attach, DDP(Linear()), updates_of=sgd, local_clip=1.0)
     hooked = DDP(Linear())
@@ -1646,6 +1662,17 @@ def case_refusals():
         ):
             text = f"rank 0 has {name}={values[0]:g}, rank 1 has {name}={values[1]:g}"
             expect(wrong, text, skim.attach, DDP(Linear()), **{name: values[min(RANK, 1)]})
+        for make, name, values in (
+            (aggregator, "bucket_mb", (25.0, 1.0)),
+            (aggregator, "fragments", (1, 2)),
+            (local_steps, "every", (2, 3)),
+            (local_steps, "delay", (0, 1)),
+            (local_steps, "ahead", (1.0, 0.5)),
+            (local_steps, "outer_lr", (0.5, 0.75)),
+            (local_steps, "outer_momentum", (0.0, 0.5)),
+        ):
+            text = f"rank 0 has {name}={values[0]}, rank 1 has {name}={values[1]}"
+            expect(wrong, text, make, timeout=60.0, **{name: values[min(RANK, 1)]})
 
 
 def case_lazy_modules_are_refused_until_they_have_shapes():
@@ -1662,17 +1689,6 @@ def case_lazy_modules_are_refused_until_they_have_shapes():
 
 
 def case_a_refused_model_and_its_optimizer_stay_as_they_were():
-        for make, name, values in (
-            (aggregator, "bucket_mb", (25.0, 1.0)),
-            (aggregator, "fragments", (1, 2)),
-            (local_steps, "every", (2, 3)),
-            (local_steps, "delay", (0, 1)),
-            (local_steps, "ahead", (1.0, 0.5)),
-            (local_steps, "outer_lr", (0.5, 0.75)),
-            (local_steps, "outer_momentum", (0.0, 0.5)),
-        ):
-            text = f"rank 0 has {name}={values[0]}, rank 1 has {name}={values[1]}"
-            expect(wrong, text, make, timeout=60.0, **{name: values[min(RANK, 1)]})
     inner = Linear()
     model = DDP(inner, find_unused_parameters=True)
     model.register_comm_hook(None, lambda state, bucket: None)
@@ -1815,6 +1831,7 @@ def case_dry_run_trains_as_before():
     assert "speed-up" in str(watcher) and len(str(watcher).splitlines()) == 9
     for wrong in (-3, 2.5, "20", None, torch.ones(2)):
         expect(skim.InvalidArgument, "dry_run must be True or", skim.attach, DDP(Linear()), dry_run=wrong)
+    assert skim.attach(DDP(Linear()), dry_run=np.int64(3)).steps == 3
     for model, text in (  # they would end the run after the steps that are measured
         (Linear(dtype=torch.float64), "'w.0' is torch.float64"),
         (nn.Sequential(nn.Embedding(10, 3, sparse=True)), "'0' makes sparse gradients"),
@@ -2147,6 +2164,8 @@ def case_local_steps_begin_with_one_model():
     model.register_buffer("repeated", torch.randn(1, device=DEVICE).expand(6))
     model.register_buffer("repeated_rows", torch.randn(1, 4, device=DEVICE).expand(3, 4))
     model.register_buffer("spread", torch.randn(10, device=DEVICE)[::2])
+    model.register_buffer("conjugate", torch.randn(4, dtype=torch.complex64, device=DEVICE).conj())
+    model.register_buffer("negative", torch.randn(4, dtype=torch.complex64, device=DEVICE).conj().imag)
     model.to(DEVICE)
     skim.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=1.0), timeout=60.0)
     state = {name: t.cpu() for name, t in model.state_dict().items()}
@@ -2155,6 +2174,15 @@ def case_local_steps_begin_with_one_model():
     for name, of_first in of_ranks[0].items():
         assert torch.equal(state[name], of_first), name
     assert state["count"] == 10
+
+
+def case_local_steps_refuse_sparse_buffers():
+    """The optimizer keeps its momentum then."""
+    model = nn.Linear(3, 3)
+    model.register_buffer("neighbours", torch.eye(3).to_sparse())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expect(skim.InvalidArgument, "'neighbours' is torch.sparse_coo", skim.LocalSteps, model, optimizer)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
 
 
 def case_late_exchanges_conserve_what_ranks_moved():
@@ -2203,6 +2231,7 @@ def case_fragments_are_exchanged_in_turn():
         same(shared(local), seen)
     aggregator = skim.Aggregator(model.parameters(), fragments=2)
     expect(skim.InvalidArgument, "step needs fragments=1", aggregator.step)
+    assert len(skim.Aggregator(model.parameters(), fragments=2**70).fragments) == len(LENGTHS), "one tensor in each"
 
 
 def case_training_goes_on_while_an_exchange_waits():
@@ -2231,7 +2260,6 @@ def case_residuals_are_those_after_the_exchanges_that_have_begun():
     arrived = local._flights[0].arrived
     wait = arrived.exception
     arrived.exception = lambda: begins.set() or wait()
-    assert len(skim.Aggregator(model.parameters(), fragments=2**70).fragments) == len(LENGTHS), "one tensor in each"
     found = flat(local.residuals().values())
     begins.set()
     wait()
