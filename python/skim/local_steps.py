@@ -485,8 +485,8 @@ class LocalSteps:
             yield self.model
             return
         self._own = own = [p.detach().clone() for p in self._parameters]
-        self._put(self._shared)
-        try:
+        try:  # a signal handler may raise while x is put there
+            self._put(self._shared)
             yield self.model
         finally:
             with torch.no_grad():

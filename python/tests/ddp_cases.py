@@ -2417,6 +2417,10 @@ def case_a_replica_is_never_saved_by_mistake():
         expect(skim.InvalidArgument, "finish inside shared()", local.finish)
         expect(skim.InvalidArgument, "load_state_dict inside shared()", local.load_state_dict, local.state_dict())
     assert torch.equal(flat(model.parameters()), own) and torch.equal(shared(local), x)
+    with unittest.mock.patch.object(local, "_reshard", side_effect=[KeyboardInterrupt, None]):  # as soon as x is there
+        with contextlib.suppress(KeyboardInterrupt), local.shared():
+            pass
+    assert torch.equal(flat(model.parameters()), own), "the replica is back"
     with local.shared(), warnings.catch_warnings():
         warnings.simplefilter("error")
         copy.deepcopy(model)
