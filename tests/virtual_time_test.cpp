@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <ctime>
 #include <string>
@@ -56,6 +57,23 @@ TEST(virtual_time, both_directions_at_once) {
     comm.wait(sending);
   });
   EXPECT_EQ(took, kAlpha + 1000 * kBeta);
+}
+
+TEST(virtual_time, refuses_a_time_that_its_clock_does_not_hold) {
+  for (const Link& link : {Link{.alpha_s = 1e10}, Link{.beta_s_per_byte = 1e300}}) {
+    std::atomic<int> refused = 0;
+    run_simulated(2, {.link = link, .processor_time = false}, [&](Communicator& comm) {
+      Message m(1000);
+      try {
+        comm.wait(comm.rank() == 0 ? comm.isend(m, 1) : comm.ireceive(m, 0));
+      } catch (const InvalidArgument&) {
+        ++refused;
+        comm.abort(comm.rank());
+      } catch (const CommError&) {  // the other rank was refused
+      }
+    });
+    EXPECT_EQ(refused, 1);
+  }
 }
 
 // One link out and one link in: three messages to three ranks, and from three, take turns.

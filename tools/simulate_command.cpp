@@ -40,6 +40,7 @@
 #include "train/data.hpp"
 #include "train/memory.hpp"
 #include "train/options_json.hpp"
+#include "train/rethrow_cause.hpp"
 #include "train/simulation.hpp"
 
 namespace skim::tool {
@@ -188,9 +189,7 @@ Outcome simulate(const SimulateOptions& o, const std::string& name, const Select
       });
     }
   }
-  for (const auto& e : failed) {
-    if (e) std::rethrow_exception(e);
-  }
+  train::rethrow_cause(failed);
   Outcome outcome;
   outcome.decision = courses[0].decision;
   std::vector<double> seconds;

@@ -22,6 +22,7 @@
 #include "train/buckets.hpp"
 #include "train/loop.hpp"
 #include "train/memory.hpp"
+#include "train/rethrow_cause.hpp"
 
 namespace skim::train {
 namespace {
@@ -36,8 +37,8 @@ class RankThreads {
     }
   }
 
-  // Runs job(r) for every rank r, and returns when all have ended. If several ranks threw, throws
-  // the cause in preference to a CommError, which ranks throw after the failure of another one.
+  // Runs job(r) for every rank r, and returns when all have ended.
+  // Throws: as rethrow_cause(), if a rank threw.
   void run(const std::function<void(std::size_t)>& job) {
     std::unique_lock lock(mutex_);
     job_ = &job;
@@ -45,16 +46,7 @@ class RankThreads {
     ++round_;
     start_.notify_all();
     end_.wait(lock, [&] { return running_ == 0; });
-    std::exception_ptr seen;
-    for (const std::exception_ptr& e : errors_) {
-      if (!e) continue;
-      try {
-        std::rethrow_exception(e);
-      } catch (const CommError&) {
-        if (!seen) seen = e;
-      }
-    }
-    if (seen) std::rethrow_exception(seen);
+    rethrow_cause(errors_);
   }
 
  private:

@@ -246,7 +246,8 @@ struct VirtualTime {
 // a receive ends when it has come in.
 //
 // Communicators from split() keep the clock and the link. Timeouts are in real time.
-// Throws: InvalidArgument if size < 1 or a number of the link is negative or not finite.
+// Throws: InvalidArgument if size < 1 or a number of the link is negative or not finite. A transfer
+// throws it if the clock would pass 146 years (2^62 ns); then discard the group.
 // Source: Hockney, Parallel Computing 20, 1994, with the ports of LogGP (Alexandrov et al., SPAA
 // 1995).
 std::vector<std::unique_ptr<Communicator>> make_simulated_group(int size, const VirtualTime& time,

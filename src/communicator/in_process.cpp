@@ -177,14 +177,16 @@ class InProcessCommunicator final : public Communicator {
     const Call call(root_, root_rank_);
     Lock lock(root_.mutex);
     check_alive();
+    std::int64_t leaves_ns = 0;
+    if (root_.time) {
+      leaves_ns = std::max(clock().now_ns, clock().out_free_ns);
+      clock().out_free_ns = after(leaves_ns, passing_s(message.size()));
+    }
     const auto [ticket, transfer] = transfers_.open();
     transfer.receiving = false;
     transfer.peer = to;
     transfer.out = message;
-    if (root_.time) {
-      transfer.leaves_ns = std::max(clock().now_ns, clock().out_free_ns);
-      clock().out_free_ns = transfer.leaves_ns + passing_ns(message.size());
-    }
+    transfer.leaves_ns = leaves_ns;
     if (!put_aside(transfer)) meet(transfer, lock);
     return ticket;
   }
@@ -236,16 +238,24 @@ class InProcessCommunicator final : public Communicator {
   VirtualClock& clock() const noexcept {
     return root_.clocks[static_cast<std::size_t>(root_rank_)];
   }
-  std::int64_t passing_ns(std::size_t bytes) const noexcept {
-    return std::llround(1e9 * root_.time->link.beta_s_per_byte * static_cast<double>(bytes));
+  double passing_s(std::size_t bytes) const noexcept {
+    return root_.time->link.beta_s_per_byte * static_cast<double>(bytes);
+  }
+  // The time `seconds` later. Throws: InvalidArgument if the clock does not reach it.
+  static std::int64_t after(std::int64_t begin_ns, double seconds) {
+    SKIM_EXPECTS(1e9 * seconds + static_cast<double>(begin_ns) < 0x1p62,
+                 "communicator: the simulated link is too slow: virtual time ends after 146 years");
+    return begin_ns + std::llround(1e9 * seconds);
   }
   // Advances this rank's clock to the end of a finished transfer.
-  void pass_time(const Transfer& done) noexcept {
+  void pass_time(const Transfer& done) {
     VirtualClock& c = clock();
-    std::int64_t end = done.leaves_ns + passing_ns(done.out.size());
+    std::int64_t end = 0;
     if (done.receiving) {
-      const std::int64_t head = done.leaves_ns + std::llround(1e9 * root_.time->link.alpha_s);
-      end = c.in_free_ns = std::max(head, c.in_free_ns) + passing_ns(done.in.size());
+      const std::int64_t head = after(done.leaves_ns, root_.time->link.alpha_s);
+      end = c.in_free_ns = after(std::max(head, c.in_free_ns), passing_s(done.in.size()));
+    } else {
+      end = after(done.leaves_ns, passing_s(done.out.size()));
     }
     c.now_ns = std::max(c.now_ns, end);
   }

@@ -312,6 +312,8 @@ class Simulate(Case):
         for arguments, words in [
             (["--link", "fast"], ["--link", "'fast'"]),
             (["--latency", "1"], ["--latency", "'1'"]),
+            (["--latency", "1e9s", "--parameters", 1000], ["the simulated link is too slow"]),
+            (["--link", "1e-300kbit", "--parameters", 1000], ["the simulated link is too slow"]),
             (["--exchange", "ring"], ["--exchange", "ring"]),
             (["--exchange", "hierarchical"], ["--exchange"]),
             (["--density", 0], ["--density", "(0, 1]"]),

@@ -216,6 +216,7 @@ class Training(Case):
             (["--exchange", "ring"], ["--exchange", "ring"]),
             (["--exchange", "hierarchical"], ["hierarchical", "one host"]),
             (["--checkpoint", self.dir], ["--checkpoint", "leave it out"]),
+            (["--ranks", 3, "--latency", "1e9s", "--steps", 30], ["the simulated link is too slow"]),
             (["--resume"], ["--resume"]),
             (["--on-divergence", "stop"], ["--on-divergence", "leave it out"]),
             (["--model", "alexnet"], ["alexnet", "lenet5"]),
