@@ -16,6 +16,7 @@
 
 #include "skim/names.hpp"
 #include "src/state.hpp"
+#include "train/memory.hpp"
 #include "train/random.hpp"
 
 namespace skim::train {
@@ -453,6 +454,9 @@ Dataset load_data(const DataOptions& options) {
       refuse("sizes must be at least 1 (train " + str(options.generated_train) + ", test " +
              str(options.generated_test) + ")");
     }
+    const double images = static_cast<double>(options.generated_train) +
+                          static_cast<double>(options.generated_test);
+    expect_memory(images * (kSide * kSide + 1), "data: generated", "take fewer images");
     const std::vector<Glyph> glyphs = make_glyphs(options.generated_seed);
     train = generate(glyphs, options.generated_seed, 0, options.generated_train);
     test = generate(glyphs, options.generated_seed, 1, options.generated_test);

@@ -3,7 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
+#include <array>
+#include <cstdio>
 
 #include "skim/error.hpp"
 
@@ -21,7 +22,11 @@ void expect_memory(double bytes, const std::string& who, const std::string& reme
   const double room =
       static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
   if (bytes <= 0.8 * room) return;
-  const auto gigabytes = [](double x) { return std::to_string(std::llround(1e-9 * x)); };
+  const auto gigabytes = [](double x) {
+    std::array<char, 32> text{};
+    std::snprintf(text.data(), text.size(), x < 1e15 ? "%.0f" : "%.1e", 1e-9 * x);
+    return std::string(text.data());
+  };
   throw InvalidArgument(who + " needs about " + gigabytes(bytes) + " GB, and this machine has " +
                         gigabytes(room) + ": " + remedy);
 }

@@ -1,4 +1,4 @@
-// How much memory a simulation needs, before it takes it.
+// Whether there is enough memory, before it is taken.
 #pragma once
 
 #include <cstddef>

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "skim/names.hpp"
+#include "train/memory.hpp"
 #include "train/random.hpp"
 
 namespace skim::train {
@@ -306,6 +307,13 @@ class Vgg16 : public Model {
 // Predicts characters. Each window starts from a zero state, because windows are shuffled.
 class Lstm : public Model {
  public:
+  static double parameter_count(const ModelOptions& o) {
+    const auto v = static_cast<double>(o.vocabulary);
+    const auto e = static_cast<double>(or_default(o.embedding, 64));
+    const auto h = static_cast<double>(or_default(o.hidden, 256));
+    const auto layers = static_cast<double>(or_default(o.layers, 1));
+    return v * e + 4 * h * (e + h + 2) + (layers - 1) * 4 * h * (2 * h + 2) + (h + 1) * v;
+  }
   explicit Lstm(const ModelOptions& o) {
     const std::int64_t embedding = or_default(o.embedding, 64);
     const std::int64_t hidden = or_default(o.hidden, 256);
@@ -357,6 +365,13 @@ class TransformerBlock : public nn::Module {
 
 class Gpt : public Model {
  public:
+  static double parameter_count(const ModelOptions& o) {
+    const auto v = static_cast<double>(o.vocabulary);
+    const auto e = static_cast<double>(or_default(o.embedding, 128));
+    const auto context = static_cast<double>(or_default(o.context, 64));
+    const auto layers = static_cast<double>(or_default(o.layers, 4));
+    return (2 * v + context + 2) * e + layers * e * (12 * e + 13);
+  }
   explicit Gpt(const ModelOptions& o) : context_(or_default(o.context, 64)) {
     const std::int64_t embedding = or_default(o.embedding, 128);
     const std::int64_t heads = or_default(o.heads, 4);
@@ -408,6 +423,7 @@ struct Entry {
   std::string_view name;
   Init init;
   std::shared_ptr<Model> (*make)(const ModelOptions&);
+  double (*parameter_count)(const ModelOptions&) = nullptr;  // of a model whose sizes are options
 };
 
 constexpr std::array kModels = {
@@ -420,8 +436,8 @@ constexpr std::array kModels = {
     Entry{"cnn-bn", Init::classic, make<CnnBatchNorm>},
     Entry{"resnet20", Init::he, make<ResNet20>},
     Entry{"vgg16", Init::he, make<Vgg16>},
-    Entry{"lstm", Init::classic, make<Lstm>},
-    Entry{"gpt", Init::gpt, make<Gpt>},
+    Entry{"lstm", Init::classic, make<Lstm>, Lstm::parameter_count},
+    Entry{"gpt", Init::gpt, make<Gpt>, Gpt::parameter_count},
 };
 static_assert(std::ranges::equal(kModels, kModelKinds, {}, &Entry::name, &ModelKind::name),
               "kModelKinds of model_options.hpp has the same models in the same order");
@@ -447,6 +463,10 @@ std::shared_ptr<Model> make_model(const ModelOptions& options) {
     expect("hidden", options.hidden, 0);
     expect("heads", options.heads, 0);
     expect("context", options.context, 0);
+  }
+  if (entry.parameter_count != nullptr) {
+    expect_memory(2 * sizeof(float) * entry.parameter_count(options), "model " + options.name,
+                  "take a smaller model");
   }
   std::shared_ptr<Model> model = entry.make(options);
   initialise(*model, entry.init, options);

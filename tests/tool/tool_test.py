@@ -280,6 +280,15 @@ class Usage(Case):
         self.assert_refused(train("--batch", "1000"), "512")
         self.assert_refused(train("--model", "lstm"), "lstm")
 
+    def test_sizes_that_fit_no_memory_are_refused_at_once(self):
+        text = self.dir / "text"
+        text.write_text("many words. " * 1000)
+        for model, option, size in (("gpt", "--layers", 2**53), ("gpt", "--embedding", 2**53), ("lstm", "--hidden", 2**53),
+                                    ("lstm", "--layers", 10**9)):
+            self.assert_refused(train("--model", model, "--data", "text", "--data-dir", text, option, size),
+                                f"model {model} needs about", "GB, and this machine has")
+        self.assert_refused(train("--generated-train", 2**53), "data: generated needs about", "take fewer images")
+
     def test_an_option_without_effect_is_refused(self):
         needs = {
             "--shards-per-rank 3": "--split shards", "--augment": "--data cifar10",
