@@ -10,6 +10,7 @@
 #include "skim/error.hpp"
 #include "skim/version.hpp"
 #include "tools/failure.hpp"
+#include "tools/one_line.hpp"
 #include "tools/units.hpp"
 
 namespace skim::tool {
@@ -125,6 +126,7 @@ class TomlFile final : public CLI::ConfigTOML {
       throw CLI::ConfigError("--config " + app_.get_config_ptr()->as<std::string>() + ", line " +
                              std::to_string(number) + ": " + why);
     };
+    if (line.find('\0') != line.npos) fail("expected text, got a NUL byte");
     const std::string text = trimmed(line.substr(0, line.find('#')));
     if (text.empty()) return;
     if (text.front() == '[') fail(text + ": write the options without sections");
@@ -216,7 +218,7 @@ void expect_no_empty_value(const CLI::App& app) {
 int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
   const std::string name = app.get_name(), hint = " (" + name + " --help lists all options)";
   const auto failed = [&name](const std::string& why, int status) {
-    std::fprintf(stderr, "%s: %s\n", name.c_str(), why.c_str());
+    std::fprintf(stderr, "%s: %s\n", name.c_str(), one_line(why).c_str());
     return status;
   };
   try {

@@ -31,6 +31,7 @@
 #include "tools/failure.hpp"
 #include "tools/json_file.hpp"
 #include "tools/launcher.hpp"
+#include "tools/one_line.hpp"
 #include "tools/repetition.hpp"
 #include "tools/run_output.hpp"
 #include "tools/summation.hpp"
@@ -486,7 +487,7 @@ int simulate_training(int argc, char** argv) {
     repetition = repetition_of(argc, argv);
     take_over(repetition, o);
   } catch (const InvalidArgument& e) {
-    fmt::print(stderr, "skim simulate: {}\n", e.what());
+    fmt::print(stderr, "skim simulate: {}\n", one_line(e.what()));
     return kUsageError;
   }
   CLI::App app(

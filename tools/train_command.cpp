@@ -23,6 +23,7 @@
 #include "tools/json_file.hpp"
 #include "tools/keep_beside.hpp"
 #include "tools/launcher.hpp"
+#include "tools/one_line.hpp"
 #include "tools/repetition.hpp"
 #include "tools/restarts.hpp"
 #include "tools/run_output.hpp"
@@ -578,7 +579,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
     repetition = repetition_of(argc, argv);
     if (!repetition.runs.empty()) take_over(repetition, 0, a);
   } catch (const InvalidArgument& e) {
-    std::fprintf(stderr, "skim %s: %s\n", command.name.c_str(), e.what());
+    std::fprintf(stderr, "skim %s: %s\n", command.name.c_str(), one_line(e.what()).c_str());
     return kUsageError;
   }
   CLI::App app(command.description, "skim " + command.name);

@@ -280,6 +280,12 @@ class Usage(Case):
         self.assert_refused(train("--batch", "1000"), "512")
         self.assert_refused(train("--model", "lstm"), "lstm")
 
+    def test_a_message_is_one_line(self):
+        self.assert_refused(train("--lr", "fa\nst\x07"), r"fa\nst\x07")
+        self.assert_refused(train("--fit", self.dir / "a\nb"), r"a\nb")
+        (self.dir / "run.toml").write_bytes(b"lr = 0.1\nmo\0del = 'mlp'\n")
+        self.assert_refused(train("--config", self.dir / "run.toml"), "run.toml, line 2", "NUL byte")
+
     def test_sizes_that_fit_no_memory_are_refused_at_once(self):
         text = self.dir / "text"
         text.write_text("many words. " * 1000)
