@@ -215,6 +215,27 @@ void expect_no_empty_value(const CLI::App& app) {
 
 }  // namespace
 
+namespace {
+
+// CLI11 would take the words after a "," as the values of the list.
+void expect_no_empty_list(const CLI::App& app, int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view word = argv[i];
+    const std::size_t sign = word.find('=');
+    const std::string name(word.substr(0, sign));
+    const std::string_view value = sign != word.npos ? word.substr(sign + 1)
+                                   : i + 1 < argc    ? argv[i + 1]
+                                                     : "";
+    if (value.empty() || value.find_first_not_of(',') != value.npos) continue;
+    const CLI::Option* const option =
+        name.starts_with("--") ? app.get_option_no_throw(name) : nullptr;
+    if (option == nullptr || option->get_delimiter() == '\0') continue;
+    throw CLI::ValidationError(name, "expected a value, got '" + std::string(value) + "'");
+  }
+}
+
+}  // namespace
+
 int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
   const std::string name = app.get_name(), hint = " (" + name + " --help lists all options)";
   const auto failed = [&name](const std::string& why, int status) {
@@ -222,6 +243,7 @@ int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int(
     return status;
   };
   try {
+    expect_no_empty_list(app, argc, argv);
     app.parse(argc, argv);
     expect_no_empty_value(app);
   } catch (const CLI::CallForHelp& e) {

@@ -286,6 +286,11 @@ class Usage(Case):
         (self.dir / "run.toml").write_bytes(b"lr = 0.1\nmo\0del = 'mlp'\n")
         self.assert_refused(train("--config", self.dir / "run.toml"), "run.toml, line 2", "NUL byte")
 
+    def test_an_empty_list_takes_no_words_behind_it(self):
+        for given in (["--ranks", ","], ["--ranks=,"]):
+            self.assert_refused(skim("simulate", *given, "--link", "1gbit"), "--ranks: expected a value, got ','")
+        self.assert_refused(train("--among", ",", "--exchange", "auto"), "--among: expected a value, got ','")
+
     def test_sizes_that_fit_no_memory_are_refused_at_once(self):
         text = self.dir / "text"
         text.write_text("many words. " * 1000)
