@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <optional>
 
 #include "skim/communicator.hpp"
@@ -265,6 +266,13 @@ void check_training_options(const train::TrainOptions& t) {
   const bool has_steps = t.learning_rate.kind == train::LearningRateKind::steps;
   if (has_steps && t.learning_rate.drop_epochs.empty()) {
     throw InvalidArgument("--lr-schedule steps needs --lr-drops EPOCH,EPOCH,...");
+  }
+  const double last_rate = t.learning_rate.at(std::numeric_limits<double>::infinity(), 0.0, 1);
+  if (!(last_rate <= std::numeric_limits<float>::max())) {
+    throw InvalidArgument(
+        fmt::format("--lr and --lr-gamma: expected a rate of at most 3.4e38 after all --lr-drops, "
+                    "got {:g}",
+                    last_rate));
   }
   if (t.momentum > 0.0 && t.optimizer != train::OptimizerKind::sgd) {
     throw InvalidArgument("--momentum is for --optimizer sgd; Adam has a momentum of its own");

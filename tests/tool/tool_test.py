@@ -223,6 +223,8 @@ class Usage(Case):
         for threads in (0, 1025, 100000):
             self.assert_refused(train("--threads", threads), "--threads", "[1, 1024]", str(threads))
         self.assert_refused(train("--lr", "fast"), "--lr", "fast")
+        self.assert_refused(train("--lr", "1e30", "--lr-schedule", "steps", "--lr-gamma", "1e5", "--lr-drops", "1,2"),
+                            "--lr-gamma", "at most 3.4e38", "got 1e+40")
         self.assert_refused(train("--density-warmup", "0.5,x"), "--density-warmup", "'x'")
         for density in ("2", "0", "nan"):
             self.assert_refused(train("--density-warmup", f"0.5,{density}"), f"--density-warmup: '{density}' in",
