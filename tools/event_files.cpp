@@ -221,6 +221,29 @@ std::vector<fs::path> files_in(const fs::path& folder) {
   return files;
 }
 
+// The events of one step of a run.
+struct StepEvents {
+  std::string training;     // the last one; empty: there is none
+  bool evaluation = false;  // there is one
+};
+
+StepEvents events_of_step(const fs::path& folder, std::int64_t step) {
+  StepEvents events;
+  for (const fs::path& file : files_in(folder)) {
+    std::ifstream in(file, std::ios::binary);
+    for (std::string data; read_record(in, data);) {
+      const Scalars found = scalars_of(data);
+      if (found.step != step || found.values.empty()) continue;
+      if (std::ranges::any_of(found.values, [](const auto& v) { return v.first == kSent; })) {
+        events.training = data;
+      } else {
+        events.evaluation = true;
+      }
+    }
+  }
+  return events;
+}
+
 }  // namespace
 
 EventFiles::EventFiles(fs::path folder, bool goes_on)
@@ -300,7 +323,12 @@ void EventFiles::forget_after(const std::string& run, const train::Resumed& from
   // A session that starts at a step voids the events from that step on. More ranks count on from a
   // smaller number: then older events that have the numbers of steps to come go, too.
   const std::int64_t last = std::min(from.step, from.saved_step);
-  write(event(last + 1, kSessionLog, field(kStatus, std::int64_t{kStart})));
+  // An evaluation after the checkpoint comes again. So the old one goes, too.
+  const bool comes_again = from.saved_evaluation < last && last == from.saved_step;
+  const StepEvents events = comes_again ? events_of_step(folder_ / run, last) : StepEvents();
+  write(event(events.evaluation ? last : last + 1, kSessionLog,
+              field(kStatus, std::int64_t{kStart})));
+  if (events.evaluation && !events.training.empty()) write(events.training);
 }
 
 }  // namespace skim::tool

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import resource
+import shutil
 import signal
 import struct
 import time
@@ -218,6 +219,15 @@ class Records(Case):
         self.assertGreaterEqual(before + 1, start)
         steps = [step for step, scalars in shown(folder) if "train/loss" in scalars]
         self.assertEqual(steps, list(range(1, before + 11)))
+        self.assert_nearly_as_recorded("gtopk")
+
+    def test_an_evaluation_that_comes_again_is_shown_once(self):
+        case = ["--model", "linear", "--steps", 10, "--checkpoint", self.dir / "c", "--checkpoint-steps", 7, *self.files]
+        self.assert_ok(train(*case, "--eval-epochs", 0))
+        for _ in range(2):  # The checkpoint of step 7 is older than the evaluation of step 7.
+            shutil.rmtree(self.dir / "c/step-00000010")
+            self.assert_ok(train(*case, "--eval-epochs", 7 / 64, "--resume"))
+        self.assertEqual([step for step, scalars in shown(self.runs / "gtopk") if "test/loss" in scalars], [7, 10])
         self.assert_nearly_as_recorded("gtopk")
 
     def test_a_run_that_rolls_back_voids_its_steps(self):
