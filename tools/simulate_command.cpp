@@ -2,13 +2,13 @@
 // simulated link. It runs the exchanges alone or, with --train, in training.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <signal.h>
 #include <time.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdlib>
 #include <exception>
 #include <memory>
@@ -326,8 +326,12 @@ void take_over(const Repetition& r, TrainingOptions& o) {
 
 std::atomic<bool> g_stop{false};
 std::atomic<int> g_signal{0};
+// A second signal, also one of another kind, ends the process as if nothing handled it.
 void on_stop(int signal) {
-  g_signal.store(signal);
+  if (g_signal.exchange(signal) != 0) {
+    std::signal(signal, SIG_DFL);
+    std::raise(signal);
+  }
   g_stop.store(true);
 }
 
@@ -410,8 +414,7 @@ int run(TrainingOptions& o, const std::string& command) {
   const std::string note = note_on_budget(o.train, o.simulation.ranks);
   if (!note.empty()) progress.say(note);
 
-  // A second signal ends the process at once.
-  handle_signals({SIGINT, SIGTERM, SIGHUP}, on_stop, static_cast<int>(SA_RESTART | SA_RESETHAND));
+  handle_signals({SIGINT, SIGTERM, SIGHUP}, on_stop, SA_RESTART);
 
   train::SimulationObserver observer;
   observer.on_step = [&](const train::SimulatedStep& step) {

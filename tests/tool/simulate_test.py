@@ -194,6 +194,14 @@ class Training(Case):
                 self.assertTrue(row["stopped"])
                 self.assertEqual(row["steps_done"], max(line["step"] for line in lines(metrics)))
 
+    def test_a_second_signal_of_another_kind_ends_it_at_once(self):
+        run, _ = self.simulation("m")
+        # Both signals are there before the handler of one of them runs.
+        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+            run.send_signal(number)
+        out, err = run.communicate(timeout=LIMIT)
+        self.assertIn(run.returncode, (-signal.SIGINT, -signal.SIGTERM), out + err)
+
     def test_under_nohup_it_goes_on_when_the_terminal_closes(self):
         run, metrics = self.simulation("m", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
         run.send_signal(signal.SIGHUP)
@@ -208,6 +216,7 @@ class Training(Case):
         for arguments, words in [
             (["--compute", "soon"], ["--compute", "'soon'"]),
             (["--link", "fast"], ["--link", "'fast'"]),
+            (["--ranks", 3, "--latency", "1e9s", "--steps", 30], ["the simulated link is too slow"]),
             (["--density", 2], ["--density", "(0, 1]", "2"]),
             (["--ranks", 0], ["--ranks"]),
             (["--ranks", 100], ["512", "100"]),
@@ -216,7 +225,6 @@ class Training(Case):
             (["--exchange", "ring"], ["--exchange", "ring"]),
             (["--exchange", "hierarchical"], ["hierarchical", "one host"]),
             (["--checkpoint", self.dir], ["--checkpoint", "leave it out"]),
-            (["--ranks", 3, "--latency", "1e9s", "--steps", 30], ["the simulated link is too slow"]),
             (["--resume"], ["--resume"]),
             (["--on-divergence", "stop"], ["--on-divergence", "leave it out"]),
             (["--model", "alexnet"], ["alexnet", "lenet5"]),
