@@ -189,6 +189,7 @@ void write_frame(const std::filesystem::path& folder, std::int64_t step, const S
   Codec().encode(b.selected.view(), nullptr, frame);
   const std::string name =
       "selected-" + std::to_string(step) + "-" + std::to_string(b.slot) + ".frame";
+  keep_beside("--save-frames", folder / name);
   train::write_file(folder / name, [&](std::ostream& out) {
     out.write(reinterpret_cast<const char*>(frame.data()),
               static_cast<std::streamsize>(frame.size()));
@@ -199,7 +200,11 @@ nlohmann::json record(const InspectOptions& o, Inspector& inspector, const Snaps
                       const train::StepRecord& step) {
   std::vector<float> all;
   for (const Snapshot::Part& b : snapshot.buckets) all.insert(all.end(), b.u.begin(), b.u.end());
-  if (o.save) write_npy(o.out / ("u-" + std::to_string(step.step) + ".npy"), all);
+  if (o.save) {
+    const std::filesystem::path path = o.out / ("u-" + std::to_string(step.step) + ".npy");
+    keep_beside("--save", path);
+    write_npy(path, all);
+  }
   for (const Snapshot::Part& b : snapshot.buckets) {
     if (o.save_frames) write_frame(o.out, step.step, b);
   }

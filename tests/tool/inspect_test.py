@@ -151,9 +151,14 @@ class Training(Case):
 
     def test_records_of_a_run_and_the_run_is_the_same_as_without(self):
         ranks = ["--ranks", 2] if HAS_MPI else []
-        done = inspect(*self.MLP, *ranks, "--every", 2, "--out", self.dir, "--save", "--summary",
+        for name in "u-2.npy", "selected-4-0.frame":
+            (self.dir / name).write_text("old")
+        done = inspect(*self.MLP, *ranks, "--every", 2, "--out", self.dir, "--save", "--save-frames", "--summary",
                        self.dir / "inspected.json")
         self.assert_ok(done)
+        for option, name in ("--save", "u-2.npy"), ("--save-frames", "selected-4-0.frame"):
+            self.assertIn(f"skim: {option}: kept the old '{self.dir / name}' as '{name}.~1~'", done.stderr)
+            self.assertEqual((self.dir / f"{name}.~1~").read_text(), "old")
         self.assertIn("(1 - k/d)^2", done.stdout)
         self.assert_ok(skim("train", *self.MLP, *ranks, "--summary", self.dir / "plain.json"))
         inspected, plain = (json.loads((self.dir / f"{name}.json").read_text())[0]
