@@ -32,7 +32,8 @@ class Model : public torch::nn::Module {
 };
 
 // Initial parameters depend only on the options, so they are equal on every rank and machine.
-// Throws: InvalidArgument for an unknown name or options that do not fit the model.
+// Throws: InvalidArgument for an unknown name, options that do not fit the model, or a model whose
+// parameters and gradients do not fit into the memory of this machine.
 std::shared_ptr<Model> make_model(const ModelOptions& options);
 
 // False for biases and the scales of normalisation layers, which are the parameters with one
