@@ -24,7 +24,7 @@ void expect_memory(double bytes, const std::string& who, const std::string& reme
   if (bytes <= 0.8 * room) return;
   const auto gigabytes = [](double x) {
     std::array<char, 32> text{};
-    std::snprintf(text.data(), text.size(), x < 1e15 ? "%.0f" : "%.1e", 1e-9 * x);
+    std::snprintf(text.data(), text.size(), x < 1e21 ? "%.0f" : "%.1e", 1e-9 * x);
     return std::string(text.data());
   };
   throw InvalidArgument(who + " needs about " + gigabytes(bytes) + " GB, and this machine has " +
