@@ -6,6 +6,7 @@
 
 #include "skim/version.hpp"
 #include "tools/commands.hpp"
+#include "tools/one_line.hpp"
 #include "tools/standard_output.hpp"
 
 namespace {
@@ -57,7 +58,7 @@ int run(int argc, char** argv) {
   std::fprintf(stderr,
                "skim: unknown command '%s', expected one of train, inspect, bench, plan, simulate, "
                "report, checkpoint, version\n",
-               argv[1]);
+               skim::tool::one_line(argv[1]).c_str());
   return 2;
 }
 

@@ -284,6 +284,7 @@ class Usage(Case):
 
     def test_a_message_is_one_line(self):
         self.assert_refused(train("--lr", "fa\nst\x07"), r"fa\nst\x07")
+        self.assert_refused(skim("tra\nin"), r"tra\nin")
         self.assert_refused(train("--fit", self.dir / "a\nb"), r"a\nb")
         (self.dir / "run.toml").write_bytes(b"lr = 0.1\nmo\0del = 'mlp'\n")
         self.assert_refused(train("--config", self.dir / "run.toml"), "run.toml, line 2", "NUL byte")
