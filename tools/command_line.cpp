@@ -213,10 +213,6 @@ void expect_no_empty_value(const CLI::App& app) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 // CLI11 would take the words after a "," as the values of the list.
 void expect_no_empty_list(const CLI::App& app, int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
