@@ -213,8 +213,8 @@ void expect_no_empty_value(const CLI::App& app) {
   }
 }
 
-// CLI11 would take the words after a "," as the values of the list.
-void expect_no_empty_list(const CLI::App& app, int argc, char** argv) {
+// CLI11 would take the words after a "," as the values of the list, and "1,,2" as "1,2".
+void expect_whole_lists(const CLI::App& app, int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string_view word = argv[i];
     const std::size_t sign = word.find('=');
@@ -222,11 +222,16 @@ void expect_no_empty_list(const CLI::App& app, int argc, char** argv) {
     const std::string_view value = sign != word.npos ? word.substr(sign + 1)
                                    : i + 1 < argc    ? argv[i + 1]
                                                      : "";
-    if (value.empty() || value.find_first_not_of(',') != value.npos) continue;
+    const bool is_whole = !value.starts_with(',') && !value.ends_with(',') &&
+                          value.find(",,") == value.npos;
+    if (is_whole) continue;
     const CLI::Option* const option =
         name.starts_with("--") ? app.get_option_no_throw(name) : nullptr;
     if (option == nullptr || option->get_delimiter() == '\0') continue;
-    throw CLI::ValidationError(name, "expected a value, got '" + std::string(value) + "'");
+    const bool is_empty = value.find_first_not_of(',') == value.npos;
+    throw CLI::ValidationError(
+        name, std::string("expected a value") + (is_empty ? "" : " before and after each comma") +
+                  ", got '" + std::string(value) + "'");
   }
 }
 
@@ -239,7 +244,7 @@ int parse_and_run(CLI::App& app, int argc, char** argv, const std::function<int(
     return status;
   };
   try {
-    expect_no_empty_list(app, argc, argv);
+    expect_whole_lists(app, argc, argv);
     app.parse(argc, argv);
     expect_no_empty_value(app);
   } catch (const CLI::CallForHelp& e) {

@@ -16,6 +16,7 @@
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <sysexits.h>
 #include <unistd.h>
@@ -35,7 +36,6 @@
 #include <string>
 #include <string_view>
 #include <system_error>
-#include <thread>
 #include <vector>
 
 #include "skim/error.hpp"
@@ -270,13 +270,22 @@ std::vector<std::string> pids_of(const RunDir& dir, int ranks) {
   return pids;
 }
 
-// mpirun ends a little before the processes that it has killed.
+// mpirun ends a little before the processes that it has killed. They are its children, so waitpid
+// does not know them here.
 void wait_for_end(const std::vector<std::string>& pids) {
+  using std::chrono::milliseconds;
   const auto limit = std::chrono::steady_clock::now() + kToEnd;
   for (const std::string& pid : pids) {
-    while (is_running(pid) && std::chrono::steady_clock::now() < limit) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const auto fd = static_cast<int>(syscall(SYS_pidfd_open, std::atoi(pid.c_str()), 0));
+    if (fd < 0) continue;  // it has ended
+    pollfd ended{.fd = fd, .events = POLLIN, .revents = 0};
+    for (;;) {
+      const auto left =
+          std::chrono::duration_cast<milliseconds>(limit - std::chrono::steady_clock::now());
+      const int wait_ms = static_cast<int>(std::max(left, milliseconds{0}).count());
+      if (poll(&ended, 1, wait_ms) >= 0 || errno != EINTR) break;
     }
+    close(fd);
   }
 }
 

@@ -91,7 +91,8 @@ std::vector<Prediction> predictions(const PlanOptions& o, const Fit& m, double c
     p.density = density;
     p.cost = predict({.kind = kind, .codec = o.codec}, load, m.link, m.local);
     p.step_s = step_seconds(compute_s, p.cost, o.overlap);
-    p.speed_up = all.empty() ? 1.0 : all.front().step_s / p.step_s;
+    const double dense_s = all.empty() ? p.step_s : all.front().step_s;
+    p.speed_up = p.step_s == dense_s ? 1.0 : dense_s / p.step_s;  // both may be 0
     all.push_back(p);
   };
   add(ExchangeKind::dense, 1.0);

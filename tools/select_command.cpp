@@ -32,7 +32,9 @@
 namespace skim::tool {
 namespace {
 
-constexpr std::string_view kNthElement = "std::nth_element", kTorchTopk = "torch.topk";
+using train::kTorchTopk;
+
+constexpr std::string_view kNthElement = "std::nth_element";
 
 // ---- baselines: common ways to select without Skim
 

@@ -34,6 +34,7 @@ double parse(const std::string& text, const std::array<Unit, N>& units) {
 }
 
 constexpr double kMostSeconds = 1e9;   // 31 years; in nanoseconds it fits 63 bits
+constexpr double kLeastBits = 1e-300, kMostBits = 1e300;  // per second; so is the inverse finite
 constexpr double kMostWhole = 0x1p53;  // up to here doubles hold every whole number
 constexpr std::array<Unit, 6> kSuffixes{
     {{"", 1}, {"k", 1e3}, {"K", 1e3}, {"M", 1e6}, {"G", 1e9}, {"%", 0.01}}};
@@ -78,7 +79,10 @@ double parse_link(const std::string& option, const std::string& text) {
   // Some write bytes with a large B.
   const bool may_be_bytes = lower.ends_with("bps") && text.find('B') != text.npos;
   const double bits = parse(lower, kUnits);
-  if (bits > 0.0 && !may_be_bytes) return 8.0 / bits;
+  if (bits > 0.0 && !may_be_bytes) {
+    if (bits >= kLeastBits && bits <= kMostBits) return 8.0 / bits;
+    throw InvalidArgument(option + ": expected a rate in [1e-300, 1e300] bit/s, got '" + text + "'");
+  }
   throw InvalidArgument(option + ": expected a rate in bits, such as 100mbit, 1gbit or 2.5gbps, got '" +
                         text + "'");
 }

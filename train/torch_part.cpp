@@ -45,7 +45,7 @@ auto translating_errors(F f) {
 
 class Topk final : public Selector {
  public:
-  std::string_view name() const noexcept override { return "torch.topk"; }
+  std::string_view name() const noexcept override { return kTorchTopk; }
   SelectReport select(const SelectTask& task, SparseBuffer& out) override {
     const at::NoGradGuard no_grad;
     const auto n = static_cast<std::int64_t>(task.grad.n);

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string_view>
 
 #include "skim/communicator.hpp"
 #include "skim/select.hpp"
@@ -12,6 +13,8 @@
 #include "train/trainer.hpp"
 
 namespace skim::train {
+
+inline constexpr std::string_view kTorchTopk = "torch.topk";  // the name of TorchPart::topk's selector
 
 // Errors of libtorch are thrown as Error, in one line. Threads: each function says how many threads
 // libtorch computes with from then on.
@@ -29,7 +32,7 @@ class TorchPart {
   // The parameters of the options' model. On one thread, so a process may fork afterwards.
   virtual std::uint64_t count_parameters(const TrainOptions& options,
                                          const DataInfo& data) const = 0;
-  // A selector, named torch.topk, that selects by torch.topk on so many threads.
+  // A selector, named kTorchTopk, that selects by torch.topk on so many threads.
   virtual std::unique_ptr<Selector> topk(int threads) const = 0;
 };
 

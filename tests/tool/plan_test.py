@@ -198,6 +198,10 @@ class Plan(Case):
         (slow,) = [r for r in slow if r["exchange"] == "hierarchical"]
         self.assertGreater(slow["exchange_s"], hosts["hierarchical"]["exchange_s"] + 0.01)
 
+    def test_steps_that_take_no_time_are_equally_fast(self):
+        for row in self.rows("--parameters", "1e6", "--ranks", 1, "--link", "1gbit", "--compute", "0s", "--select-ns", 0):
+            self.assertEqual((row["step_s"], row["speed_up"]), (0, 1), row["exchange"])
+
     def test_refusals(self):
         good = ["--parameters", "1e6", "--ranks", 4, *PAPER]
         (self.dir / "bad.json").write_text("{}")
@@ -206,9 +210,12 @@ class Plan(Case):
             (["--compute", "1s"], ["--link RATE", "--fit FILE"]),
             ([*good, "--link", "1gb"], ["--link", "such as 100mbit", "'1gb'"]),
             ([*good, "--link", "-1gbit"], ["--link", "'-1gbit'"]),
+            ([*good, "--link", "1e-320kbit"], ["--link: expected a rate in [1e-300, 1e300] bit/s, got '1e-320kbit'"]),
+            ([*good, "--link", "1e300gbit"], ["--link: expected a rate in [1e-300, 1e300] bit/s", "'1e300gbit'"]),
             ([*good, "--latency", "0.4"], ["--latency", "such as 200us", "'0.4'"]),
             ([*good, "--compute", "soon"], ["--compute", "'soon'"]),
             ([*good, "--density", "0.1,2"], ["--density", "(0, 1]", "2"]),
+            ([*good, "--density", "0.1,,0.2"], ["--density: expected a value before and after each comma, got '0.1,,0.2'"]),
             ([*good, "--parameters", "0.5"], ["--parameters", "at least 1"]),
             ([*good, "--ranks", 0], ["--ranks"]),
             ([*good, "--ranks", 4, "--hosts", 8, "--inside-link", "10gbit"], ["--hosts 8", "--ranks 4"]),

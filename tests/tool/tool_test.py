@@ -294,6 +294,12 @@ class Usage(Case):
             self.assert_refused(skim("simulate", *given, "--link", "1gbit"), "--ranks: expected a value, got ','")
         self.assert_refused(train("--among", ",", "--exchange", "auto"), "--among: expected a value, got ','")
 
+    def test_a_list_with_a_missing_value_is_refused(self):
+        for given in ("1,,2", ",1", "1,"):
+            for words in (["--ranks", given], [f"--ranks={given}"]):
+                self.assert_refused(skim("simulate", *words, "--link", "1gbit"),
+                                    f"--ranks: expected a value before and after each comma, got '{given}'")
+
     def test_sizes_that_fit_no_memory_are_refused_at_once(self):
         text = self.dir / "text"
         text.write_text("many words. " * 1000)
