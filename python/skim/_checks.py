@@ -39,11 +39,6 @@ def expect_float32(name: str, value: float) -> None:
         raise _core.InvalidArgument(f"{name}: must be 0 or from {LEAST_FLOAT:g} to {MOST_FLOAT:g} in size, not {value!r}")
 
 
-def expect_epoch(value: Any) -> None:
-    if not isinstance(value, numbers.Real):
-        raise _core.InvalidArgument(f"skim: epoch: must be a number, not {value!r}")
-
-
 def has_method(value: Any, name: str) -> bool:
     """Whether the value is an object with this method. A class is not, though its objects may be."""
     return not isinstance(value, type) and callable(getattr(value, name, None))

@@ -16,6 +16,7 @@ import re
 import struct
 import threading
 import time
+import types
 import typing
 import warnings
 import weakref
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 
 from skim import _core
-from skim._checks import expect_epoch, expect_flag, expect_float32, expect_steps_of_run, has_method
+from skim._checks import expect_flag, expect_float32, expect_steps_of_run, has_method
 from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, put_back, take_out
 from skim._options import CompressionOptions, FeedbackOptions
 from skim._report import Report
@@ -277,7 +278,24 @@ class Trainable:
             )
 
 
-class Compression:
+class InEpochs:
+    """Has an epoch, which the user sets."""
+
+    _epoch = 0.0
+
+    @property
+    def epoch(self) -> float:
+        """The epoch, for a density schedule that goes by it."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: float) -> None:
+        if not isinstance(value, numbers.Real):
+            raise _core.InvalidArgument(f"skim: epoch: must be a number, not {value!r}")
+        self._epoch = value
+
+
+class Compression(InEpochs):
     """Compresses the gradients of named parameters. Made by skim.attach and skim.Aggregator.
 
     Layout: until the buckets are known, each parameter is a bucket of its own, and parameter i has
@@ -329,11 +347,11 @@ class Compression:
         self.expect_equal()
         self.options = options
         self.writer = writer
-        self._epoch = 0.0
         self._epoch_of_step = 0.0  # when the open step began: a rank may end it before the next epoch is set, or after
         self.statistics = Report(self.comm.rank, self.comm.size)
         self._compared_at, self._exposed_before = time.perf_counter(), 0.0
         self.error: BaseException | None = None
+        self._trace: types.TracebackType | None = None  # of the error, when it was kept
         self.lock = threading.RLock()  # guards the reducer and the members below
         self.buckets: list[tuple[int, ...]] | None = None  # indices of each bucket's parameters; None: not known yet
         self._is_detached = False
@@ -354,16 +372,6 @@ class Compression:
         if is_elastic:
             self.elastic = ElasticSteps(self, process_group)
             self.elastic.start()
-
-    @property
-    def epoch(self) -> float:
-        """The epoch, for a density schedule that goes by it."""
-        return self._epoch
-
-    @epoch.setter
-    def epoch(self, value: float) -> None:
-        expect_epoch(value)
-        self._epoch = value
 
     def take_over_momentum(self) -> None:
         """Ends the making of a compression. An error before that leaves the optimizer as it was."""
@@ -673,7 +681,7 @@ class Compression:
     def fail(self, error: BaseException) -> None:
         """Keeps the first failure, which all later buckets raise too, and aborts the group."""
         if self.error is None:
-            self.error = error
+            self.error, self._trace = error, error.__traceback__
             culprit = getattr(error, "peer", -1)  # of a CommError
             self.comm.abort(culprit if culprit >= 0 else self.comm.rank)
             for comm in self.inside:
@@ -682,7 +690,7 @@ class Compression:
     def raise_failure(self) -> None:
         """Raises the failure that fail() keeps, if there is one."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(self._trace)  # which each raise would make longer
 
     def report(self) -> Report:
         """This rank's bytes, times and decisions so far. print() shows them as a table."""

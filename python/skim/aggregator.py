@@ -73,7 +73,6 @@ class Aggregator(Compression):
         process_group: dist.ProcessGroup | ElasticGroup | None = None,
         timeout: float = 1800.0,
         writer: Any = None,
-        _also_equal: Sequence[str] = (),
         **options: Unpack[ReducerOptions],
     ) -> None:
         expect_whole("skim.Aggregator: fragments", fragments, 1)
@@ -87,7 +86,7 @@ class Aggregator(Compression):
         )  # fmt: skip
         if not of_updates:
             expect_trains(optimizer, {name: t for name, t in named.items() if isinstance(t, torch.nn.Parameter)})
-        also_equal = [f"fragments={fragments}", f"bucket_mb={float(bucket_mb)}", *_also_equal]
+        also_equal = [f"fragments={fragments}", f"bucket_mb={float(bucket_mb)}", *self._described()]
         super().__init__(named, compressed, process_group, timeout, writer, also_equal=also_equal)
         self.tensors = list(named.values())
         # The indices of each fragment's tensors, and of its buckets.
@@ -99,22 +98,28 @@ class Aggregator(Compression):
             buckets += buckets_of(self.tensors, members, bucket_mb * 1e6)
             self._buckets_of.append(range(first, len(buckets)))
         self._set_layout(buckets)
-        self.take_over_momentum()
         frozen = [name for name, t in named.items() if isinstance(t, torch.nn.Parameter) and not t.requires_grad]
+        differ = False
+        if self.elastic is None and not of_updates:
+            differ = not are_equal((t for t in self.tensors if isinstance(t, torch.nn.Parameter)), self.comm)
+        # After all that ranks do together, because a program may make errors of warnings.
         if frozen and self.comm.rank == 0:
             warnings.warn(
                 f"skim.Aggregator: frozen parameters take memory and time as others do ({len(frozen)} here, such as "
                 f"'{frozen[0]}'); leave them out if they stay frozen",
                 stacklevel=2,
             )
-        if self.elastic is None and not of_updates:
-            parameters = (t for t in self.tensors if isinstance(t, torch.nn.Parameter))
-            if not are_equal(parameters, self.comm) and self.comm.rank == 0:
-                warnings.warn(
-                    "skim.Aggregator: the parameters differ between ranks, and equal gradients keep them apart; give all ranks "
-                    "those of one: load one checkpoint, or call torch.distributed.broadcast",
-                    stacklevel=2,
-                )
+        if differ and self.comm.rank == 0:
+            warnings.warn(
+                "skim.Aggregator: the parameters differ between ranks, and equal gradients keep them apart; give all ranks "
+                "those of one: load one checkpoint, or call torch.distributed.broadcast",
+                stacklevel=2,
+            )
+        self.take_over_momentum()
+
+    def _described(self) -> Sequence[str]:
+        """Options of a derived class, as "name=value", that must be equal on all ranks."""
+        return ()
 
     def step(self, *, scale: float = 1.0) -> bool:
         """Replaces every tensor's grad by the mean over the ranks of the entries sent. Collective.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
-from skim._checks import expect_epoch, expect_whole, has_method
-from skim._compression import expect_dense, expect_state, json_tensor, json_value
+from skim._checks import expect_whole, has_method
+from skim._compression import InEpochs, expect_dense, expect_state, json_tensor, json_value
 from skim._momentum import correction_for, expect_trains, inner_optimizer, put_back
 from skim._report import Report
 from skim._shards import Shard, expect_no_replicate, local, make_equal, reshard
@@ -56,7 +56,18 @@ class _Flight:
     arrived: Future[_Arrived]
 
 
-class LocalSteps:
+class _UpdateAggregator(Aggregator):
+    """Also compares the options of LocalSteps between the ranks."""
+
+    def __init__(self, options: Mapping[str, Any], *arguments: Any, **keywords: Any) -> None:
+        self._of_local_steps = [f"{name}={value}" for name, value in options.items()]
+        super().__init__(*arguments, **keywords)
+
+    def _described(self) -> Sequence[str]:
+        return self._of_local_steps
+
+
+class LocalSteps(InEpochs):
     """Lets every rank take steps of its own optimizer, and averages the updates over the ranks.
 
         local = skim.LocalSteps(model, optimizer, every=15, density=0.01)
@@ -199,20 +210,36 @@ class LocalSteps:
         _expect_local(optimizer, self._of_model)
         corrected = optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None
         expect_trains(corrected, named)
-        also_equal = [f"{name}={value}" for name, value in {"every": self.every, "delay": self.delay, **own}.items()]
-        self._aggregator = Aggregator(
-            zip(self._names, self._parameters), density=density, exchange=exchange, process_group=process_group,
-            fragments=int(fragments), optimizer=corrected, of_updates=True, _also_equal=also_equal, **options,
+        self._aggregator = _UpdateAggregator(
+            {"every": self.every, "delay": self.delay, **own}, zip(self._names, self._parameters), density=density,
+            exchange=exchange, process_group=process_group, fragments=int(fragments), optimizer=corrected,
+            of_updates=True, **options,
         )  # fmt: skip
         self._needs_momentum = corrected is None  # in the optimizer itself
-        self._place_momentum()
-        if self._shard is not None:
-            self._aggregator.inside = self._shard.connect(options.get("timeout", 1800.0))
+        self._fragments = self._aggregator.fragments
+        self._kept_updates: list[torch.Tensor] = []  # with every=1: room for them
+        self._flights: dict[int, _Flight] = {}  # by fragment
+        self._steps = 0  # of the open round
+        self._own: list[torch.Tensor] | None = None  # inside shared(): this rank's replica
+        self._finished = False
+        self._hooks: list[RemovableHandle] = []
+        try:
+            self._place_momentum()
+            if self._shard is not None:
+                self._aggregator.inside = self._shard.connect(options.get("timeout", 1800.0))
+            self._share(process_group)
+            self._register_hooks()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _share(self, process_group: dist.ProcessGroup | ElasticGroup | None) -> None:
+        """Makes x of the parameters of rank 0, or of those of the ranks that have trained before."""
         self._elastic = self._aggregator.elastic
         with torch.no_grad():
             if self._elastic is None:
                 assert not isinstance(process_group, ElasticGroup)
-                make_equal(model, process_group, self._aggregator.comm)
+                make_equal(self.model, process_group, self._aggregator.comm)
             self._shared = [p.detach().clone().to(torch.float32) for p in self._parameters]
             self._momentum = [torch.zeros_like(x) for x in self._shared] if self.outer_momentum > 0.0 else []
             if self._elastic is not None:
@@ -225,32 +252,26 @@ class LocalSteps:
                 self._elastic.more = lambda: {name: _flat(tensors) for name, tensors in kept.items() if tensors}
                 self._elastic.last_exchange = self._last_exchange
                 self._elastic.before_change = self._moved
-        self._fragments = self._aggregator.fragments
-        self._kept_updates: list[torch.Tensor] = []  # with every=1: room for them
-        self._flights: dict[int, _Flight] = {}  # by fragment
-        self._steps = 0  # of the open round
-        self._epoch = 0.0
-        self._own: list[torch.Tensor] | None = None  # inside shared(): this rank's replica
-        self._finished = False
+
+    def _register_hooks(self) -> None:
         place_of = {p: i for i, p in enumerate(self._of_model)}
-        self._hooks = [hook for module in model.modules() for hook in self._hooks_of(module, place_of)]
-        if isinstance(inner := inner_optimizer(optimizer), torch.optim.Optimizer):  # GradScaler.step may call it
+        for module in self.model.modules():
+            for hook in self._hooks_of(module, place_of):
+                self._hooks.append(hook)
+        if isinstance(inner := inner_optimizer(self.optimizer), torch.optim.Optimizer):  # GradScaler.step may call it
             self._hooks.append(inner.register_step_pre_hook(self._place_momentum))
+
+    def _leave(self) -> None:
+        """Gives the optimizer its momentum back, and the model the ways in which it was saved and loaded before."""
+        self._aggregator.detach()
+        self._finished = True
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
         """This rank's parts of the parameters, which share memory with the model."""
         return [local(p) for p in self._of_model]
-
-    @property
-    def epoch(self) -> float:
-        """The epoch, for a density schedule that goes by it."""
-        return self._epoch
-
-    @epoch.setter
-    def epoch(self, value: float) -> None:
-        expect_epoch(value)
-        self._epoch = value
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -502,7 +523,7 @@ class LocalSteps:
         if self._shard is not None:
             reshard(self.model)
 
-    def _hooks_of(self, module: torch.nn.Module, place_of: Mapping[torch.Tensor, int]) -> list[RemovableHandle]:
+    def _hooks_of(self, module: torch.nn.Module, place_of: Mapping[torch.Tensor, int]) -> Iterator[RemovableHandle]:
         """Makes x of what a module saves and loads. Each module has them, because it may be saved and loaded by itself."""
         places = {name: place_of[p] for name, p in module._parameters.items() if p is not None and p in place_of}
         loaded: set[int] = set()  # those of them that are in the state
@@ -544,11 +565,9 @@ class LocalSteps:
                 self._steps = 0
                 self._restart(loaded)
 
-        return [
-            module._register_state_dict_hook(_Hook(replace, is_replica)),
-            module._register_load_state_dict_pre_hook(_Hook(begin_load)),
-            module.register_load_state_dict_post_hook(_Hook(end_load)),
-        ]
+        yield module._register_state_dict_hook(_Hook(replace, is_replica))
+        yield module._register_load_state_dict_pre_hook(_Hook(begin_load))
+        yield module.register_load_state_dict_post_hook(_Hook(end_load))
 
     def finish(self) -> None:
         """Ends an open round, and leaves x in the model. Collective. Training is over after it.
@@ -568,10 +587,7 @@ class LocalSteps:
             self.exchange()
         with torch.no_grad():
             self._put(self._shared)
-        self._aggregator.detach()
-        self._finished = True
-        for hook in self._hooks:
-            hook.remove()
+        self._leave()
 
     # ---- state ----------------------------------------------------------------------------------
 
@@ -654,7 +670,7 @@ class LocalSteps:
         _into(self._shared, state["shared"])
         if self._momentum and "outer_momentum" in state:
             _into(self._momentum, state["outer_momentum"])
-        self._steps = int(state["round"])
+        self._steps = min(int(state["round"]), self.every - 1)  # the saved round may be longer
         if replica is None:
             self._restart({*range(len(self._of_model))})
         else:

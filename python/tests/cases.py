@@ -1,4 +1,4 @@
-"""What ddp_cases.py and fsdp_cases.py share. Under torchrun, they run every function case_* on all ranks, in order."""
+"""What all files of cases share. Under torchrun, they run every function case_* on all ranks, in order."""
 
 import contextlib
 import os

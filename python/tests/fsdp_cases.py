@@ -1,7 +1,7 @@
 """What test_fsdp.py runs under torchrun: every function case_*, on P islands of W ranks. The argument is P.
 With DEVICE=cuda the models are on a GPU, which all ranks share.
 
-Gradients are what the test says, as in ddp_cases.py. The law is one of each shard:
+Gradients are what the test says, as in exact_training.py. The law is one of each shard:
 
     sum over islands of gradients  ==  P * mean  +  sum over islands of residuals
 """

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -14,9 +13,9 @@ import time
 import unittest
 import unittest.mock
 
-HERE = pathlib.Path(__file__).resolve().parent
+from under_torchrun import run_cases
+
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-CASES = re.findall(r"^def case_(\w+)", (HERE / "ddp_cases.py").read_text(), re.MULTILINE)
 
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
@@ -24,14 +23,7 @@ class Cases(unittest.TestCase):
     environment: dict[str, str] = {}
 
     def run_on(self, ranks):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        done = subprocess.run(
-            [*command, str(HERE / "ddp_cases.py")], capture_output=True, text=True, timeout=600, check=False,
-            env={**os.environ, **self.environment},
-        )
-        verdicts = dict(re.findall(r"^(\w+): (\w+)$", done.stdout, re.MULTILINE))
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertEqual(verdicts, dict.fromkeys(CASES, "ok"))
+        run_cases(self, "ddp_cases.py", ranks, **self.environment)
 
     def test_1_rank(self):
         self.run_on(1)

@@ -1,14 +1,9 @@
 """skim.attach and skim.LocalSteps on models with fully_shard, under torchrun: the cases of fsdp_cases.py."""
 
 import importlib.util
-import pathlib
-import re
-import subprocess
-import sys
 import unittest
 
-HERE = pathlib.Path(__file__).resolve().parent
-CASES = re.findall(r"^def case_(\w+)", (HERE / "fsdp_cases.py").read_text(), re.MULTILINE)
+from under_torchrun import run_cases
 
 
 def why_not():
@@ -25,16 +20,7 @@ def why_not():
 @unittest.skipIf(why_not(), why_not())
 class Cases(unittest.TestCase):
     def run_on(self, islands, ranks_of_each):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*command, "--nproc-per-node", str(islands * ranks_of_each), str(HERE / "fsdp_cases.py"), str(islands)],
-            capture_output=True, text=True, timeout=600, check=False,
-        )  # fmt: skip
-        verdicts = dict(re.findall(r"^(\w+): (\w+)$", done.stdout, re.MULTILINE))
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        if not verdicts and (left_out := re.search("^left out, .*", done.stdout, re.MULTILINE)):
-            self.skipTest(left_out[0])
-        self.assertEqual(verdicts, dict.fromkeys(CASES, "ok"))
+        run_cases(self, "fsdp_cases.py", islands * ranks_of_each, islands)
 
     def test_2_islands_of_2(self):
         self.run_on(2, 2)
