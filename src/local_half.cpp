@@ -157,13 +157,16 @@ class HostLocalHalf final : public LocalHalf {
 
   void save(std::ostream& out) const override {
     feedback_.save(out);
-    selector_->save(out);
+    save_part(*selector_, out);
   }
   LoadReport load(std::span<std::istream* const> of_old_ranks, int rank, int size,
                   const LoadOptions& options) override {
     const LoadReport report = feedback_.load(of_old_ranks, rank, size, options);
-    std::istringstream fresh(fresh_);
-    selector_->load(OldRanks{of_old_ranks, rank, size}.own_or(fresh));
+    std::istream* const own = OldRanks{of_old_ranks, rank, size}.own();
+    if (own == nullptr || !load_part(*selector_, *own)) {
+      std::istringstream fresh(fresh_);
+      selector_->load(fresh);
+    }
     return report;
   }
 

@@ -2,6 +2,7 @@
 // Little-endian.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdint>
@@ -11,6 +12,7 @@
 #include <memory>
 #include <ostream>
 #include <span>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -37,8 +39,9 @@ struct OldRanks {
   bool takes(std::size_t old) const {
     return !same_group() || old == static_cast<std::size_t>(rank);
   }
-  std::istream& own_or(std::istream& fresh) const {
-    return same_group() ? *states[static_cast<std::size_t>(rank)] : fresh;
+  // Null if the number of ranks has changed.
+  std::istream* own() const {
+    return same_group() ? states[static_cast<std::size_t>(rank)] : nullptr;
   }
 };
 
@@ -131,5 +134,48 @@ class SectionReader {
   std::string what_;
   SectionHash hash_;
 };
+
+// The state of one part of something larger, with the part's name and length. So a part of another
+// name can leave it out.
+struct PartState {
+  std::string name, bytes;
+};
+inline constexpr std::string_view kPartMagic = "SKIMPART";
+
+template <class Part>
+void save_part(const Part& part, std::ostream& out) {
+  std::ostringstream own;
+  part.save(own);
+  SectionWriter w(out, kPartMagic, 1);
+  w.put(part.name());
+  w.put(static_cast<std::uint64_t>(own.view().size()));
+  w.end();
+  out << own.view();
+}
+
+inline PartState read_part(std::istream& in) {
+  SectionReader r(in, "saved state of a part", kPartMagic, 1);
+  PartState part{.name = r.get_string(), .bytes = {}};
+  const auto length = r.get<std::uint64_t>();
+  r.end();
+  while (part.bytes.size() < length) {
+    std::array<char, 1 << 12> piece{};
+    const std::size_t count = std::min<std::uint64_t>(piece.size(), length - part.bytes.size());
+    in.read(piece.data(), static_cast<std::streamsize>(count));
+    if (!in) r.fail("it ends too early");
+    part.bytes.append(piece.data(), count);
+  }
+  return part;
+}
+
+// Returns whether the state was one of this part's name, and so was loaded.
+template <class Part>
+bool load_part(Part& part, std::istream& in) {
+  const PartState saved = read_part(in);
+  if (saved.name != part.name()) return false;
+  std::istringstream own(saved.bytes);
+  part.load(own);
+  return true;
+}
 
 }  // namespace skim

@@ -1562,6 +1562,54 @@ TEST(reducer, states_that_do_not_fit_are_refused) {
   });
 }
 
+TEST(reducer, a_run_resumes_with_another_exchange_and_another_rule) {
+  struct Kind {
+    ExchangeOptions exchange;
+    SelectRule rule;
+  };
+  std::vector<Kind> kinds;
+  for (const ExchangeKind kind : kKinds) kinds.push_back({{.kind = kind}, SelectRule::exact});
+  for (const SelectRule rule : {SelectRule::gaussian, SelectRule::sidco, SelectRule::dgc}) {
+    kinds.push_back({{.kind = ExchangeKind::allgather}, rule});
+  }
+  kinds.push_back({{.kind = ExchangeKind::hierarchical}, SelectRule::exact});
+  kinds.back().exchange.hierarchy.between = ExchangeKind::oktopk;
+  run_group(2, [&](Communicator& comm) {
+    const auto make = [&](const Kind& kind) {
+      ReducerOptions o;
+      o.exchange = kind.exchange;
+      o.select.rule = kind.rule;
+      auto reducer = std::make_unique<Reducer>(o, with_density(0.1), comm);
+      reducer->set_layout(buckets({600}));
+      return reducer;
+    };
+    const auto train = [&](Reducer& reducer) {
+      Floats g = test::normal(600, seed_of(comm.rank(), reducer.step(), 0));
+      reducer.reduce(0, std::span(g));
+      EXPECT_TRUE(reducer.end_step(0.0));
+      return g;
+    };
+    for (const Kind& before : kinds) {
+      const auto first = make(before);
+      train(*first);
+      train(*first);
+      const auto states = gather(comm, saved(*first));
+      for (const Kind& after : kinds) {
+        const auto second = make(after);
+        load(*second, states);
+        EXPECT_EQ(second->step(), 2U);
+        const std::string names = std::string(name_of(before.exchange.kind)) + " to " +
+                                  std::string(name_of(after.exchange.kind));
+        EXPECT_TRUE(same_bits(second->residual(0), first->residual(0))) << names;
+        train(*second);
+      }
+      const auto same = make(before);
+      load(*same, states);
+      EXPECT_TRUE(saved(*same) == saved(*first)) << name_of(before.exchange.kind);
+    }
+  });
+}
+
 // Ranks that were there before and new ones must go on alike.
 TEST(reducer, after_a_state_of_another_group_nothing_depends_on_what_was_before) {
   run_group(2, [&](Communicator& comm) {

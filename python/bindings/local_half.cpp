@@ -9,6 +9,7 @@
 #include "python/bindings/arrays.hpp"
 #include "python/bindings/feedback.hpp"
 #include "python/bindings/own_local_half.hpp"
+#include "state.hpp"
 
 namespace skim::python {
 namespace {
@@ -227,7 +228,7 @@ void OwnLocalHalf::save(std::ostream& out) const {
   const nb::gil_scoped_acquire gil;
   const nb::object kept = object_.attr("as_feedback")();
   nb::cast<const Feedback&>(kept).feedback.save(out);
-  selector_->save(out);
+  save_part(*selector_, out);
 }
 LoadReport OwnLocalHalf::load(std::span<std::istream* const> of_old_ranks, int rank, int size,
                               const LoadOptions& options) {
@@ -240,7 +241,7 @@ LoadReport OwnLocalHalf::load(std::span<std::istream* const> of_old_ranks, int r
     const LoadReport report =
         nb::cast<Feedback&>(kept).feedback.load(of_old_ranks, rank, size, options);
     const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
-    if (same_group) selector_->load(*of_old_ranks[static_cast<std::size_t>(rank)]);
+    if (same_group) load_part(*selector_, *of_old_ranks[static_cast<std::size_t>(rank)]);
     object_.attr("take_feedback")(kept);
     return report;
   }

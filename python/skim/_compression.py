@@ -402,7 +402,15 @@ class Compression(InEpochs):
 
     def _set_layout(self, buckets: list[tuple[int, ...]] | None) -> None:
         """Sets the indices of each bucket's parameters. None: each parameter is a bucket. Between steps only."""
-        self.buckets = buckets
+        before, self.buckets = self.buckets, buckets
+        try:
+            self._declare_buckets()
+        except BaseException:  # by a signal handler, for example
+            self.buckets = before
+            self._declare_buckets()
+            raise
+
+    def _declare_buckets(self) -> None:
         self.reducer.set_layout(
             [
                 (slot, [(self.names[i], self.lengths[i]) for i in members])

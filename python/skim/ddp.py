@@ -326,8 +326,9 @@ def load_state_dict(
 
     Returns (missing_keys, unexpected_keys), as Module.load_state_dict of PyTorch. unexpected_keys is a dict with
     the norm of each lost residual of this rank. Both are empty if strict.
-    A parameter must have as many entries as in the saved run. The buckets may differ. Raises StateError if the
-    state is damaged or does not fit. After this error nothing has changed.
+    A parameter must have as many entries as in the saved run. Buckets, exchange and rule may differ. A schedule with a
+    state, such as an adaptive one, must have the same options. Raises StateError if the state is damaged or does not
+    fit. After this error nothing has changed.
     """
     return compression_of(model).load_state_dict(state, strict)
 
@@ -553,8 +554,8 @@ class DdpCompression(Compression):
         self.finish_step()
         with self.lock:
             before = self.buckets
-            self._set_layout(saved)
             try:
+                self._set_layout(saved)
                 report = super().load_state_dict(state, strict)
             except BaseException:
                 self._set_layout(before)

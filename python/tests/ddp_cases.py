@@ -1153,6 +1153,21 @@ def case_a_static_graph_with_parameters_of_two_types_resumes():
     assert torch.equal(kept(model), kept(again))
 
 
+def case_state_goes_on_with_another_exchange_and_another_rule():
+    kinds = [{"exchange": "oktopk"}, {"exchange": "hierarchical", "between": "allgather"}, {"exchange": "hierarchical"}]
+    kinds += [{}, {"exchange": "auto"}, {"select": "gaussian", "local": "host"}, {"local": "device"}]
+    for before in kinds:
+        model = attached(attach=before)
+        for step in range(3):
+            model(gradients(step)).backward()
+        state = skim.state_dict(model)
+        for after in kinds:
+            other = attached(attach=after)
+            skim.load_state_dict(other, state)
+            assert torch.equal(kept(other), kept(model)), (before, after)
+            other(gradients(3)).backward()
+
+
 def case_residuals_of_updates_resume_at_a_rate_of_0():
     rates = [0.5, 1.0, 0.25, 0.25, 0.5, 0.0, -1.5e-18, 0.125]  # PyTorch's LinearLR may come to such a rate instead of 0
 

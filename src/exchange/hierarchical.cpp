@@ -116,8 +116,8 @@ class Hierarchical final : public Exchange {
     section.put(static_cast<std::uint64_t>(placed_.size()));
     for (const int host : placed_) section.put(static_cast<std::int32_t>(host));
     section.end();
-    inside_->save(out);
-    between_->save(out);
+    save_part(*inside_, out);
+    save_part(*between_, out);
   }
   void load(std::istream& in) override {
     SectionReader section(in, "hierarchical: the saved state", kMagic, kVersion);
@@ -127,8 +127,8 @@ class Hierarchical final : public Exchange {
     section.end();
     auto inside = make_part(options_, options_.hierarchy.inside);
     auto between = make_part(options_, options_.hierarchy.between);
-    inside->load(in);
-    between->load(in);
+    load_part(*inside, in);  // an exchange of another name starts anew
+    load_part(*between, in);
     inside_ = std::move(inside);
     between_ = std::move(between);
     placed_ = std::move(placed);

@@ -1,10 +1,13 @@
 #include "reducer/saved_state.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstddef>
 #include <sstream>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "feedback/load_report.hpp"
 #include "reducer/held_mass.hpp"
@@ -12,12 +15,38 @@
 namespace skim {
 namespace {
 
+constexpr std::string_view kMagic = "SKIMEXCH";
+
+bool is_sparse(const std::unique_ptr<Exchange>& exchange) { return exchange != nullptr; }
+
+// A section (state.hpp): the number of exchanges. Then their states, and that of the schedule.
 void save_rest(std::span<const std::unique_ptr<Exchange>> exchanges,
                const DensitySchedule& schedule, std::ostream& out) {
+  SectionWriter w(out, kMagic, 1);
+  w.put(static_cast<std::uint64_t>(std::ranges::count_if(exchanges, &is_sparse)));
+  w.end();
   for (const auto& exchange : exchanges) {
-    if (exchange) exchange->save(out);
+    if (is_sparse(exchange)) save_part(*exchange, out);
   }
   schedule.save(out);
+}
+// Leaves the stream at the state of the schedule.
+std::vector<PartState> read_exchanges(std::istream& in) {
+  SectionReader r(in, "saved state of exchanges", kMagic, 1);
+  const auto count = r.get<std::uint64_t>();
+  r.end();
+  std::vector<PartState> states;
+  for (std::uint64_t e = 0; e < count; ++e) states.push_back(read_part(in));
+  return states;
+}
+// Loads the first state of this name, and takes it out of the list. Returns whether there is one.
+bool load_from(std::vector<PartState>& states, Exchange& exchange) {
+  const auto found = std::ranges::find(states, exchange.name(), &PartState::name);
+  if (found == states.end()) return false;
+  std::istringstream own(found->bytes);
+  states.erase(found);
+  exchange.load(own);
+  return true;
 }
 // Without held mass, which is loaded last.
 void save_parts(const SavedParts& parts, std::ostream& out) {
@@ -30,11 +59,13 @@ LoadReport load_parts(const OldRanks& old_ranks, const SavedParts& parts,
   LoadReport report =
       parts.local.load(old_ranks.states, old_ranks.rank, old_ranks.size, options);
   std::istringstream fresh(parts.fresh);
-  std::istream& in = old_ranks.own_or(fresh);
+  std::istream* const own = old_ranks.own();
+  std::vector<PartState> at_first = read_exchanges(fresh), saved;
+  if (own != nullptr) saved = read_exchanges(*own);
   for (const auto& exchange : parts.exchanges) {
-    if (exchange) exchange->load(in);
+    if (is_sparse(exchange) && !load_from(saved, *exchange)) load_from(at_first, *exchange);
   }
-  parts.schedule.load(in);
+  parts.schedule.load(own != nullptr ? *own : fresh);
   return report;
 }
 
