@@ -374,9 +374,14 @@ class Compression(InEpochs):
             self.elastic.start()
 
     def take_over_momentum(self) -> None:
-        """Ends the making of a compression. An error before that leaves the optimizer as it was."""
-        if self.options.optimizer is not None:
+        """Ends the making of a compression. An error before that, or an interrupt, leaves the optimizer as it was."""
+        if self.options.optimizer is None:
+            return
+        try:
             take_out(self.options.optimizer, self.options.of_updates)
+        except BaseException:
+            put_back(self.options.optimizer, self.options.of_updates)
+            raise
 
     def keep_momentum_out(self) -> None:
         """Takes the optimizer's momentum out again if a state_dict has brought it back. Raises as

@@ -81,17 +81,18 @@ def take_out(optimizer: Any, of_updates: bool) -> None:
     decay. If momentum was taken out for the other case, weight_decay is converted.
     """
     for group in optimizer.param_groups:
-        had, before = _of_group(group), 1.0
+        had, before, now = _of_group(group), 1.0, dict[str, Any]()
         if KEY in group:
             before = _decay_factor(group, of_updates)
         elif "betas" in group:
-            group["betas"] = (0.0, group["betas"][1])
+            now["betas"] = (0.0, group["betas"][1])
         else:
-            group["momentum"], group["dampening"], group["nesterov"] = 0.0, 0.0, False
+            now |= {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
         factor = _factor_for(group, had, of_updates)
         if factor != before:
-            group["weight_decay"] *= factor / before
-        group[KEY] = (*dataclasses.astuple(had), factor)
+            now["weight_decay"] = group["weight_decay"] * (factor / before)
+        now[KEY] = (*dataclasses.astuple(had), factor)
+        group.update(now)  # all at once, so that no signal handler finds a part of it
 
 
 def put_back(optimizer: Any, of_updates: bool) -> None:
@@ -99,20 +100,21 @@ def put_back(optimizer: Any, of_updates: bool) -> None:
     for group in getattr(optimizer, "param_groups", ()):
         if KEY not in group:
             continue
-        had, factor = _of_group(group), _decay_factor(group, of_updates)
-        del group[KEY]
+        had, factor, now = _of_group(group), _decay_factor(group, of_updates), dict[str, Any]()
         if factor != 1.0:
-            group["weight_decay"] /= factor
+            now["weight_decay"] = group["weight_decay"] / factor
         if "betas" in group:
-            group["betas"] = (had.momentum_correction, group["betas"][1])
+            now["betas"] = (had.momentum_correction, group["betas"][1])
         else:
-            group["momentum"], group["dampening"] = had.momentum_correction, had.momentum_dampening
-            group["nesterov"] = had.nesterov_correction
+            now["momentum"], now["dampening"] = had.momentum_correction, had.momentum_dampening
+            now["nesterov"] = had.nesterov_correction
+        group.update({**now, KEY: (*dataclasses.astuple(had), 1.0)})  # all at once, as in take_out()
         for p in group["params"]:  # without momentum, SGD leaves its sum as it was, and Adam's is the last gradient
             sums = optimizer.state.get(p, {})
             sums.pop("momentum_buffer", None)
             if "exp_avg" in sums:
                 sums["exp_avg"].zero_()
+        del group[KEY]
 
 
 def expect_taken_out(optimizer: Any, correction: Correction, of_updates: bool) -> None:

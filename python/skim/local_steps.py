@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from skim.protocols import OwnSchedule
 
 PARAMETERS = "parameters"  # a key of states: the names and lengths of the parameters, in JSON
-OF_RANK = re.compile(r"(replica|sent_from)_(\d+)_(\d+)$")
+OF_RANK = re.compile(r"(replica|moved|sent_from)_(\d+)_(\d+)$")
 
 
 @dataclasses.dataclass
@@ -298,15 +298,14 @@ class LocalSteps(InEpochs):
         self._expect_training("step")
         self._meet_before_round()
         self._place_momentum()
+        # A loaded state may be from late in a longer round, with an exchange that takes longer than a round does now.
+        steps, count = min(self._steps + 1, self.every), len(self._fragments)
+        due = [f for f in range(count) if steps == -(-(f + 1) * self.every // count)]
         # First the wait: if something is raised meanwhile, the step has not been counted, and this may be called again.
-        self._land(f for f, flight in self._flights.items() if flight.steps_left == 1)
-        self._steps += 1
+        self._land(f for f, flight in self._flights.items() if flight.steps_left == 1 or f in due)
+        self._steps = 0 if steps == self.every else steps
         for flight in self._flights.values():
             flight.steps_left -= 1
-        count = len(self._fragments)
-        due = [f for f in range(count) if self._steps == -(-(f + 1) * self.every // count)]
-        if self._steps >= self.every:
-            self._steps = 0
         for f in due:
             self._depart(f, self.delay)
 
@@ -510,10 +509,15 @@ class LocalSteps(InEpochs):
             self._put(self._shared)
             yield self.model
         finally:
-            with torch.no_grad():
+            try:
                 self._put(own)
-            self._own = None
+            except BaseException:  # by a signal handler: a second one is left to the user
+                self._put(own)
+                raise
+            finally:
+                self._own = None
 
+    @torch.no_grad()
     def _put(self, values: Iterable[torch.Tensor]) -> None:
         for p, value in zip(self._parameters, values):
             p.copy_(value)
@@ -624,6 +628,7 @@ class LocalSteps(InEpochs):
         if self._steps > 0 or self._flights or len(self._fragments) > 1:
             own = self._parameters if self._own is None else self._own
             found[f"replica_{rank}_{size}"] = _flat([p.detach().to(torch.float32) for p in own])
+            found[f"moved_{rank}_{size}"] = _flat([s - p.detach() for s, p in zip(self._starts(), own)])
         if self._flights:
             found["applied"] = torch.tensor([arrived[f].applied for f in sorted(arrived)], device="cpu")
             found["means"] = _flat([mean for f in sorted(arrived) for mean in arrived[f].means])
@@ -636,7 +641,7 @@ class LocalSteps(InEpochs):
         """Restores a state_dict(): this rank's, or, if the number of ranks has changed, those of all ranks in one dict.
 
         If you load the model's state, load it before this. On another number of ranks every rank starts with the
-        mean of the old residuals and, in the middle of a round, the mean of the old replicas.
+        mean of the old residuals and, in the middle of a round, the mean of how far the old replicas had moved in it.
 
         strict, and what is returned: as in skim.load_state_dict. Parameters that only the model has keep their values.
         A state with exchanges under way (delay) does not fit other parameters.
@@ -659,7 +664,7 @@ class LocalSteps(InEpochs):
             self._expect_in_state(state, {"applied": len(steps_left), "means": under_way})
         if self._momentum and "outer_momentum" in state:
             self._expect_in_state(state, {"outer_momentum": n})
-        replica = self._own_or_mean("replica", state, n)
+        replica, moved = (self._own_or_mean(what, state, n) for what in ("replica", "moved"))
         sent_from = self._own_or_mean("sent_from", state, under_way)
         if steps_left and sent_from is None:
             comm = self._aggregator.comm
@@ -670,11 +675,11 @@ class LocalSteps(InEpochs):
         _into(self._shared, state["shared"])
         if self._momentum and "outer_momentum" in state:
             _into(self._momentum, state["outer_momentum"])
-        self._steps = min(int(state["round"]), self.every - 1)  # the saved round may be longer
+        self._steps = int(state["round"])
         if replica is None:
             self._restart({*range(len(self._of_model))})
         else:
-            _into(self._parameters, replica)
+            self._go_on_from(replica, moved, {i for f in steps_left for i in self._fragments[f]})
         if not steps_left or sent_from is None:
             return report
         means, heres = ([torch.empty_like(x) for x in shapes] for _ in range(2))
@@ -686,6 +691,25 @@ class LocalSteps(InEpochs):
             flight.arrived.set_result(_Arrived(applied, means[:k], self._residuals(f)))
             means, heres = means[k:], heres[k:]
         return report
+
+    def _go_on_from(self, replica: torch.Tensor, moved: torch.Tensor | None, in_flight: set[int]) -> None:
+        """Puts a saved replica into the model. If the start of the round is another one now, with another `ahead` or
+        residual, the replica is where the same moves lead from there. What is being exchanged has no start yet.
+        moved: None: an old state has none."""
+        _into(self._parameters, replica)
+        if moved is None:
+            return
+        moves = torch.split(moved, [x.numel() for x in self._shared])
+        for i, (p, start, move) in enumerate(zip(self._parameters, self._starts(), moves)):
+            move = move.view(p.shape).to(p.device)
+            if i not in in_flight and not torch.equal(start - p.to(torch.float32), move):
+                p.copy_(start - move)
+
+    def _starts(self) -> list[torch.Tensor]:
+        """Where this rank's replica started the round, in float32 but rounded as the parameters are."""
+        residuals = {i: e for f, of in enumerate(self._fragments) for i, e in zip(of, self._residuals(f))}
+        starts = (self._start(i, residuals[i]).to(p.dtype) for i, p in enumerate(self._of_model))
+        return [start.to(torch.float32) for start in starts]
 
     def _fitted(self, state: Mapping[str, torch.Tensor], strict: bool) -> Mapping[str, torch.Tensor]:
         """The state with tensors for this model's parameters, in their order. Raises StateError if there is none."""
@@ -713,11 +737,12 @@ class LocalSteps(InEpochs):
             )
         fitted = {**state, "steps_left": torch.zeros(len(self._fragments), dtype=torch.int64, device="cpu")}
         for key, flat in state.items():
-            if key not in ("shared", "outer_momentum") and not key.startswith("replica_"):
+            is_change = key == "outer_momentum" or key.startswith("moved_")
+            if not is_change and key != "shared" and not key.startswith("replica_"):
                 continue
             self._expect_in_state(state, {key: sum(saved.values())})
             parts = dict(zip(saved, torch.split(flat.cpu(), list(saved.values()))))
-            new = {name: torch.zeros_like(x) for name, x in now.items()} if key == "outer_momentum" else now
+            new = {name: torch.zeros_like(x) for name, x in now.items()} if is_change else now
             fitted[key] = torch.cat([parts.get(name, new[name]) for name in now])
         return fitted
 

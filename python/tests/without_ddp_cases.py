@@ -401,8 +401,12 @@ def case_local_steps_that_could_not_be_made_leave_model_and_optimizer_as_they_we
         made.append(module)
         return hooks_of(self, module, place_of) if len(made) == 1 else interrupt()
 
-    for name, value in (("make_equal", interrupt), ("LocalSteps._hooks_of", first_hooks)):
-        with unittest.mock.patch("skim.local_steps." + name, value):
+    for name, value in (
+        ("local_steps.make_equal", interrupt),
+        ("local_steps.LocalSteps._hooks_of", first_hooks),
+        ("_momentum.dataclasses.astuple", interrupt),
+    ):
+        with unittest.mock.patch("skim." + name, value):
             try:
                 skim.LocalSteps(model, optimizer, timeout=60.0)
             except KeyboardInterrupt:
@@ -657,10 +661,13 @@ def case_a_replica_is_never_saved_by_mistake():
         expect(skim.InvalidArgument, "finish inside shared()", local.finish)
         expect(skim.InvalidArgument, "load_state_dict inside shared()", local.load_state_dict, local.state_dict())
     assert torch.equal(flat(model.parameters()), own) and torch.equal(shared(local), x)
-    with unittest.mock.patch.object(local, "_reshard", side_effect=[KeyboardInterrupt, None]):  # as soon as x is there
-        with contextlib.suppress(KeyboardInterrupt), local.shared():
-            pass
-    assert torch.equal(flat(model.parameters()), own), "the replica is back"
+    # An interrupt as soon as x is there, and one while the replica is put back.
+    for of_calls in ([KeyboardInterrupt, None], [None, KeyboardInterrupt, None]):
+        with unittest.mock.patch.object(local, "_reshard", side_effect=of_calls):
+            with contextlib.suppress(KeyboardInterrupt), local.shared():
+                pass
+        local._expect_training("step")
+        assert torch.equal(flat(model.parameters()), own), "the replica is back"
     with local.shared(), warnings.catch_warnings():
         warnings.simplefilter("error")
         copy.deepcopy(model)
@@ -904,6 +911,34 @@ def case_local_steps_go_on_on_another_number_of_ranks():
             again.finish()  # what was under way arrives, and nothing is lost
             after = flat(other.parameters()) - flat(again.residuals().values())
             torch.testing.assert_close(after, total(own) / SIZE, rtol=1e-6, atol=0.01)
+
+
+def case_a_state_from_the_middle_of_a_round_keeps_what_ranks_moved_with_other_options_too():
+    for before, after in (
+        ({}, {}),
+        ({"ahead": 0.5}, {"ahead": 1.0}),
+        ({"exchange": "param-server"}, {"exchange": "allgather"}),
+        ({"exchange": "allgather"}, {"exchange": "param-server"}),
+        ({"delay": 2}, {"delay": 2, "ahead": 0.0}),
+        ({"every": 4, "delay": 4, "ahead": 0.5}, {"every": 2, "ahead": 0.5}),  # an exchange is under way when the next one begins
+        ({"fragments": 2, "delay": 2}, {"fragments": 2, "delay": 1, "ahead": 0.5}),
+        ({"every": 6}, {"every": 1}),
+        ({"every": 6, "ahead": 0.0}, {"every": 1}),
+    ):
+        model, local = local_steps(**{"every": 3, **before})
+        moved = torch.zeros(sum(LENGTHS)).double()
+        for step in range(5):
+            one_local_step(model, local, step)
+            moved += flat(gradients(step))
+        other, again = local_steps(**{"every": 3, **after})
+        again.load_state_dict(local.state_dict())
+        if before == after:
+            assert torch.equal(flat(other.parameters()), flat(model.parameters()))
+        if before.get("every") != 6:  # otherwise the round has no step after it was loaded
+            one_local_step(other, again, 5)
+            moved += flat(gradients(5))
+        again.finish()
+        same(total(moved), total(flat(again.residuals().values())) - SIZE * flat(other.parameters()))
 
 
 def case_a_state_from_late_in_a_longer_round_ends_it_at_the_next_step():
