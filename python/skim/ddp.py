@@ -649,11 +649,16 @@ class DdpCompression(Compression):
     def _give_back_unused(
         self, slot: int, members: Sequence[int], means: Mapping[int, torch.Tensor], unused: set[int], scale: float
     ) -> None:
-        offset = 0
+        offset, marked = 0, False
         for i in members:
             if i in unused:
                 self.give_back(slot, offset, means[i].clone(), scale)
+                marked = marked or bool(means[i][:1].isnan().any())
             offset += self.lengths[i]
+        if marked:  # the NaN that says that the step is not finite: it must be where DDP applies a mean
+            for i in members:
+                if i not in unused:
+                    means[i][:1] = torch.nan
 
 
 def _trained_by(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:

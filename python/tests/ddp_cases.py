@@ -429,6 +429,25 @@ def case_parameters_that_nobody_used_keep_their_residuals():
         assert torch.equal(means(again), of_steps[step]), step
 
 
+def case_a_nan_is_seen_whichever_parameter_of_its_bucket_nobody_used():
+    for options in ({}, {"bucket_cap_mb": 25}):
+        model = attached(find_unused_parameters=True, **options)
+        given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+        for step in range(4 * len(LENGTHS)):
+            c, nobodys = gradients(step), step // 4
+            infinite = c[nobodys - 1 if step % 2 else (nobodys + 1) % len(c)]
+            is_infinite = step % 4 > 1
+            if is_infinite and RANK == SIZE - 1:
+                infinite[0] = torch.inf
+            model(c, set(range(len(c))) - {nobodys}).backward()
+            mean = means(model)
+            assert bool(mean.isfinite().all()) != is_infinite, (options, step)
+            infinite[infinite.isinf()] = 0.0
+            given += flat([0 * g if i == nobodys else g for i, g in enumerate(c)])
+            got += 0.0 if is_infinite else mean
+        check_law(model, given, got)
+
+
 def case_parameters_with_gradients_of_zeros_get_their_means():
     model = attached(find_unused_parameters=True)
     given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
