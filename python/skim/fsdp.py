@@ -195,7 +195,8 @@ class FsdpCompression(Compression):
                 self.end_of_step()
                 self.take_back_if_not_finite()
                 if not self._finite:  # also where another shard was not finite
-                    flat[:1].fill_(math.nan)
+                    for part in torch.split(flat, [self.lengths[i] for i in members]):
+                        part[:1].fill_(math.nan)  # of every shard, because one may have only padding
 
 
 def _hook_of(of: weakref.ref[FsdpCompression], name: str, index: int) -> Any:

@@ -340,6 +340,16 @@ def case_steps_that_are_taken_back():
     assert skim.report(raising).steps == 3, skim.report(raising)
 
 
+def case_a_nan_is_seen_where_the_first_shard_has_no_entries():
+    model = fully_shard(Part((1, 4), (64, 3)).to(DEVICE), mesh=MESH["inside"])
+    skim.attach(model, between=MESH["between"].get_group(), **EXACT, timeout=60.0)
+    c = [torch.ones(1, 4), torch.ones(64, 3)]
+    if dist.get_rank() == 0:
+        c[1][0] = torch.nan
+    model(c).backward()
+    assert any(g.isnan().any() for g in gradients(model).values())
+
+
 def case_grad_scaler():
     """Residuals are unscaled, so a scale that changes does not matter."""
     plain, scaled = attached(), sharded()
