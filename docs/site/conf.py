@@ -31,7 +31,6 @@ suppress_warnings = ["duplicate_declaration.cpp"]  # of the namespace, once for 
 
 autodoc_member_order = "bysource"
 autoclass_content = "both"
-autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
