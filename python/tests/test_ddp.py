@@ -13,35 +13,18 @@ import time
 import unittest
 import unittest.mock
 
-from under_torchrun import run_cases
+from under_torchrun import AS_ON_A_DEVICE, OnRanks
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")
-class Cases(unittest.TestCase):
-    environment: dict[str, str] = {}
-
-    def run_on(self, ranks):
-        run_cases(self, "ddp_cases.py", ranks, **self.environment)
-
-    def test_1_rank(self):
-        self.run_on(1)
-
-    def test_2_ranks(self):
-        self.run_on(2)
-
-    def test_3_ranks(self):
-        self.run_on(3)
-
-    def test_4_ranks(self):
-        self.run_on(4)
+class Cases(OnRanks, unittest.TestCase):
+    file = "ddp_cases.py"
 
 
 class CasesOnADevice(Cases):
-    """The same, as if the tensors were not in host memory: skim.TensorLocalHalf keeps the residuals."""
-
-    environment = {"AS_ON_A_DEVICE": "1"}
+    environment = AS_ON_A_DEVICE
 
 
 # The job of a compression that is gone begins when Python ends, and takes a while.

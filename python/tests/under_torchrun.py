@@ -22,3 +22,29 @@ def run_cases(test, file, ranks, *arguments, **environment):
         test.skipTest(left_out[0])
     cases = re.findall(r"^def case_(\w+)", (HERE / file).read_text(), re.MULTILINE)
     test.assertEqual(verdicts, dict.fromkeys(cases, "ok"))
+
+
+class OnRanks:
+    """The cases of a file on 1 to 4 ranks."""
+
+    file: str
+    environment: dict[str, str] = {}
+
+    def run_on(self, ranks):
+        run_cases(self, self.file, ranks, **self.environment)
+
+    def test_1_rank(self):
+        self.run_on(1)
+
+    def test_2_ranks(self):
+        self.run_on(2)
+
+    def test_3_ranks(self):
+        self.run_on(3)
+
+    def test_4_ranks(self):
+        self.run_on(4)
+
+
+# As if the tensors were not in host memory: skim.TensorLocalHalf keeps the residuals.
+AS_ON_A_DEVICE = {"AS_ON_A_DEVICE": "1"}
