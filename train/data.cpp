@@ -320,7 +320,7 @@ std::vector<Glyph> make_glyphs(std::uint64_t seed) {
 }
 
 void draw(Glyph glyph, Random& random, Byte* pixels) {
-  constexpr float kMiddle = (kSide - 1) / 2.0F;
+  constexpr float kMiddle = (kSide - 1) / 2.0F, kFar = 1e9F;
   // Elastic: every control point moves independently.
   for (auto& stroke : glyph) {
     for (Point& p : stroke) {
@@ -337,41 +337,44 @@ void draw(Glyph glyph, Random& random, Byte* pixels) {
   const float radius = random.uniform(0.6F, 1.5F);
   const float ink = random.uniform(0.65F, 1.0F);
 
-  std::array<float, kSide * kSide> canvas{};
+  // The squared distance of each pixel to the nearest dot of the pen whose reach has the row.
+  std::array<std::array<float, kSide>, kSide> canvas;
+  for (auto& row : canvas) row.fill(kFar);
+  const float reach = radius + 1.0F;  // full ink within radius, then fades over one pixel
   constexpr int kDots = 28;
   for (const auto& stroke : glyph) {
     for (int i = 0; i < kDots; ++i) {
       const Point p = on_curve(stroke, static_cast<float>(i) / (kDots - 1));
       const float x = kMiddle + move_x + scale_x * (cosine * p.x - sine * p.y);
       const float y = kMiddle + move_y + scale_y * (sine * p.x + cosine * p.y);
-      const float reach = radius + 1.0F;  // full ink within radius, then fades over one pixel
-      const auto first = [&](float v) {
-        return static_cast<int>(std::clamp(v - reach, 0.0F, static_cast<float>(kSide)));
+      std::array<float, kSide> across;
+      for (std::size_t c = 0; c < u(kSide); ++c) across[c] = squared(x - static_cast<float>(c));
+      const auto row_at = [](float v) {
+        return static_cast<std::size_t>(std::clamp(v, 0.0F, static_cast<float>(kSide)));
       };
-      const auto last = [&](float v) {
-        return static_cast<int>(std::clamp(v + reach + 1.0F, 0.0F, static_cast<float>(kSide)));
-      };
-      for (int row = first(y); row < last(y); ++row) {
-        for (int column = first(x); column < last(x); ++column) {
-          const float gap =
-              std::sqrt(distance2({x, y}, {static_cast<float>(column), static_cast<float>(row)}));
-          float& pixel = canvas[static_cast<std::size_t>(row * kSide + column)];
-          pixel = std::max(pixel, ink * std::clamp(reach - gap, 0.0F, 1.0F));
-        }
+      for (std::size_t r = row_at(y - reach); r < row_at(y + reach + 1.0F); ++r) {
+        const float down = squared(y - static_cast<float>(r));
+        auto& row = canvas[r];
+        for (std::size_t c = 0; c < u(kSide); ++c) row[c] = std::min(row[c], across[c] + down);
       }
     }
+  }
+  for (auto& row : canvas) {
+    for (float& pixel : row) pixel = ink * std::clamp(reach - std::sqrt(pixel), 0.0F, 1.0F);
   }
   // Occlusion: one image in three has a dark square.
   if (random.below(3) == 0) {
     const std::uint64_t side = 5 + random.below(4);
     const std::uint64_t top = random.below(u(kSide) - side), left = random.below(u(kSide) - side);
     for (std::uint64_t row = top; row < top + side; ++row) {
-      std::fill_n(canvas.begin() + static_cast<std::ptrdiff_t>(row * kSide + left), side, 0.0F);
+      std::fill_n(canvas[row].begin() + static_cast<std::ptrdiff_t>(left), side, 0.0F);
     }
   }
-  for (std::size_t i = 0; i < canvas.size(); ++i) {
-    const float noisy = canvas[i] + 0.12F * random.bell();
-    pixels[i] = static_cast<Byte>(255.0F * std::clamp(noisy, 0.0F, 1.0F) + 0.5F);
+  for (const auto& row : canvas) {
+    for (const float pixel : row) {
+      const float noisy = pixel + 0.12F * random.bell();
+      *pixels++ = static_cast<Byte>(255.0F * std::clamp(noisy, 0.0F, 1.0F) + 0.5F);
+    }
   }
 }
 
