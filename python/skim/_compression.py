@@ -12,49 +12,30 @@ import logging
 import math
 import numbers
 import queue
-import re
 import struct
 import threading
 import time
 import types
 import typing
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from skim import _core
-from skim._checks import expect_flag, expect_float32, expect_steps_of_run, has_method
-from skim._momentum import Correction, correction_for, expect_taken_out, inner_optimizer, put_back, take_out
-from skim._options import CompressionOptions, FeedbackOptions
-from skim._report import Report
+from skim._checks import has_method
 from skim._elastic_steps import ElasticSteps
+from skim._momentum import expect_taken_out, put_back, take_out
+from skim._options import Options
+from skim._parameters import array, expect_parameters, in_one
+from skim._report import Report
+from skim._states import STATE, expect_bytes, expect_state
 from skim._transport import connect
 from skim.elastic import ElasticGroup
-from skim.tensor_half import FLOATS, TensorLocalHalf, expect_floats
+from skim.tensor_half import TensorLocalHalf
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from skim.protocols import OwnLocalHalf
-
-# These defaults differ from those of skim.Reducer. At equal bytes, 4-bit values carry three times the entries,
-# and training ends closer to dense (docs/results/quality.md).
-DEFAULTS = {"value_code": "q4"}
-FEEDBACK = FeedbackOptions.__annotations__
-TYPES = {**typing.get_type_hints(CompressionOptions), "exchange": str}  # of options, by name
-# What an option of a type must be, in words and in types.
-KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
-    bool: ("True or False", (bool,)),
-    int: ("a whole number", (int, np.integer)),
-    float: ("a number", (numbers.Real,)),
-    str: ("a string", (str,)),
-    Sequence[str]: (f"a list of names among {', '.join(_core.exchanges)}", (list, tuple)),
-}
-STATE = re.compile(r"rank_(\d+)_of_(\d+)$")  # of a key's end
 RATE = "rate"  # a key of states: the last learning rate above 0, if residuals hold updates
 Jobs: typing.TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"  # None ends the thread
 COMPARED_EVERY = 100  # steps between comparisons of how long the ranks waited
@@ -62,129 +43,6 @@ LEAST_RATE = 1e-20  # stands for a learning rate of 0 until the first rate above
 LAST_WAIT_S = 10.0  # close(), and Python's end, wait at most this long for threads that still wait for another rank
 # The communication threads and their jobs, also those of compressions that are gone.
 _threads: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How gradients are compressed. Equal on all ranks. skim.attach describes the fields."""
-
-    density: Any
-    optimizer: Any = None
-    of_updates: bool = False  # the optimizer has already turned gradients into updates
-    total_steps: int = 0
-    selector: Any = None
-    local: Any = None  # "device", "host", a function that makes a local half, or None
-    offload: bool = False  # residuals in the host's memory
-    replay: dict[str, Any] | None = None  # Report.choices
-    # If a gradient is NaN or infinite: "pass-on" or "raise".
-    non_finite: str = "pass-on"
-    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keywords of skim.Reducer
-
-    def __post_init__(self) -> None:
-        own = {name: getattr(self, name) for name in ("non_finite", "offload")}
-        for name, value in {**own, **self.others}.items():
-            what, kinds = KINDS.get(TYPES.get(name), ("", ()))
-            if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
-                raise _core.InvalidArgument(f"skim: {name}: must be {what}, not {value!r}")
-            if numbers.Real in kinds:
-                expect_float32(f"skim: {name}", value)
-        if self.others.get("residual_decay") == 0:
-            raise _core.InvalidArgument(
-                "skim: residual_decay: 0 would forget what is not sent; use feedback=False for that, or a number in (0, 1]"
-            )
-        expect_steps_of_run("skim: total_steps", self.total_steps)
-        if self.non_finite not in ("pass-on", "raise"):
-            raise _core.InvalidArgument(f"non_finite: no '{self.non_finite}'; there are: pass-on, raise")
-        if self.local not in (None, "device", "host") and not callable(self.local):
-            raise _core.InvalidArgument(
-                f"skim: local: must be 'device', 'host', None or a function that makes a local half, not {self.local!r}"
-            )
-        self._expect_threshold()
-        if self.local == "device" and (missing := self._not_on_a_device()):
-            raise _core.InvalidArgument(f"skim: local='device' has no {missing}; use local='host'")
-        if self.offload and callable(self.local):
-            raise _core.InvalidArgument("skim: offload and a local half of your own exclude each other")
-        expect_floats(self.offload, self.others)  # also where the local half turns out to be the built-in one
-        if self.optimizer is None:
-            return
-        object.__setattr__(self, "optimizer", inner_optimizer(self.optimizer))
-        given = {"local": callable(self.local), **self.others}
-        for name in ("momentum_correction", "momentum_dampening", "nesterov_correction", "local"):
-            if given.get(name):
-                raise _core.InvalidArgument(
-                    f"skim: optimizer and {name} exclude each other: momentum correction is then the optimizer's momentum"
-                )
-
-    def _expect_threshold(self) -> None:
-        is_own_schedule = not isinstance(self.density, (numbers.Real, _core.DensitySchedule))  # it may give a threshold
-        selects_itself = self.selector is not None or callable(self.local)
-        if self.others.get("select") != "threshold" or is_own_schedule or selects_itself:
-            return
-        if self.others.get("select_threshold", 0.0) == 0.0:
-            raise _core.InvalidArgument(
-                "skim: select_threshold: must be above 0 with select='threshold', which sends the entries that are at "
-                "least this large"
-            )
-
-    def momentum(self) -> Correction | None:
-        """The momentum correction that replaces the optimizer's momentum; None without an optimizer."""
-        return None if self.optimizer is None else correction_for(self.optimizer)
-
-    def expect_elastic(self) -> None:
-        """Raises InvalidArgument if these options cannot work in an elastic group."""
-        for name in ("selector", "density", "exchange"):
-            value = getattr(self, name, None) or self.others.get(name)
-            if value is not None and not isinstance(value, (str, int, float, _core.DensitySchedule)):
-                raise _core.InvalidArgument(
-                    f"skim: no {name} of your own in an ElasticGroup: a rank that joins could not get its state"
-                )
-        if self.replay is not None:
-            raise _core.InvalidArgument("skim: no replay in an ElasticGroup: its ranks may change, and with them the choices")
-        if self.others.get("feedback") is False:
-            raise _core.InvalidArgument("skim: an ElasticGroup needs feedback: a step may have to be taken twice")
-        if self.others.get("server") == "dedicated":
-            raise _core.InvalidArgument("skim: no dedicated server in an ElasticGroup: it might be lost; use 'sharded'")
-
-    def _not_on_a_device(self) -> str:
-        """An option that TensorLocalHalf does not have; "": there is none."""
-        if self.selector is not None:
-            return "selector of your own"
-        if self.others.get("per_parameter"):
-            return "per_parameter"
-        rule = self.others.get("select", "exact")
-        return "" if rule == "exact" else f"select={rule!r}"
-
-    def local_half(self, device: torch.device) -> OwnLocalHalf | None:
-        """Makes the local half for gradients on this device. None: the built-in one, in host memory."""
-        if callable(self.local):
-            made: OwnLocalHalf | None = self.local()
-            if made is None:
-                raise _core.InvalidArgument("skim: local: the function returned no local half, but None")
-            return made
-        if self.local == "host" or (self.local is None and (device.type == "cpu" or self._not_on_a_device())):
-            return None
-        options = cast(FeedbackOptions, {k: v for k, v in self._keywords().items() if k in FEEDBACK})
-        return TensorLocalHalf(offload=self.offload, **options)
-
-    def _keywords(self) -> dict[str, Any]:
-        momentum = self.momentum()
-        return {**DEFAULTS, **self.others, **({} if momentum is None else dataclasses.asdict(momentum))}
-
-    def reducer(self, comm: _core.Communicator, local: OwnLocalHalf | None) -> _core.Reducer:
-        """local: what local_half() made."""
-        has_feedback = isinstance(local, TensorLocalHalf) and not callable(self.local)
-        reducer = _core.Reducer(
-            comm,
-            density=self.density,
-            selector=self.selector,
-            local=local,
-            replay=self.replay,
-            non_finite="pass-on",  # self.non_finite is heeded when the step ends
-            **{k: v for k, v in self._keywords().items() if not (has_feedback and k in FEEDBACK)},
-        )
-        if self.total_steps:
-            reducer.set_total_steps(self.total_steps)
-        return reducer
 
 
 def expect_same(comm: _core.Communicator, what: str, mine: Sequence[str], like: int | None = None) -> None:
@@ -252,30 +110,6 @@ class Unit:
         if not is_rate:
             raise _core.StateError(f"skim: '{RATE}' must be a tensor with one learning rate above 0, not {value!r}")
         self._rate = float(value)
-
-
-class Trainable:
-    """Which parameters require a gradient. Warns once if that changes, because the layout stays as it is.
-
-    advice: what to do then.
-    """
-
-    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]], advice: str) -> None:
-        self._parameters = [(name, p, p.requires_grad) for name, p in parameters]
-        self._advice = advice
-        self._has_warned = False
-
-    def warn_of_changes(self) -> None:
-        if self._has_warned:
-            return
-        changed = [name for name, p, trainable in self._parameters if p.requires_grad != trainable]
-        if changed:
-            self._has_warned = True
-            warnings.warn(
-                f"skim: requires_grad has changed since attach for {len(changed)} parameters, '{changed[0]}' among them: "
-                f"their gradients are not exchanged as you may expect; {self._advice}",
-                stacklevel=3,
-            )
 
 
 class InEpochs:
@@ -737,7 +571,7 @@ class Compression(InEpochs):
         found: dict[int, dict[int, torch.Tensor]] = {}
         for key, value in state.items():
             if isinstance(key, str) and (match := STATE.search(key)):
-                _expect_bytes(key, value)
+                expect_bytes(key, value)
                 if int(match[1]) >= int(match[2]):
                     raise _core.StateError(f"skim: '{key}': there is no such rank")
                 found.setdefault(int(match[2]), {})[int(match[1])] = value
@@ -790,98 +624,6 @@ class Compression(InEpochs):
             self._thread.join(LAST_WAIT_S)
 
 
-def expect_parameters(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raises InvalidArgument if Skim cannot compress the gradients of one of the parameters, or if there is none."""
-    if not parameters:
-        raise _core.InvalidArgument("skim: there is no parameter that requires a gradient")
-    expect_dense(parameters.items())
-    for name, p in parameters.items():
-        if p.dtype not in FLOATS:
-            raise _core.InvalidArgument(
-                f"skim: parameter '{name}' is {p.dtype}; gradients must be float32, float16 or bfloat16"
-            )
-        if hasattr(p, "to_local"):
-            raise _core.InvalidArgument(
-                f"skim: parameter '{name}' is a DTensor: use skim.LocalSteps, skim.attach(model, between=group) on a "
-                "model with fully_shard, or skim.Aggregator on the parameters' to_local()"
-            )
-        if p.device.type == "meta":
-            raise _core.InvalidArgument(f"skim: parameter '{name}' is on 'meta', without memory")
-
-
-def expect_dense(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises InvalidArgument if one of the tensors is sparse, or has no shape yet. tensors: with their names."""
-    for name, t in tensors:
-        if torch.nn.parameter.is_lazy(t):
-            raise _core.InvalidArgument(
-                f"skim: '{name}' has no shape yet, because its module is lazy; call the model once on every rank before"
-            )
-        if t.layout is not torch.strided:
-            raise _core.InvalidArgument(
-                f"skim: '{name}' is {t.layout}; parameters and buffers must be dense: use to_dense(), or keep a tensor that "
-                "is equal on all ranks as a plain attribute of its module"
-            )
-
-
-def buckets_of(tensors: Sequence[torch.Tensor], members: Sequence[int], most_bytes: float) -> list[tuple[int, ...]]:
-    """The indices of each bucket's tensors, in order. A bucket has one dtype and one device."""
-    buckets: list[list[int]] = []
-    size, kind = 0.0, None
-    for i in members:
-        t = tensors[i]
-        bytes_of = t.numel() * t.element_size()
-        if not buckets or kind != (t.dtype, t.device) or size + bytes_of > most_bytes:
-            buckets.append([])
-            size, kind = 0.0, (t.dtype, t.device)
-        buckets[-1].append(i)
-        size += bytes_of
-    return [tuple(b) for b in buckets]
-
-
-def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A flat tensor in the memory of all these tensors, if they lie there without gaps, in their order."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first.view(-1) if first.is_contiguous() else None
-    if any(type(t) is not torch.Tensor for t in tensors):
-        return None  # a subclass may have no memory of its own
-    end, memory = first.data_ptr(), first.untyped_storage().data_ptr()
-    for t in tensors:
-        if not t.is_contiguous() or (t.data_ptr(), t.untyped_storage().data_ptr(), t.dtype) != (end, memory, first.dtype):
-            return None
-        end += t.numel() * t.element_size()
-    return first.as_strided((sum(t.numel() for t in tensors),), (1,))
-
-
-def expect_state(state: Any, strict: Any) -> None:
-    """Raises StateError if the state is no dict, and InvalidArgument if strict is no bool. Only the entries of the
-    state with a name of Skim are looked at, and checked where they are."""
-    expect_flag("skim: strict", strict)
-    if not isinstance(state, Mapping):
-        raise _core.StateError(
-            f"skim: a state is a dict of tensors, as state_dict() returns it, not {type(state).__name__}"
-        )
-
-
-def _expect_bytes(key: str, value: Any) -> None:
-    is_tensor = isinstance(value, torch.Tensor)
-    if not is_tensor or value.dtype != torch.uint8 or value.dim() != 1:
-        found = f"{value.dtype} of shape {list(value.shape)}" if is_tensor else type(value).__name__
-        raise _core.StateError(f"skim: '{key}' must be a tensor of bytes (uint8) of one dimension, not {found}")
-
-
-def json_tensor(value: Any) -> torch.Tensor:
-    """A value in JSON as a tensor of bytes, for a state."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def json_value(tensor: torch.Tensor) -> Any:
-    """The value that json_tensor() got. Raises ValueError or TypeError for anything else."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(type(tensor).__name__)
-    return json.loads(bytes(tensor.cpu().tolist()))
-
-
 class _Phases:
     """Marks the phases of one bucket for PyTorch's profiler.
 
@@ -904,11 +646,6 @@ class _Phases:
 def _is_profiling() -> bool:
     # PyTorch 2.0 lacks this flag. There phases are always marked, which costs microseconds.
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
-
-
-def array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Only for type checkers: _core takes a tensor by DLPack where its stubs ask for an array."""
-    return cast("npt.NDArray[Any]", tensor)
 
 
 def _text(value: Any) -> str:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from skim import _core
 from skim._checks import expect_positive, expect_whole
-from skim._compression import Compression, Options, buckets_of
+from skim._compression import Compression
 from skim._momentum import expect_trains
+from skim._options import Options
+from skim._parameters import buckets_of
 from skim._shards import are_equal
 from skim.elastic import ElasticGroup
 from skim.tensor_half import FLOATS

@@ -16,24 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
 from skim._checks import has_method
-from skim._compression import (
-    STATE,
-    Compression,
-    Options,
-    Trainable,
-    Unit,
-    buckets_of,
-    expect_parameters,
-    expect_state,
-    json_tensor,
-    json_value,
-)
+from skim._compression import Compression, Unit
 from skim._hook import raising_at_the_end, set_hook
 from skim._momentum import expect_trains
+from skim._options import Options
+from skim._parameters import Trainable, buckets_of, expect_parameters
 from skim._report import Report
+from skim._shards import expect_no_replicate, is_sharded
+from skim._states import STATE, expect_state, json_tensor, json_value
 from skim.dry_run import DryRun, steps_of
 from skim.elastic import ElasticGroup
-from skim._shards import expect_no_replicate, is_sharded
 from skim.fsdp import FsdpCompression
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
 from skim._checks import expect_steps_of_run
-from skim._compression import Options, array
 from skim._hook import set_hook
+from skim._options import Options
+from skim._parameters import array
 from skim._transport import connect
 from skim.tensor_half import wait_for
 

@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from skim import _core
-from skim._compression import Compression, Options, Trainable, Unit, expect_dense, expect_state
+from skim._compression import Compression, Unit
 from skim._momentum import expect_trains
+from skim._options import Options
+from skim._parameters import Trainable, expect_dense
 from skim._shards import Shard, is_sharded, make_equal
+from skim._states import expect_state
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

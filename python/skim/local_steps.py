@@ -17,10 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skim import _core
 from skim._checks import expect_whole, has_method
-from skim._compression import InEpochs, expect_dense, expect_state, json_tensor, json_value
+from skim._compression import InEpochs
 from skim._momentum import correction_for, expect_trains, inner_optimizer, put_back
+from skim._parameters import expect_dense
 from skim._report import Report
 from skim._shards import Shard, expect_no_replicate, local, make_equal, reshard
+from skim._states import expect_state, json_tensor, json_value
 from skim.aggregator import Aggregator
 from skim.ddp import expect_not_attached
 from skim.elastic import ElasticGroup

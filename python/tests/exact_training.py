@@ -15,7 +15,7 @@ import skim
 import torch
 import torch.distributed as dist
 from cases import expect_equal_everywhere, left_out, run
-from skim._compression import Options
+from skim._options import Options
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

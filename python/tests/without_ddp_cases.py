@@ -43,7 +43,7 @@ from exact_training import (
     total,
     train,
 )
-from skim._compression import in_one
+from skim._parameters import in_one
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
