@@ -107,12 +107,16 @@ std::string why_extra(const CLI::App& app, const std::vector<std::string>& extra
 // Reads TOML. Says which line is wrong.
 class TomlFile final : public CLI::ConfigTOML {
  public:
-  explicit TomlFile(const CLI::App& app) : app_(app) {}
+  explicit TomlFile(const CLI::App& app) : app_(app) {
+    comment('\0');  // CLI11 would also find a '#' in quotes, and check() refuses this byte
+  }
 
   std::vector<CLI::ConfigItem> from_config(std::istream& in) const override {
     std::ostringstream whole;
     std::size_t number = 0;
     for (std::string line; std::getline(in, line);) {
+      if (number == 0 && line.starts_with(kByteOrderMark)) line.erase(0, kByteOrderMark.size());
+      line.resize(comment_of(line));
       check(line, ++number);
       whole << line << '\n';
     }
@@ -121,13 +125,32 @@ class TomlFile final : public CLI::ConfigTOML {
   }
 
  private:
+  static constexpr std::string_view kByteOrderMark = "\xef\xbb\xbf";
+
+  // Where a comment begins: the first '#' that is not in quotes.
+  static std::size_t comment_of(std::string_view line) {
+    char quote = '\0';
+    for (std::size_t i = 0; i < line.size(); ++i) {
+      const char c = line[i];
+      if (quote == '"' && c == '\\') {
+        ++i;  // what it escapes
+      } else if (quote != '\0') {
+        if (c == quote) quote = '\0';
+      } else if (c == '"' || c == '\'') {
+        quote = c;
+      } else if (c == '#') {
+        return i;
+      }
+    }
+    return line.size();
+  }
   void check(const std::string& line, std::size_t number) const {
     const auto fail = [&](const std::string& why) {
       throw CLI::ConfigError("--config " + app_.get_config_ptr()->as<std::string>() + ", line " +
                              std::to_string(number) + ": " + why);
     };
     if (line.find('\0') != line.npos) fail("expected text, got a NUL byte");
-    const std::string text = trimmed(line.substr(0, line.find('#')));
+    const std::string text = trimmed(line);
     if (text.empty()) return;
     if (text.front() == '[') fail(text + ": write the options without sections");
     const std::size_t sign = text.find('=');

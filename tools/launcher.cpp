@@ -66,6 +66,11 @@ void on_signal(int signal) {
   g_signals.fetch_add(1);
   g_last_signal.store(signal);
 }
+// The reader of the output is gone, which every write would say again.
+std::atomic_flag g_is_output_closed;
+void on_closed_output(int signal) {
+  if (!g_is_output_closed.test_and_set()) on_signal(signal);
+}
 
 bool is_started_by_mpi() {
   return std::ranges::any_of(
@@ -135,7 +140,7 @@ class StderrFilter {
   void end() {
     if (!line_.empty()) end_line();
   }
-  // The first line of mpirun's explanation.
+  // The first line of mpirun's explanation, with what it announces.
   const std::string& explanation() const { return explanation_; }
   // The rank that died by a signal before mpirun ended the others; -1: unknown.
   int first_dead() const { return first_dead_; }
@@ -151,7 +156,11 @@ class StderrFilter {
       if (first_dead_ < 0 && at != std::string::npos) {
         first_dead_ = std::atoi(line_.c_str() + at + kNoticed.size());
       }
-      if (explanation_.empty() && line_ != "\n") explanation_ = line_.substr(0, line_.size() - 1);
+      const std::size_t first = line_.find_first_not_of(" \n");
+      const bool goes_on = explanation_.ends_with(':');
+      if (first != std::string::npos && (explanation_.empty() || goes_on)) {
+        explanation_ += (goes_on ? " " : "") + line_.substr(first, line_.size() - 1 - first);
+      }
     } else {
       (void)!::write(STDERR_FILENO, line_.data(), line_.size());
     }
@@ -252,6 +261,16 @@ bool all_succeeded(const RunDir& dir, int ranks) {
     if (!dir.read(r, "succeeded")) return false;
   }
   return true;
+}
+
+// "rank 0, rank 2": those that neither succeeded nor stopped in order.
+std::string unfinished(const RunDir& dir, int ranks) {
+  std::string names;
+  for (int r = 0; r < ranks; ++r) {
+    if (dir.read(r, "succeeded") || dir.read(r, "stopped")) continue;
+    names += (names.empty() ? "rank " : ", rank ") + std::to_string(r);
+  }
+  return names;
 }
 
 bool is_running(const std::string& pid) {
@@ -402,6 +421,7 @@ Outcome launch(const LaunchOptions& options) {
   expect_memory();
   // No SA_RESTART, so that a signal ends poll(). Before the folder, which must not stay.
   handle_signals({SIGINT, SIGTERM, SIGHUP, SIGUSR1}, on_signal);
+  handle_signals({SIGPIPE}, on_closed_output);
   const RunDir dir;
   std::array<int, 2> out{}, err{}, report{};
   if (pipe(out.data()) != 0 || pipe(err.data()) != 0 || pipe2(report.data(), O_CLOEXEC) != 0) {
@@ -435,6 +455,7 @@ Outcome launch(const LaunchOptions& options) {
   int open = 2, seen_signals = 0;
   int live = -1;  // the stream that ends with a live line
   bool ending = false, all_started = false, over = false;
+  bool is_grace_over = false;  // ranks were ended because they did not stop in time
   using Clock = std::chrono::steady_clock;
   Clock::time_point deadline = Clock::time_point::max();
   const Clock::time_point must_have_started = Clock::now() + options.start_limit;
@@ -463,6 +484,7 @@ Outcome launch(const LaunchOptions& options) {
       seen_signals = signals;
     }
     if (Clock::now() >= deadline) {
+      is_grace_over = is_grace_over || (!ending && seen_signals == 1);
       kill(child, ending ? SIGKILL : SIGTERM);
       if (ending) signal_ranks(dir, ranks, SIGKILL);
       ending = true;
@@ -505,15 +527,24 @@ Outcome launch(const LaunchOptions& options) {
   if (all_succeeded(dir, ranks)) return {};
   const int stopped = seen_signals > 0 ? status_of_signal(g_last_signal.load())
                                        : status_of_stop(dir, ranks);
-  if (stopped != 0) {
-    Outcome outcome = own_failure(dir, ranks).value_or(Outcome{stopped, {}});
-    outcome.is_stopped = true;
-    return outcome;
-  }
-  if (!late.empty()) return {1, late, 0};
   // mpirun has statuses of its own. Ours would mean something else.
   const bool by_signal = code > 128 && code <= 128 + SIGRTMAX;
-  return explain(dir, ranks, by_signal ? code : kRunError, filter);
+  const auto explained = [&] {
+    return explain(dir, ranks, by_signal ? code : kRunError, filter);
+  };
+  if (!late.empty() && seen_signals == 0) return {1, late, 0};  // that signal was the launcher's
+  if (stopped == 0) return explained();
+  Outcome outcome{stopped, {}};
+  const std::string missing = unfinished(dir, ranks);
+  if (is_grace_over && !missing.empty()) {
+    outcome.failure = missing + " did not stop within " + seconds_text(options.grace) +
+                      " s of the signal (--grace): the newest checkpoint is one from before it";
+  } else if (seen_signals < 2 && !missing.empty()) {
+    outcome = explained();
+  }
+  if (const auto cause = own_failure(dir, ranks)) outcome = *cause;
+  outcome.is_stopped = true;
+  return outcome;
 }
 
 int status_of_signal(int signal) { return signal == SIGUSR1 ? EX_TEMPFAIL : 128 + signal; }

@@ -142,7 +142,7 @@ void MetricsFile::rewrite_until(const std::string& run, const train::Resumed& fr
   std::vector<Line> lines;
   for (std::string text; std::getline(in, text);) {
     const nlohmann::json j = nlohmann::json::parse(text, nullptr, false);
-    if (j.is_discarded()) continue;  // incomplete, from when the run was stopped
+    if (j.is_discarded() && in.eof()) continue;  // incomplete, from when the run was stopped
     lines.push_back(line_of(text, j, run));
   }
   in.close();

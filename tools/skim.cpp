@@ -48,6 +48,11 @@ int run(int argc, char** argv) {
   if (command == "report") return skim::tool::report_command(argc - 1, argv + 1);
   if (command == "checkpoint") return skim::tool::checkpoint_command(argc - 1, argv + 1);
   if (command == "version" || command == "--version") {
+    if (argc > 2) {
+      std::fprintf(stderr, "skim: %s takes no words behind it, got '%s'\n", argv[1],
+                   skim::tool::one_line(argv[2]).c_str());
+      return 2;
+    }
     std::puts("skim " SKIM_VERSION);
     return 0;
   }
@@ -64,4 +69,7 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return skim::tool::end_standard_output(run(argc, argv)); }
+int main(int argc, char** argv) {
+  skim::tool::hold_standard_descriptors();
+  return skim::tool::end_standard_output(run(argc, argv));
+}

@@ -1,10 +1,12 @@
 #include "tools/standard_output.hpp"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <initializer_list>
 
 namespace skim::tool {
 namespace {
@@ -13,8 +15,15 @@ int g_error = 0;  // errno of the first write past stdio that failed
 
 }  // namespace
 
+void hold_standard_descriptors() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (fcntl(fd, F_GETFD) >= 0) continue;
+    (void)!open("/dev/null", fd == STDERR_FILENO ? O_WRONLY : O_RDONLY);  // gets the lowest number
+  }
+}
+
 void write_to_standard_output(const char* data, std::size_t size) {
-  while (size > 0) {
+  while (size > 0 && g_error != EPIPE) {
     const ssize_t written = ::write(STDOUT_FILENO, data, size);
     if (written < 0) {
       if (errno != EINTR && g_error == 0) g_error = errno;

@@ -5,6 +5,10 @@
 
 namespace skim::tool {
 
+// Opens /dev/null in place of standard input, output and error where they are closed. Otherwise the
+// next file that is opened would take their place. Writing to standard output still fails.
+void hold_standard_descriptors();
+
 // Writes past stdio. It ends early if a signal interrupts it, and the rest is lost.
 void write_to_standard_output(const char* data, std::size_t size);
 

@@ -112,10 +112,19 @@ std::string in_mb(std::uint64_t bytes) {
   return text;
 }
 
-// Removes all checkpoints but the newest `keep` up to this step, and what killed runs began.
+// Removes a checkpoint. Under its name it is complete or does not exist.
+void discard(const fs::path& checkpoint) {
+  const fs::path aside =
+      checkpoint.parent_path() / ("." + checkpoint.filename().string() + ".old");
+  fs::remove_all(aside);
+  fs::rename(checkpoint, aside);
+  fs::remove_all(aside);
+}
+
+// Removes all checkpoints but the newest `keep` up to this step, and what killed runs left aside.
 void prune(const fs::path& dir, std::int64_t step, std::int64_t keep) {
   for (const fs::path& c : checkpoints_of(dir)) {
-    if (*step_of(c) > step || --keep < 0) fs::remove_all(c);
+    if (*step_of(c) > step || --keep < 0) discard(c);
   }
   std::vector<fs::path> begun;
   for (const fs::directory_entry& e : fs::directory_iterator(dir)) {
@@ -198,7 +207,7 @@ fs::path CheckpointWriter::finish() {
         write_file(aside / kManifest,
                    [&](std::ostream& out) { out << manifest.dump(2) << '\n'; });
         sync_to_disk(aside);
-        fs::remove_all(whole);  // exists if the run was resumed from an earlier step
+        if (fs::exists(whole)) discard(whole);  // of a run that was resumed from an earlier step
         fs::rename(aside, whole);
         sync_to_disk(dir_);
         if (!diverged_) prune(dir_, step_, keep_);

@@ -88,8 +88,8 @@ void take(const json& j, T& x, const FieldInfo& info, const std::string& who) {
   }
   const T given = j.get<T>();
   if constexpr (std::is_floating_point_v<T>) {
-    if (!std::isfinite(given)) {
-      throw InvalidArgument(who + ": expected a smaller number, got " + j.dump());
+    if (!std::isfinite(static_cast<float>(given))) {
+      throw InvalidArgument(who + ": expected a number of at most 3.4e38, got " + j.dump());
     }
   }
   const bool is_default = given == x;  // may mean "not given", so the range is not checked
@@ -192,6 +192,10 @@ void read_option(const json& j, const char* name, T& member, const FieldInfo& in
                  const std::string& who) {
   if (!j.contains(name)) return;
   const std::string where = who + ": " + name;
+  const auto* const text = j.at(name).get_ptr<const std::string*>();
+  if (text != nullptr && text->find('\0') != text->npos) {  // would end the message
+    throw InvalidArgument(where + ": not a value that --summary writes: " + j.at(name).dump());
+  }
   try {
     take(j.at(name), member, info, where);
   } catch (const json::exception&) {

@@ -365,7 +365,8 @@ class Preemption(Reliability):
         os.kill(ranks[1], signal.SIGSTOP)
         begin = time.monotonic()
         run.send_signal(signal.SIGUSR1)
-        run.communicate(timeout=LIMIT)
+        _, err = run.communicate(timeout=LIMIT)
+        self.assertRegex(err.splitlines()[-1], r"^skim: rank .*did not stop within 3 s of the signal \(--grace\)")
         # mpirun gives the ranks that are left some seconds more.
         self.assertLess(time.monotonic() - begin, 3 + 12 + 5)
         self.assertEqual(run.returncode, TEMPFAIL)

@@ -152,6 +152,8 @@ class Usage(Case):
         done = skim("--version")
         self.assert_ok(done)
         self.assertEqual(done.stdout, f"skim {os.environ['SKIM_VERSION']}\n")
+        for words in (["version", "x"], ["--version", "--bogus"]):
+            self.assert_refused(skim(*words), words[0], f"got '{words[1]}'")
 
     def test_standard_output_that_is_lost_is_no_success(self):
         metrics, summary = self.dir / "m.jsonl", self.dir / "s.json"
@@ -173,6 +175,35 @@ class Usage(Case):
                 if "-" not in command:
                     self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
         self.assertTrue(json.loads(summary.read_text()))
+
+    def test_a_closed_standard_output_is_no_place_for_another_file(self):
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            metrics = self.dir / f"{ranks}.jsonl"
+            with self.subTest(ranks=ranks):
+                run = ["train", *SMALL, *map(str, ["--model", "linear", "--steps", 3, "--ranks", ranks, "--metrics", metrics])]
+                done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", TOOL, *run], stderr=subprocess.PIPE, text=True,
+                                      timeout=LIMIT)
+                self.assertEqual(done.returncode, 1)
+                self.assertRegex(done.stderr, "^skim: cannot write to standard output(: Bad file descriptor)?\n$")
+                self.assertEqual([line["step"] for line in lines(metrics) if "k" in line], [1, 2, 3])
+
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
+    def test_a_reader_that_goes_away_stops_the_ranks_in_order(self):
+        """As head does. Nothing is left of the run, and it goes on from its checkpoint."""
+        folder = self.dir / "c"
+        environment = os.environ | {"TMPDIR": str(self.dir)}
+        arguments = ["--model", "linear", "--ranks", 2, "--metrics", "-", "--checkpoint", folder]
+        run = subprocess.Popen([TOOL, "train", *SMALL, *map(str, [*arguments, "--steps", 1000000])], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+        self.addCleanup(run.kill)
+        self.addCleanup(run.stderr.close)
+        run.stdout.readline()
+        run.stdout.close()
+        self.assertEqual(run.wait(timeout=LIMIT), 128 + signal.SIGPIPE)
+        self.assertIn("--resume continues", run.stderr.read())
+        self.assertEqual(list(self.dir.glob("skim-*")), [])
+        steps = int(newest_in(folder).name.removeprefix("step-")) + 1
+        self.assert_ok(train(*arguments, "--steps", steps, "--resume"))
 
     def test_a_run_goes_on_without_standard_output(self):
         folder = self.dir / "c"
@@ -288,6 +319,8 @@ class Usage(Case):
         self.assert_refused(train("--fit", self.dir / "a\nb"), r"a\nb")
         (self.dir / "run.toml").write_bytes(b"lr = 0.1\nmo\0del = 'mlp'\n")
         self.assert_refused(train("--config", self.dir / "run.toml"), "run.toml, line 2", "NUL byte")
+        (self.dir / "s.json").write_text(json.dumps([{"run": "gtopk", "exchange": "gtopk", "value_code": "q4\0"}]))
+        self.assert_refused(train("--config", self.dir / "s.json"), "value_code", r'"q4\u0000"')
 
     def test_an_empty_list_takes_no_words_behind_it(self):
         for given in (["--ranks", ","], ["--ranks=,"]):
@@ -374,6 +407,14 @@ class Usage(Case):
         config.write_text("modle = 'linear'\n")
         self.assert_refused(train("--config", config), "modle")
 
+    def test_a_config_file_has_comments_and_may_have_a_byte_order_mark(self):
+        config = self.dir / "run.toml"
+        for quoted, name in (('"s#1.json"', "s#1.json"), ("'s#2.json'", "s#2.json"), (r'"s\"#3.json"', 's"#3.json')):
+            config.write_text(f"\ufeff# 'a run\nmodel = 'linear' # \"small\nsteps = 2#, one more\nsummary = {quoted} # ' here\n")
+            with self.subTest(quoted=quoted):
+                self.assert_ok(train("--config", config, cwd=self.dir))
+                self.assertEqual(json.loads((self.dir / name).read_text())[0]["steps"], 2)
+
     def test_a_summary_is_a_config_file(self):
         summary = self.dir / "s.json"
         for text in ["[]", "{}", "[1]", '[{"model": "mlp"}]', '[{"exchange": "gtopk", "run": 5}]']:
@@ -387,7 +428,8 @@ class Usage(Case):
                                   ("momentum", 1, ["momentum", "[0, 1)", "1"]),
                                   ("density", "much", ["density", "much", "adaptive"]),
                                   ("lr", "fast", ["lr", "fast"]),
-                                  ("local_clip", 1e39, ["local_clip", "smaller", "1e+39"]),
+                                  ("local_clip", 1e39, ["local_clip", "at most 3.4e38", "1e+39"]),
+                                  ("weight_decay", 1e308, ["weight_decay", "at most 3.4e38", "1e+308"]),
                                   ("local_speeds", {"select_s": -1}, ["local_speeds", "'select_s'", "-1"]),
                                   ("density_warmup", "0.5,2", ["density_warmup", "'2'", "(0, 1]"])]:
             summary.write_text(json.dumps([{"exchange": "gtopk", key: value}]))
@@ -1062,6 +1104,17 @@ class Checkpoints(Case):
         self.assert_refused(skim("checkpoint", "verify", "c" * 300), "no folder", "ccc")
         self.assert_refused(skim("checkpoint"), "expected verify")
 
+    def test_a_kill_leaves_only_whole_checkpoints(self):
+        """Whenever it comes: while one is written, or an older one is removed."""
+        for kill in range(8):
+            folder, metrics = self.dir / f"c{kill}", self.dir / f"m{kill}"
+            run = self.start("--model", "mlp-64", "--steps", 1000000, "--eval-epochs", 0, "--metrics", metrics,
+                             "--checkpoint", folder, "--checkpoint-steps", 1)
+            self.wait_for_step(run, metrics, 5 + kill)
+            run.kill()
+            run.communicate()
+            self.assert_ok(skim("checkpoint", "verify", folder))
+
     def test_another_number_of_ranks_goes_on(self):
         for options in ([], self.LOCAL):
             with self.subTest(options=options):
@@ -1171,9 +1224,9 @@ class Checkpoints(Case):
         metrics = self.dir / "m.jsonl"
         arguments = ["--model", "linear", "--metrics", metrics, "--checkpoint", self.dir / "c"]
         self.assert_ok(train(*arguments, "--steps", 3))
-        others = '3\n"step"\n[1]\n{"run": 3, "step": 9}\n{"run": "gtopk", "step": "many"}\n'
+        others = '3\n"step"\n[1]\nno JSON\n\n{"run": 3, "step": 9}\n{"run": "gtopk", "step": "many"}\n'
         before = others + metrics.read_text()
-        metrics.write_text(before)
+        metrics.write_text(before + '{"run": "gtopk", "st')  # a line that was being written
         self.assert_ok(train(*arguments, "--steps", 4, "--resume"))
         self.assertTrue(metrics.read_text().startswith(before))
 
@@ -1589,6 +1642,31 @@ class Failures(Case):
         idle.chmod(0o755)
         done = train("--ranks", 2, "--timeout", 0.5, env=dict(os.environ, SKIM_MPIRUN=str(idle)))
         self.assert_refused(done, "only 0 of 2 ranks started within 0.5 s", status=1)
+
+    def test_ranks_that_start_too_late_were_not_stopped_by_a_signal(self):
+        """Although it is a signal that the launcher ends them with."""
+        late = self.dir / "mpirun"
+        late.write_text("""#!/bin/sh
+            trap 'for r in 0 1; do echo 143 > "$SKIM_RUN_DIR/rank-$r.stopped"; done; kill $!; exit 0' TERM
+            sleep 1000 &
+            wait
+        """)
+        late.chmod(0o755)
+        done = train("--ranks", 2, "--timeout", 0.5, env=dict(os.environ, SKIM_MPIRUN=str(late)))
+        self.assert_refused(done, "only 0 of 2 ranks started within 0.5 s", status=1)
+
+    def test_a_rank_that_dies_is_named_though_a_signal_came(self):
+        metrics, folder = self.dir / "m.jsonl", self.dir / "c"
+        run = self.start(*self.LONG, "--metrics", metrics, "--checkpoint", folder, "--checkpoint-steps", 3)
+        self.wait_for_checkpoint(run, folder)
+        hangs = pids_of(self.dir)[1]
+        os.kill(hangs, signal.SIGSTOP)  # so the others cannot end their step
+        run.send_signal(signal.SIGTERM)
+        self.wait_until(run, lambda: next(self.dir.glob("skim-*/stopping"), None), "the launcher did not stop the run")
+        os.kill(hangs, signal.SIGKILL)
+        out, err = run.communicate(timeout=LIMIT)
+        self.assertNotIn(run.returncode, (0, 128 + signal.SIGTERM), out + err)
+        self.assertRegex(err.splitlines()[-1], r"^skim: rank 1 \(pid \d+\) died")
 
     def test_a_status_of_mpirun_is_not_taken_for_one_of_skim(self):
         mpirun = self.dir / "mpirun"
