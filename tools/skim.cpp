@@ -48,7 +48,8 @@ int run(int argc, char** argv) {
   if (command == "report") return skim::tool::report_command(argc - 1, argv + 1);
   if (command == "checkpoint") return skim::tool::checkpoint_command(argc - 1, argv + 1);
   if (command == "version" || command == "--version") {
-    if (argc > 2) {
+    const std::string_view word = argc > 2 ? argv[2] : "--help";
+    if (word != "--help" && word != "-h") {
       std::fprintf(stderr, "skim: %s takes no words behind it, got '%s'\n", argv[1],
                    skim::tool::one_line(argv[2]).c_str());
       return 2;

@@ -554,6 +554,10 @@ class Compression(InEpochs):
         Ends the open step, if there is one. A rollback() after it changes nothing.
         gather: True: rank 0 gets the states of all ranks, and the others an empty dict. Collective.
         """
+        if gather and self.elastic is not None:
+            raise _core.InvalidArgument(
+                "skim: no gather in an ElasticGroup: a rank may leave meanwhile; save what every rank has"
+            )
         self.finish_step()
         with self.lock:
             saved = bytearray(self.reducer.save())

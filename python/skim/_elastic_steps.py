@@ -25,6 +25,9 @@ class ElasticSteps:
     that all ranks have reduced it (a barrier). If a rank is lost, some may know that and others not. They tell one
     another in the next generation: if one rank has counted the step, or if all have reduced it, it is done. Otherwise all
     abandon it and take it again.
+
+    The model gets the mean of a step only when run() has returned. So a rank that joins while a step is counted gets the
+    state of the others at their next step.
     """
 
     def __init__(self, compression: Compression, group: ElasticGroup) -> None:
@@ -40,6 +43,9 @@ class ElasticSteps:
         self._met = False  # has met the others for the step to come
         self._reduced = False  # has reduced the open step, and does not know if all have
         self._done = False
+        self._counted = 0  # steps that were done, the same for a rank that joined later
+        self._owes_mean = False  # the last step is done, and the model has not got its mean yet
+        self._dropped_mean = False  # and never gets it, because this rank leaves
         self._failures = 0  # since the last step that was done, or the last change of ranks
         self._size = 1  # what residuals count for: the mean is over so many ranks
         self._taken: list[bytes] = []  # from ranks that have left
@@ -51,14 +57,19 @@ class ElasticSteps:
                 self._settle(self.group.join())
             except GenerationFailed as e:
                 self._go_on(e)
+            self._meet_until(lambda: self._has_state)
         except BaseException:
             self.group.close("failed")
             raise
 
     def meet(self) -> None:
-        """Meets the others before a step, unless that has happened."""
+        """Meets the others before a step, unless that has happened. The model has the mean of the step before."""
         self.group.expect_member()
-        while not self._met:
+        self._owes_mean = False
+        self._meet_until(lambda: self._met)
+
+    def _meet_until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
             try:
                 self._meet(leaves=False)
             except _core.CommError as e:
@@ -86,10 +97,12 @@ class ElasticSteps:
 
     def leave(self) -> None:
         """Ends this rank's part in the run."""
+        self._owes_mean = False
         while True:
             try:
                 if self._met:
                     self.last_exchange()
+                    self._owes_mean, self._dropped_mean = False, True
                     continue
                 if self._meet(leaves=True):
                     return
@@ -98,12 +111,13 @@ class ElasticSteps:
 
     def _finish(self) -> None:
         self.compression.finish_step()
-        self._reduced, self._done, self._failures = False, True, 0
+        self._counted += 1
+        self._reduced, self._done, self._owes_mean, self._failures = False, True, True, 0
 
     def _meet(self, *, leaves: bool) -> bool:
         """Returns whether this rank has left."""
         group, c = self.group, self.compression
-        leavers, joiners = group.meet(c.comm, c.residual_norm(), leaves)
+        leavers, joiners, all_have_state = group.meet(c.comm, c.residual_norm(), leaves, self._has_state)
         stay = [name for name in group.members if name not in leavers]
         if not stay:
             return True
@@ -115,9 +129,14 @@ class ElasticSteps:
                 raise _core.CommError(f"skim: {taker} was lost before it had this rank's residual")
             if taker == group.name:
                 self._taken.append(group.take(leaver))
-        if leavers or joiners:
+        # All know who has what before one of them decides who goes on: a leaver whose residual nobody took stays.
+        for i, leaver in enumerate(leavers):
+            if not group.was_taken(leaver, stay[i % len(stay)]):
+                raise _core.CommError(f"skim: {leaver} has not handed over its residual")
+        if leavers or joiners or not all_have_state:
             self._settle(group.regroup([*stay, *joiners]))
-        self._met = True
+        else:
+            self._met = True
         return False
 
     def _go_on(self, failure: _core.CommError) -> None:
@@ -138,32 +157,38 @@ class ElasticSteps:
                     self._failures = 0
 
     def _settle(self, comm: _core.Communicator) -> None:
-        """Goes on with the ranks of a new generation. Collective."""
+        """Goes on with the ranks of a new generation. Collective. If new ranks get no state yet, all must meet again."""
         try:
-            self._settle_with(comm)
+            all_have_state = self._settle_with(comm)
         except _core.CommError as e:
             raise GenerationFailed(str(e)) from None
         self.group.tell()
-        self._has_state = self._met = True
+        self._has_state, self._met = self._has_state or all_have_state, all_have_state
 
-    def _settle_with(self, comm: _core.Communicator) -> None:
+    def _settle_with(self, comm: _core.Communicator) -> bool:
+        """Returns whether all ranks have a state now."""
         c, rank = self.compression, comm.rank
         mine = {
-            "has_state": self._has_state, "step": c.reducer.step, "is_open": c.step_is_open, "reduced": self._reduced,
+            "has_state": self._has_state, "counted": self._counted, "reduced": self._reduced,
+            "owes_mean": self._owes_mean, "dropped_mean": self._dropped_mean,
+            "step": c.reducer.step, "is_open": c.step_is_open,
         }  # fmt: skip
         of_all = [json.loads(m) for m in comm.allgather(json.dumps(mine).encode())]
         # If nobody has trained, rank 0's state becomes that of all.
         holders = [r for r, of in enumerate(of_all) if of["has_state"]] or [0]
-        latest = max(of_all[r]["step"] for r in holders)
-        current = [r for r in holders if of_all[r]["step"] == latest]
+        latest = max(of_all[r]["counted"] for r in holders)
+        current = [r for r in holders if of_all[r]["counted"] == latest]
+        some_know = len(current) < len(holders)  # that all have reduced the step
+        all_reduced = not some_know and all(of_all[r]["reduced"] for r in current)
         if self._has_state:
-            if mine["step"] < latest:  # others know that all have reduced the step
+            if all_reduced or mine["counted"] < latest:
                 self._finish()
-            if len(current) == len(holders) and all(of_all[r]["reduced"] for r in current):
-                self._finish()
-            elif any(of_all[r]["is_open"] for r in current):
-                c.abandon_step()
-                self._reduced = False
+            if not all_reduced:
+                # This rank may have abandoned the step before, in a generation that failed.
+                next_step = max(of_all[r]["step"] + of_all[r]["is_open"] for r in current)
+                while c.reducer.step < next_step:
+                    c.abandon_step()
+                    self._reduced = False
             states = [c.reducer.save(), *self._taken]
             after_change = self.before_change()
             c.rebuild(comm)
@@ -175,12 +200,17 @@ class ElasticSteps:
         self._size = comm.size
         c.expect_equal(like=current[0])
         newcomers = [r for r, of in enumerate(of_all) if not of["has_state"] and r != current[0]]
+        if newcomers and (all_reduced or some_know or any(of_all[r]["owes_mean"] for r in current)):
+            return False
+        sources = [r for r in current if not of_all[r]["dropped_mean"]] or current
         for i, r in enumerate(newcomers):
-            source = current[i % len(current)]
+            source = sources[i % len(sources)]
             if rank == source:
                 self._send_state(r)
             elif rank == r:
                 self._receive_state(source)
+                self._counted = latest
+        return True
 
     def _send_state(self, to: int) -> None:
         """If the state cannot be sent, the other rank gets the reason instead, and this one goes on."""

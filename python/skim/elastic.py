@@ -48,6 +48,7 @@ TAKEN = "taken/{}/{}"  # in this generation: "yes" or "no": another rank has the
 LEFT, FAILED = "left", "failed"
 STORE_WAIT_S = 10.0  # a rank may start a little before its store
 MOST_PORT = 65535
+PIECE_BYTES = 16 << 20  # of a state, in one message
 STATE_TAG = 1 << 20  # of messages that are not the communicator's; its tags are small
 
 _open: weakref.WeakSet[ElasticGroup] = weakref.WeakSet()
@@ -346,6 +347,8 @@ class ElasticGroup:
         mine, ends, watch = ADMITTED.format(self.name), time.monotonic() + self.patience, self._new_watch()
         while not self._has(mine):
             newest = self._newest()
+            if self.name in self._ranks_of(newest):  # whoever decided that may be lost, and cannot tell it any more
+                return self._connect(newest)
             if all(watch.is_gone(name) for name in self._ranks_of(newest)):  # nobody is there who could admit
                 self._propose(newest + 1, [], ends)
                 if self.name in self._ranks_of(newest + 1):
@@ -376,8 +379,10 @@ class ElasticGroup:
         if self._left:
             raise _core.InvalidArgument("skim.ElasticGroup: no step after leave(), or after an error that has ended this rank's part")
 
-    def meet(self, comm: _core.Communicator, norm: float, leaves: bool) -> tuple[list[str], list[str]]:
-        """(those who leave, those who join), the same on all ranks. Collective.
+    def meet(
+        self, comm: _core.Communicator, norm: float, leaves: bool, has_state: bool
+    ) -> tuple[list[str], list[str], bool]:
+        """(those who leave, those who join, whether all have a state), the same on all ranks. Collective.
 
         norm: of this rank's residual.
         """
@@ -387,10 +392,11 @@ class ElasticGroup:
                 joins = self._candidates()
             except _core.CommError as e:
                 self.record(f"{e}; no rank can join any more", once=True)
-        message = {"norm": norm, "leaves": leaves, "joins": joins}
+        message = {"norm": norm, "leaves": leaves, "joins": joins, "has_state": has_state}
         of_all = [json.loads(m) for m in comm.allgather(json.dumps(message).encode())]
         self._norms = {name: m["norm"] for name, m in zip(self.members, of_all)}
-        return [n for n, m in zip(self.members, of_all) if m["leaves"]], of_all[0]["joins"]
+        leavers = [n for n, m in zip(self.members, of_all) if m["leaves"]]
+        return leavers, of_all[0]["joins"], all(m["has_state"] for m in of_all)
 
     def hand_over(self, state: bytes, to: str) -> bool:
         """Sends what this rank has kept to a rank of this generation. Returns whether that rank has it."""
@@ -402,6 +408,14 @@ class ElasticGroup:
         key, watch = TAKEN.format(self.generation, self.name), self._new_watch()
         while not self._has(key):
             if watch.is_gone(to) or self._store.has(PRESENT.format(self.generation + 1, to)):
+                self._store.decide(key, "no")
+        return self._store.get(key) == "yes"
+
+    def was_taken(self, leaver: str, taker: str) -> bool:
+        """Whether one rank has handed over to the other, when that is decided. If both are gone, nobody has taken it."""
+        key, watch = TAKEN.format(self.generation, leaver), self._new_watch()
+        while not self._has(key):
+            if watch.is_gone(leaver) and watch.is_gone(taker):
                 self._store.decide(key, "no")
         return self._store.get(key) == "yes"
 
@@ -420,15 +434,16 @@ class ElasticGroup:
     def send(self, message: bytearray, to: int) -> None:
         """Returns when the message is on its way. Raises CommError if the other rank is lost."""
         length = bytearray(len(message).to_bytes(8, "little"))
-        for part in (length, message):
-            self._wait(lambda t, part=part: t.send(memoryview(part), to, STATE_TAG))
+        for piece in (memoryview(length), *_pieces(message)):
+            self._wait(lambda t, piece=piece: t.send(piece, to, STATE_TAG))
 
     def receive(self, source: int) -> bytearray:
         """The next message that the other rank has sent. Raises CommError if that rank is lost."""
         length = bytearray(8)
         self._wait(lambda t: t.receive(memoryview(length), source, STATE_TAG))
         message = bytearray(int.from_bytes(length, "little"))
-        self._wait(lambda t: t.receive(memoryview(message), source, STATE_TAG))
+        for piece in _pieces(message):
+            self._wait(lambda t, piece=piece: t.receive(piece, source, STATE_TAG))
         return message
 
     def described(self) -> list[str]:
@@ -587,6 +602,12 @@ class ElasticGroup:
             self.abort()
         self._comm = self._transport = self._steps = None
         _open.discard(self)
+
+
+def _pieces(message: bytearray) -> Iterator[memoryview]:
+    """The parts that are sent one after another, so that the timeout is for each and not for a large state."""
+    for begin in range(0, len(message), PIECE_BYTES):
+        yield memoryview(message)[begin : begin + PIECE_BYTES]
 
 
 def packed(what: str, value: Any) -> bytearray:

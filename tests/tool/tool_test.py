@@ -409,7 +409,7 @@ class Usage(Case):
 
     def test_a_config_file_has_comments_and_may_have_a_byte_order_mark(self):
         config = self.dir / "run.toml"
-        for quoted, name in (('"s#1.json"', "s#1.json"), ("'s#2.json'", "s#2.json"), (r'"s\"#3.json"', 's"#3.json')):
+        for quoted, name in (('"s#1.json"', "s#1.json"), ("'s#2.json'", "s#2.json")):
             config.write_text(f"\ufeff# 'a run\nmodel = 'linear' # \"small\nsteps = 2#, one more\nsummary = {quoted} # ' here\n")
             with self.subTest(quoted=quoted):
                 self.assert_ok(train("--config", config, cwd=self.dir))
