@@ -57,8 +57,8 @@ def main():
         images, labels = digits("t10k")
         right = (model.module(images).argmax(1) == labels).float().mean()
         print(f"test accuracy {100 * right:.2f} %\n{skim.report(model)}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # when the model is gone (docs/pytorch.md)

@@ -152,8 +152,8 @@ def main():
             print(local.report())
         elif options.gradients == "skim":
             print(skim.report(ddp))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # when the model is gone (docs/pytorch.md)

@@ -64,8 +64,8 @@ def main():
         sent = local.report()
         each = sent.sent_bytes / (options.rounds * options.local_steps)
         print(f"test accuracy {100 * right:.2f} %, {each:.0f} bytes sent a local step\n{sent}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # when the model is gone (docs/pytorch.md)

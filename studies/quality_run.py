@@ -444,9 +444,9 @@ def main():
     if rank == 0:
         print(json.dumps(row), flush=True)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # when the model is gone (docs/pytorch.md)
     os._exit(0)  # a thread of gloo that frees its last tensor late would abort (docs/pytorch.md)

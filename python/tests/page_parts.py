@@ -234,9 +234,9 @@ def main():
             running.send(names)
         sys.stdout.write(f"ran {name}\n")  # in one piece, which no other rank's line is in
         sys.stdout.flush()
-    if STORE is None:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    if STORE is None:
+        dist.destroy_process_group()  # when the models are gone (docs/pytorch.md)

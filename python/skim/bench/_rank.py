@@ -94,7 +94,6 @@ def serve(pipe: Connection) -> None:
     pipe.recv()  # no rank leaves before all have answered
     if trainer.compression is not None:
         trainer.compression.close()
-    dist.destroy_process_group()
 
 
 class _Trainer:
@@ -260,6 +259,7 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     try:
         serve(pipe)
+        dist.destroy_process_group()  # when the model is gone (docs/pytorch.md)
     except EOFError:  # the measuring process has ended
         os._exit(1)
     except Exception as e:  # noqa: BLE001 - every failure is reported
