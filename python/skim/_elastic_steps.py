@@ -119,8 +119,10 @@ class ElasticSteps:
         group, c = self.group, self.compression
         leavers, joiners, all_have_state = group.meet(c.comm, c.residual_norm(), leaves, self._has_state)
         stay = [name for name in group.members if name not in leavers]
-        if not stay:
+        if not stay and not joiners:
             return True
+        if not stay:  # the new ranks must have the state before the last ones leave
+            leavers, stay = [], group.members
         for i, leaver in enumerate(leavers):
             taker = stay[i % len(stay)]
             if leaver == group.name:

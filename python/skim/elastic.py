@@ -239,7 +239,8 @@ class ElasticGroup:
         numbers, strings, lists and dicts can be sent, as torch.load(weights_only=True) reads them, but not NumPy's.
         The names must be equal on all ranks. The constructor packs every part once, to see whether it can be sent.
     min_ranks: fewer ranks wait for new ones.
-    timeout: seconds that a rank waits for a message before it looks which ranks are left. At most 1e6.
+    timeout: seconds that a rank waits for a message before it looks which ranks are left, or for the store before the
+        store counts as ended. At most 1e6.
     lost_after: seconds without a sign of life after which a rank counts as lost.
     patience: seconds that ranks wait for new ranks, or for a rank that lives and does not come.
 
@@ -324,7 +325,8 @@ class ElasticGroup:
         """Leaves in good order: after the open step, hands this rank's residual over to a rank that stays.
 
         Returns when that rank has it, which may be one step (LocalSteps: one round) later. If all ranks leave at
-        once, as at the end of a run, nobody takes anything. Training is over after it. Not inside a step.
+        once, as at the end of a run, nobody takes anything; but if others wait to join, they join first. Training is over
+        after it. Not inside a step.
         """
         if self._steps is None:
             return
@@ -389,7 +391,7 @@ class ElasticGroup:
         joins: list[str] = []
         if comm.rank == 0:
             try:
-                joins = self._candidates()
+                joins = self._candidates(sure=leaves)
             except _core.CommError as e:
                 self.record(f"{e}; no rank can join any more", once=True)
         message = {"norm": norm, "leaves": leaves, "joins": joins, "has_state": has_state}
@@ -527,8 +529,8 @@ class ElasticGroup:
     def _ranks_of(self, generation: int) -> list[str]:
         return list(json.loads(self._store.get(RANKS.format(generation)))) if generation > 0 else []
 
-    def _candidates(self) -> list[str]:
-        """Names of ranks that live and wait to join."""
+    def _candidates(self, *, sure: bool = False) -> list[str]:
+        """Names of ranks that live and wait to join. sure: waits until it is known of each whether it lives."""
         asked = self._store.get(ASKED).splitlines()
         waiting = [  # also who is silent for a while: it may go on, and has asked already
             n
@@ -536,6 +538,9 @@ class ElasticGroup:
             if not self._store.has(ADMITTED.format(n)) and not self._watch.is_gone(n, self.patience)
         ]
         self._known = asked.index(waiting[0]) if waiting else len(asked)
+        while sure and not all(self._watch.lives(n) or self._watch.is_gone(n) for n in waiting):
+            if self._has(RANKS.format(self.generation + 1)):
+                break
         return [n for n in waiting if self._watch.lives(n)]
 
     def _propose(self, generation: int, ranks: Sequence[str], ends: float) -> None:

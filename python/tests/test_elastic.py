@@ -33,6 +33,7 @@ WHY_NOT = "" if HAS_TORCH and hasattr(dist.TCPStore, "check") else "torch is not
 N = 400  # entries of the model
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "elastic.py"
 CLOSE = 2e-3  # of sums of some 100 steps in float32
+MANY = 10**6  # more messages than a rank sends
 SECONDS = 120  # in which a test must end, on a busy machine
 
 # A rank that forks a child, which ends as a program does. Prints who ends the rank's part in the run, and how.
@@ -91,7 +92,8 @@ if HAS_TORCH:
 class Rank(threading.Thread):
     """A rank in a thread. It trains with gradients of its own until the run ends, or until it leaves or is lost."""
 
-    def __init__(self, run, *, kind="aggregator", joins=False, min_ranks=1, sends_left=None, bits=32, more=(), **options):
+    def __init__(self, run, *, kind="aggregator", joins=False, min_ranks=1, sends_left=None, bits=32, more=(), saved=None,
+                 **options):
         super().__init__(daemon=True)
         self.in_run, self.kind, self.joins, self.options = run, kind, joins, options
         self.number = len(run.ranks)
@@ -105,6 +107,7 @@ class Rank(threading.Thread):
         self.steps_taken = []  # (number of the step, number of ranks)
         self.progress = {"step": 0}
         self.more = dict(more)  # what else is in its state
+        self.saved = saved  # what an earlier run ended with
         self.model = nn.Linear(N, 1, bias=False, dtype=torch.float32 if bits == 32 else torch.bfloat16)
         run.ranks.append(self)
         self.start()
@@ -129,6 +132,10 @@ class Rank(threading.Thread):
         with torch.no_grad():
             self.model.weight.fill_(float("nan") if self.joins else 0.0)  # whoever joins gets the others'
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        if self.saved:
+            self.progress["step"] = self.saved["step"]
+            with torch.no_grad():
+                self.model.weight.copy_(self.saved["x"])
         state = {"model": self.model, "optimizer": self.optimizer, "progress": self.progress, **self.more}
         self.group = skim.ElasticGroup(self.in_run.address, state, **self.settings)
         options = {"density": 0.02, "value_code": "f32", "process_group": self.group, "dense_below": 0, **self.options}
@@ -139,6 +146,8 @@ class Rank(threading.Thread):
             self.compression = skim.attach(self.ddp, updates_of=self.optimizer, **options)
         else:
             self.compression = skim.LocalSteps(self.model, self.optimizer, **options)
+        if self.saved:
+            self.compression.load_state_dict(self.saved["states"])
         while self.progress["step"] < (self.leaves_at or self.in_run.steps) and not self.is_to_leave:
             step = self.progress["step"]
             self.step(step)
@@ -148,7 +157,7 @@ class Rank(threading.Thread):
                 self.in_run.changed.notify_all()
         if self.kind == "local" and not self.is_to_leave:
             self.compression.finish()
-        self.kept = self.residual()
+        self.kept, self.state = self.residual(), self.compression.state_dict()
         if self.drops_model:
             del self.compression
             gc.collect()
@@ -508,6 +517,25 @@ class Elastic(unittest.TestCase):
                         self.assertTrue(torch.equal(r.x(), in_order[0].x()))
                         self.assertEqual([step for step, _ in r.steps_taken], list(range(run.steps)))
 
+    def test_a_saved_run_goes_on_with_another_number_of_ranks(self):
+        for kind, options in (KINDS[0], KINDS[2], KINDS[5]):
+            for after in (2, 3, 4):
+                with self.subTest(kind=kind, **options, after=after):
+                    run = Run()
+                    ranks = [Rank(run, kind=kind, min_ranks=3, **options) for _ in range(3)]
+                    run.wait_until(lambda: all(r.trains() for r in ranks))
+                    run.end()
+                    self.assertLess(self.check_law(run, ranks).abs().max().item(), CLOSE)
+                    saved = {"step": run.steps, "x": ranks[0].model.weight.detach(),
+                             "states": {key: value for r in ranks for key, value in r.state.items()}}  # fmt: skip
+                    then = Run()
+                    new = [Rank(then, kind=kind, min_ranks=after, saved=saved, **options) for _ in range(after)]
+                    then.wait_until(lambda: all(r.trains() for r in new))
+                    then.end()
+                    self.assertEqual({r.steps_taken[0] for r in new}, {(run.steps, after)})
+                    missing = run.given() + self.check_law(then, new)
+                    self.assertLess(missing.abs().max().item(), CLOSE)
+
     def test_a_rank_is_lost_while_it_leaves_with_others(self):
         """They leave in good order. Only what the lost one kept is missing."""
         run = Run()
@@ -532,6 +560,71 @@ class Elastic(unittest.TestCase):
         run.end()
         missing = self.check_law(run, [first, second])
         self.assertLess((missing - lost.kept / 5).abs().max().item(), CLOSE)
+
+    def test_a_leaver_without_the_last_mean_gives_nobody_its_state(self):
+        """A rank is lost when it wants to leave, so it helps with one step more, whose mean it does not apply."""
+        run = Run()
+        ranks = [Rank(run, min_ranks=4) for _ in range(4)]
+        run.wait_until(lambda: all(r.trains() for r in ranks))
+        for r in ranks:
+            r.group.min_ranks = 1
+        leaver, stays, lost_later, lost = sorted(ranks, key=lambda r: r.group.rank)
+
+        take, take_later = lost.step, lost_later.step
+
+        def be_lost_in_the_barrier(step):
+            if step == last - 2:
+                lost.sends_left = MANY
+            elif step == last - 1:
+                lost.sends_left = MANY - lost.sends_left - 1
+            take(step)
+
+        def be_lost_in_the_meeting(step):
+            if step == last + 1:
+                leaver.group.min_ranks = stays.group.min_ranks = 3  # they wait for the new rank
+                lost_later.sends_left = 0
+            take_later(step)
+
+        with run.changed:
+            last = leaver.leaves_at = max(r.progress["step"] for r in ranks) + 4
+            lost.step, lost_later.step = be_lost_in_the_barrier, be_lost_in_the_meeting
+        run.wait_until(lambda: not lost_later.is_alive())
+        joined = Rank(run, joins=True)
+        run.wait_until(joined.trains)
+        leaver.group.min_ranks = stays.group.min_ranks = 1
+        run.end()
+        self.assertFalse(lost.is_alive())
+        self.assertEqual(joined.steps_taken[0][0], last + 1)
+        self.assertTrue(torch.equal(joined.x(), stays.x()))
+
+    def test_the_last_rank_that_leaves_hands_over_to_one_that_waits(self):
+        for kind, options in (KINDS[0], KINDS[5]):
+            with self.subTest(kind=kind, **options):
+                run = Run()
+                first = Rank(run, kind=kind, **options)
+                waits = threading.Event()
+                take, ask = first.step, elastic._Store.append
+
+                def take_the_last(step):
+                    take(step)
+                    if step + 1 == first.leaves_at:
+                        waits.wait(SECONDS)
+
+                def ask_and_tell(store, *what):
+                    ask(store, *what)
+                    waits.set()
+
+                run.wait_until(first.trains)
+                with run.changed:
+                    first.step = take_the_last
+                    first.leaves_at = first.progress["step"] + 3
+                run.wait_until(lambda: first.progress["step"] + 1 == first.leaves_at)
+                with unittest.mock.patch.object(elastic._Store, "append", ask_and_tell):
+                    second = Rank(run, kind=kind, joins=True, **options)
+                    run.wait_until(second.trains)
+                run.end()
+                self.assertEqual(second.steps_taken[0][0], first.leaves_at)
+                self.assertLess(self.check_law(run, [second]).abs().max().item(), CLOSE)
 
     def test_who_is_admitted_by_a_rank_that_is_lost_joins(self):
         """The lost rank has decided who the ranks are, and not told the new one."""

@@ -1676,6 +1676,16 @@ class Failures(Case):
             done = train("--ranks", 2, env=dict(os.environ, SKIM_MPIRUN=str(mpirun)))
             self.assert_refused(done, "mpirun' ended without an error message", status=1)
 
+    def test_an_explanation_of_mpirun_has_what_it_announces(self):
+        mpirun = self.dir / "mpirun"
+        dashes = 40 * "-"
+        for text, said in (("mpirun cannot start this:\n\n  a program\n\nAsk somebody.", "mpirun cannot start this: a program"),
+                           ("mpirun cannot start.\n\n  a program", "mpirun cannot start.")):
+            mpirun.write_text(f"#!/bin/sh\ncat >&2 <<END\n{dashes}\n{text}\n{dashes}\nEND\nexit 1\n")
+            mpirun.chmod(0o755)
+            done = train("--ranks", 2, env=dict(os.environ, SKIM_MPIRUN=str(mpirun)))
+            self.assert_refused(done, f"{said}\n", status=1)
+
     def test_mpirun_that_fails_after_all_ranks_ended_well(self):
         # Open MPI 4 does so at times: open-mpi/ompi#7833, #9389.
         def under(script):
