@@ -505,6 +505,7 @@ Outcome launch(const LaunchOptions& options) {
         live = chunk[size - 1] != '\r' ? -1 : &fd == &fds[0] ? STDOUT_FILENO : STDERR_FILENO;
         if (&fd == &fds[0]) {
           write_to_standard_output(chunk.data(), size);
+          if (!options.to_output.empty() && standard_output_error() != 0) on_closed_output(SIGPIPE);
         } else {
           filter.pass(chunk.data(), size);
         }
@@ -541,6 +542,10 @@ Outcome launch(const LaunchOptions& options) {
                       " s of the signal (--grace): the newest checkpoint is one from before it";
   } else if (seen_signals < 2 && !missing.empty()) {
     outcome = explained();
+  }
+  const int lost = options.to_output.empty() ? 0 : standard_output_error();
+  if (lost != 0 && lost != EPIPE) {
+    outcome = {kRunError, options.to_output + ": cannot write '-': " + std::strerror(lost)};
   }
   if (const auto cause = own_failure(dir, ranks)) outcome = *cause;
   outcome.is_stopped = true;

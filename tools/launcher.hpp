@@ -30,6 +30,7 @@ struct LaunchOptions {
   std::chrono::milliseconds start_limit;  // for all ranks to start
   // Between a signal and the end of the run.
   std::chrono::milliseconds grace{20'000};
+  std::string to_output{};  // the option that writes to standard output; empty: none has to
 };
 
 struct Outcome {
@@ -41,9 +42,10 @@ struct Outcome {
 
 // Runs `arguments` as `ranks` ranks of this program on this machine. This also works as root and
 // with more ranks than cores. SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask the ranks to end after their
-// step. A second signal, or the end of `grace`, ends them at once. The code is 0 if all ranks ended
-// well, otherwise the ranks' own status, or status_of_signal(). The environment variable
-// SKIM_MPIRUN overrides the mpirun that the build found. Prints no failure.
+// step, and so does standard output that cannot be written, if `to_output` needs it. A second
+// signal, or the end of `grace`, ends them at once. The code is 0 if all ranks ended well, otherwise
+// the ranks' own status, or status_of_signal(). The environment variable SKIM_MPIRUN overrides the
+// mpirun that the build found. Prints no failure.
 // Throws: InvalidArgument: too few open files or too little memory is allowed; Error: there is no
 // mpirun.
 Outcome launch(const LaunchOptions& options);

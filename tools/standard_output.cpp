@@ -34,6 +34,8 @@ void write_to_standard_output(const char* data, std::size_t size) {
   }
 }
 
+int standard_output_error() { return g_error; }
+
 int end_standard_output(int status) {
   int error = g_error;
   if (std::fflush(stdout) != 0 && error == 0) error = errno;

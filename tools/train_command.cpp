@@ -627,7 +627,8 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
     const LaunchOptions launched{.ranks = a.ranks,
                                  .arguments = all,
                                  .start_limit = milliseconds_of(a.timeout),
-                                 .grace = milliseconds_of(a.grace)};
+                                 .grace = milliseconds_of(a.grace),
+                                 .to_output = a.train.metrics == "-" ? "--metrics" : ""};
     if (!restarts) return conclude(launch(launched));
     return launch_with_restarts(launched, a.restarts, a.train.checkpoint);
   });

@@ -170,8 +170,8 @@ class Usage(Case):
                 done = subprocess.run([TOOL, *map(str, command)], stdout=full, stderr=subprocess.PIPE, text=True,
                                       timeout=LIMIT)
                 self.assertEqual(done.returncode, 1, done.stderr)
-                self.assertRegex(done.stderr.splitlines()[-1],
-                                 "^skim: cannot write to standard output(: No space left on device)?$")
+                said = "cannot write to standard output|--metrics: cannot write '-'"
+                self.assertRegex(done.stderr.splitlines()[-1], f"^skim: ({said})(: No space left on device)?$")
                 if "-" not in command:
                     self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
         self.assertTrue(json.loads(summary.read_text()))
@@ -202,6 +202,19 @@ class Usage(Case):
         self.assertEqual(run.wait(timeout=LIMIT), 128 + signal.SIGPIPE)
         self.assertIn("--resume continues", run.stderr.read())
         self.assertEqual(list(self.dir.glob("skim-*")), [])
+        steps = int(newest_in(folder).name.removeprefix("step-")) + 1
+        self.assert_ok(train(*arguments, "--steps", steps, "--resume"))
+
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
+    def test_metrics_that_standard_output_does_not_take_stop_the_ranks_in_order(self):
+        folder = self.dir / "c"
+        arguments = ["--model", "linear", "--ranks", 2, "--metrics", "-", "--checkpoint", folder]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([TOOL, "train", *SMALL, *map(str, [*arguments, "--steps", 1000000])], stdout=full,
+                                  stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertEqual(done.stderr.splitlines()[-1], "skim: --metrics: cannot write '-': No space left on device")
+        self.assertIn("--resume continues", done.stderr)
         steps = int(newest_in(folder).name.removeprefix("step-")) + 1
         self.assert_ok(train(*arguments, "--steps", steps, "--resume"))
 
