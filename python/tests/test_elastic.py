@@ -562,14 +562,13 @@ class Elastic(unittest.TestCase):
         self.assertLess((missing - lost.kept / 5).abs().max().item(), CLOSE)
 
     def test_a_leaver_without_the_last_mean_gives_nobody_its_state(self):
-        """A rank is lost when it wants to leave, so it helps with one step more, whose mean it does not apply."""
+        """When it wants to leave, another rank is lost. So it helps with one step more, whose mean it does not apply."""
         run = Run()
         ranks = [Rank(run, min_ranks=4) for _ in range(4)]
         run.wait_until(lambda: all(r.trains() for r in ranks))
         for r in ranks:
             r.group.min_ranks = 1
         leaver, stays, lost_later, lost = sorted(ranks, key=lambda r: r.group.rank)
-
         take, take_later = lost.step, lost_later.step
 
         def be_lost_in_the_barrier(step):
