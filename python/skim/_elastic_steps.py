@@ -40,6 +40,7 @@ class ElasticSteps:
         # Called when residuals are about to change with the ranks. What it returns is called afterwards.
         self.before_change: Callable[[], Callable[[], None]] = lambda: lambda: None
         self._has_state = False  # has trained, or has the state of those that have
+        self._leaves = False
         self._met = False  # has met the others for the step to come
         self._reduced = False  # has reduced the open step, and does not know if all have
         self._done = False
@@ -71,7 +72,7 @@ class ElasticSteps:
     def _meet_until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
             try:
-                self._meet(leaves=False)
+                self._meet()
             except _core.CommError as e:
                 self._go_on(e)
 
@@ -97,14 +98,14 @@ class ElasticSteps:
 
     def leave(self) -> None:
         """Ends this rank's part in the run."""
-        self._owes_mean = False
+        self._leaves, self._owes_mean = True, False
         while True:
             try:
                 if self._met:
                     self.last_exchange()
                     self._owes_mean, self._dropped_mean = False, True
                     continue
-                if self._meet(leaves=True):
+                if self._meet():
                     return
             except _core.CommError as e:
                 self._go_on(e)
@@ -114,10 +115,10 @@ class ElasticSteps:
         self._counted += 1
         self._reduced, self._done, self._owes_mean, self._failures = False, True, True, 0
 
-    def _meet(self, *, leaves: bool) -> bool:
+    def _meet(self) -> bool:
         """Returns whether this rank has left."""
         group, c = self.group, self.compression
-        leavers, joiners, all_have_state = group.meet(c.comm, c.residual_norm(), leaves, self._has_state)
+        leavers, joiners, all_have_state = group.meet(c.comm, c.residual_norm(), self._leaves, self._has_state)
         stay = [name for name in group.members if name not in leavers]
         if not stay and not joiners:
             return True
@@ -150,7 +151,7 @@ class ElasticSteps:
             before = self.group.members
             self.group.abort()
             try:
-                self._settle(self.group.regroup())
+                self._settle(self.group.regroup(leaves=self._leaves))
                 return
             except GenerationFailed as e:
                 failure = e
@@ -159,20 +160,23 @@ class ElasticSteps:
                     self._failures = 0
 
     def _settle(self, comm: _core.Communicator) -> None:
-        """Goes on with the ranks of a new generation. Collective. If new ranks get no state yet, all must meet again."""
+        """Goes on with the ranks of a new generation. Collective.
+
+        If new ranks get no state yet, or all ranks leave, all must meet again before a step.
+        """
         try:
-            all_have_state = self._settle_with(comm)
+            all_have_state, all_leave = self._settle_with(comm)
         except _core.CommError as e:
             raise GenerationFailed(str(e)) from None
         self.group.tell()
-        self._has_state, self._met = self._has_state or all_have_state, all_have_state
+        self._has_state, self._met = self._has_state or all_have_state, all_have_state and not all_leave
 
-    def _settle_with(self, comm: _core.Communicator) -> bool:
-        """Returns whether all ranks have a state now."""
+    def _settle_with(self, comm: _core.Communicator) -> tuple[bool, bool]:
+        """Returns whether all ranks have a state now, and whether all leave."""
         c, rank = self.compression, comm.rank
         mine = {
             "has_state": self._has_state, "counted": self._counted, "reduced": self._reduced,
-            "owes_mean": self._owes_mean, "dropped_mean": self._dropped_mean,
+            "owes_mean": self._owes_mean, "dropped_mean": self._dropped_mean, "leaves": self._leaves,
             "step": c.reducer.step, "is_open": c.step_is_open,
         }  # fmt: skip
         of_all = [json.loads(m) for m in comm.allgather(json.dumps(mine).encode())]
@@ -203,7 +207,7 @@ class ElasticSteps:
         c.expect_equal(like=current[0])
         newcomers = [r for r, of in enumerate(of_all) if not of["has_state"] and r != current[0]]
         if newcomers and (all_reduced or some_know or any(of_all[r]["owes_mean"] for r in current)):
-            return False
+            return False, False
         sources = [r for r in current if not of_all[r]["dropped_mean"]] or current
         for i, r in enumerate(newcomers):
             source = sources[i % len(sources)]
@@ -212,7 +216,7 @@ class ElasticSteps:
             elif rank == r:
                 self._receive_state(source)
                 self._counted = latest
-        return True
+        return True, all(of["leaves"] for of in of_all)
 
     def _send_state(self, to: int) -> None:
         """If the state cannot be sent, the other rank gets the reason instead, and this one goes on."""

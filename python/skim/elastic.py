@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 # Keys of the store. {} is the number of a generation or the name of a rank.
 RECENT = "recent"  # the number of a generation, not much older than the newest
 RANKS = "ranks/{}"  # a generation's ranks: a list of names in the order of rank
-PRESENT = "present/{}/{}"  # a rank is ready for this generation
+PRESENT = "present/{}/{}"  # a rank is ready for this generation: TRAINS or LEAVES
 ASKED = "asked"  # the names of all ranks that have ever asked to join, in lines
 ADMITTED = "admitted/{}"  # the generation with which a rank joins
 PULSE = "pulse/{}"  # counts up while the rank lives; then LEFT or FAILED
 TAKEN = "taken/{}/{}"  # in this generation: "yes" or "no": another rank has the residual of this one, which leaves
 LEFT, FAILED = "left", "failed"
+TRAINS, LEAVES = "trains", "leaves"  # what the rank wants
 STORE_WAIT_S = 10.0  # a rank may start a little before its store
 MOST_PORT = 65535
 PIECE_BYTES = 16 << 20  # of a state, in one message
@@ -238,7 +239,7 @@ class ElasticGroup:
         that is equal on all ranks: the model, the optimizer, a learning-rate scheduler, the place in the data. Tensors,
         numbers, strings, lists and dicts can be sent, as torch.load(weights_only=True) reads them, but not NumPy's.
         The names must be equal on all ranks. The constructor packs every part once, to see whether it can be sent.
-    min_ranks: fewer ranks wait for new ones.
+    min_ranks: fewer ranks wait for new ones, unless they all leave.
     timeout: seconds that a rank waits for a message before it looks which ranks are left, or for the store before the
         store counts as ended. At most 1e6.
     lost_after: seconds without a sign of life after which a rank counts as lost.
@@ -352,28 +353,31 @@ class ElasticGroup:
             if self.name in self._ranks_of(newest):  # whoever decided that may be lost, and cannot tell it any more
                 return self._connect(newest)
             if all(watch.is_gone(name) for name in self._ranks_of(newest)):  # nobody is there who could admit
-                self._propose(newest + 1, [], ends)
+                self._propose(newest + 1, [], ends, at_least=self.min_ranks)
                 if self.name in self._ranks_of(newest + 1):
                     return self._connect(newest + 1)
             if time.monotonic() >= ends:
                 raise _core.CommError(f"skim: not admitted within {self.patience:g} s")
         return self._connect(int(self._store.get(mine)))
 
-    def regroup(self, ranks: Sequence[str] | None = None) -> _core.Communicator:
+    def regroup(self, ranks: Sequence[str] | None = None, *, leaves: bool = False) -> _core.Communicator:
         """Agrees on the next generation. Returns its communicator.
 
         ranks: its ranks, if all ranks know them. None: after a failure, those that are left.
+        leaves: this rank does not want to train any more. If none of them does, they need not be min_ranks.
         """
         generation, ends = self.generation + 1, time.monotonic() + self.patience
         if ranks is None:
-            self._store.set(PRESENT.format(generation, self.name), "")
+            self._store.set(PRESENT.format(generation, self.name), LEAVES if leaves else TRAINS)
             watch = self._new_watch()
             while not self._has(RANKS.format(generation)):
                 missing = [r for r in self.members if not self._store.has(PRESENT.format(generation, r))]
                 if time.monotonic() >= ends or all(watch.is_gone(r) for r in missing):
-                    self._propose(generation, [r for r in self.members if r not in missing], ends)
+                    left = [r for r in self.members if r not in missing]
+                    all_leave = all(self._store.get(PRESENT.format(generation, r)) == LEAVES for r in left)
+                    self._propose(generation, left, ends, at_least=1 if all_leave else self.min_ranks)
         else:
-            self._propose(generation, ranks, ends)
+            self._propose(generation, ranks, ends, at_least=self.min_ranks)
         return self._connect(generation)
 
     def expect_member(self) -> None:
@@ -543,13 +547,13 @@ class ElasticGroup:
                 break
         return [n for n in waiting if self._watch.lives(n)]
 
-    def _propose(self, generation: int, ranks: Sequence[str], ends: float) -> None:
+    def _propose(self, generation: int, ranks: Sequence[str], ends: float, *, at_least: int) -> None:
         """Decides a generation's ranks, unless another rank has: `ranks`, and new ones as long as they are too few."""
         key = RANKS.format(generation)
         ranks = list(ranks)
-        while len(ranks) < self.min_ranks:
+        while len(ranks) < at_least:
             ranks += [n for n in self._candidates() if n not in ranks]
-            if len(ranks) >= self.min_ranks:
+            if len(ranks) >= at_least:
                 break
             if self._has(key):
                 return
@@ -574,7 +578,7 @@ class ElasticGroup:
                 self._store.decide(ADMITTED.format(name), str(generation))
         self.generation, self.members = generation, ranks
         # gloo would wait for its timeout if a rank were lost before it connects.
-        self._store.set(PRESENT.format(generation, self.name), "")
+        self._store.decide(PRESENT.format(generation, self.name), TRAINS)
         watch, ends = self._new_watch(), time.monotonic() + self.patience
         for name in ranks:
             while not self._has(PRESENT.format(generation, name)):

@@ -186,7 +186,7 @@ class Rank(threading.Thread):
         self.group.close("failed")  # which tells the others, as the end of a process closes its connections
         self.group.regroup = self.group.hand_over = self.group.take = self.end
 
-    def end(self, *_):
+    def end(self, *_, **__):
         raise Lost
 
     def residual(self):
@@ -596,34 +596,83 @@ class Elastic(unittest.TestCase):
         self.assertEqual(joined.steps_taken[0][0], last + 1)
         self.assertTrue(torch.equal(joined.x(), stays.x()))
 
+    def let_all_leave(self, run, ranks, **options):
+        """All leave after the same step, which ends when another rank waits to join. Returns that one, when it trains."""
+        waits = threading.Event()
+        ask = elastic._Store.append
+
+        def ask_and_tell(store, *what):
+            ask(store, *what)
+            waits.set()
+
+        def wait_after(take):
+            def take_and_wait(step):
+                take(step)
+                if step + 1 == last:
+                    waits.wait(SECONDS)
+
+            return take_and_wait
+
+        with run.changed:
+            last = max(r.progress["step"] for r in ranks) + 3
+            for r in ranks:
+                r.leaves_at, r.step = last, wait_after(r.step)
+        run.wait_until(lambda: all(r.progress["step"] + 1 == last for r in ranks))
+        with unittest.mock.patch.object(elastic._Store, "append", ask_and_tell):
+            joins = Rank(run, joins=True, **options)
+            run.wait_until(joins.trains)
+        self.assertEqual(joins.steps_taken[0][0], last)
+        return joins
+
     def test_the_last_rank_that_leaves_hands_over_to_one_that_waits(self):
         for kind, options in (KINDS[0], KINDS[5]):
             with self.subTest(kind=kind, **options):
                 run = Run()
-                first = Rank(run, kind=kind, **options)
-                waits = threading.Event()
-                take, ask = first.step, elastic._Store.append
-
-                def take_the_last(step):
-                    take(step)
-                    if step + 1 == first.leaves_at:
-                        waits.wait(SECONDS)
-
-                def ask_and_tell(store, *what):
-                    ask(store, *what)
-                    waits.set()
-
-                run.wait_until(first.trains)
-                with run.changed:
-                    first.step = take_the_last
-                    first.leaves_at = first.progress["step"] + 3
-                run.wait_until(lambda: first.progress["step"] + 1 == first.leaves_at)
-                with unittest.mock.patch.object(elastic._Store, "append", ask_and_tell):
-                    second = Rank(run, kind=kind, joins=True, **options)
-                    run.wait_until(second.trains)
+                last = Rank(run, kind=kind, **options)
+                run.wait_until(last.trains)
+                joined = self.let_all_leave(run, [last], kind=kind, **options)
                 run.end()
-                self.assertEqual(second.steps_taken[0][0], first.leaves_at)
-                self.assertLess(self.check_law(run, [second]).abs().max().item(), CLOSE)
+                self.assertLess(self.check_law(run, [joined]).abs().max().item(), CLOSE)
+
+    def test_a_rank_is_lost_while_all_leave_and_one_waits(self):
+        """Only what the lost one kept is missing."""
+        for kind, options in (KINDS[0], KINDS[5]):
+            for sends in (0, 1, 2):  # before it is lost
+                with self.subTest(kind=kind, **options, sends=sends):
+                    run = Run()
+                    ranks = [Rank(run, kind=kind, min_ranks=3, **options) for _ in range(3)]
+                    run.wait_until(lambda: all(r.trains() for r in ranks))
+                    for r in ranks:
+                        r.group.min_ranks = 1
+                    run.let_soon("quiet")
+                    run.wait_until(lambda: all(r.progress["step"] > run.quiet + 1 for r in ranks))
+                    lost = max(ranks, key=lambda r: r.group.rank)
+                    leave = lost.group.leave
+
+                    def be_lost(lost=lost, leave=leave, sends=sends):
+                        lost.sends_left = sends
+                        leave()
+
+                    lost.group.leave = be_lost
+                    joined = self.let_all_leave(run, ranks, kind=kind, **options)
+                    run.end()
+                    missing = self.check_law(run, [joined])
+                    self.assertLess((missing - lost.kept / 3).abs().max().item(), CLOSE)
+
+    def test_who_leaves_with_too_few_ranks_waits_for_nobody(self):
+        run = Run()
+        ranks = [Rank(run, min_ranks=3) for _ in range(3)]
+        run.wait_until(lambda: all(r.trains() for r in ranks))
+        lost = ranks[0]
+        leave = lost.group.leave
+
+        def be_lost():
+            lost.sends_left = 1
+            leave()
+
+        lost.group.leave = be_lost
+        run.end()
+        self.assertEqual([r.group.size for r in ranks[1:]], [2, 2])
 
     def test_who_is_admitted_by_a_rank_that_is_lost_joins(self):
         """The lost rank has decided who the ranks are, and not told the new one."""
