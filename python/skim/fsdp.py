@@ -173,6 +173,17 @@ class FsdpCompression(Compression):
         """FSDP is ready for the next backward by now, so a step that was taken back does not end the run."""
         self._wait(device, self._begun.clear)
         self.raise_if_taken_back()
+        if len(self._reduced) == len(self._groups) and not self._finite:
+            self._show_that_not_finite()
+
+    def _show_that_not_finite(self) -> None:
+        """A rank whose gradients are finite gets a NaN, so that its loop sees that another shard's are not."""
+        for group in self._groups:
+            for p in _trainable(group):
+                grad = p.sharded_param.grad
+                if grad is not None and grad.to_local().numel():
+                    grad.to_local().view(-1)[:1].fill_(math.nan)
+                    return
 
     def _reduce(self, name: str, index: int, flat: torch.Tensor) -> None:
         assert self.buckets is not None
@@ -197,9 +208,6 @@ class FsdpCompression(Compression):
             if len(self._reduced) == len(self.buckets):
                 self.end_of_step()
                 self.take_back_if_not_finite()
-                if not self._finite:  # also where another shard was not finite
-                    for part in torch.split(flat, [self.lengths[i] for i in members]):
-                        part[:1].fill_(math.nan)  # of every shard, because one may have only padding
 
 
 def _hook_of(of: weakref.ref[FsdpCompression], name: str, index: int) -> Any:

@@ -45,6 +45,17 @@ class Part(nn.Module):
         return sum((w * c.to(DEVICE)).sum() for w, c in zip(self.w, coefficients) if c is not None)
 
 
+class Given(nn.Module):
+    """Adds sum of parameter * coefficient to the loss so far."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.w, self.coefficient = nn.Parameter(torch.zeros(shape)), torch.ones(shape)
+
+    def forward(self, loss):
+        return loss + (self.w * self.coefficient.to(DEVICE)).sum()
+
+
 class Whole(nn.Module):
     """loss = sum of parameter * coefficient, in modules of which two are nested. Most shards are padded."""
 
@@ -347,6 +358,18 @@ def case_a_nan_is_seen_where_the_first_shard_has_no_entries():
     if dist.get_rank() == 0:
         c[1][0] = torch.nan
     model(c).backward()
+    assert any(g.isnan().any() for g in gradients(model).values())
+
+
+def case_a_nan_is_seen_where_the_last_module_has_no_entries():
+    model = nn.Sequential(Given((1, 4)), Given((64, 3)), Given((1, 4))).to(DEVICE)  # the first or the third comes last
+    for module in model:
+        fully_shard(module, mesh=MESH["inside"])
+    model = fully_shard(model, mesh=MESH["inside"])
+    skim.attach(model, between=MESH["between"].get_group(), **EXACT, timeout=60.0)
+    if dist.get_rank() == 0:
+        model[1].coefficient[0] = torch.nan
+    model(torch.zeros((), device=DEVICE)).backward()
     assert any(g.isnan().any() for g in gradients(model).values())
 
 
