@@ -41,6 +41,7 @@ class ElasticSteps:
         self.before_change: Callable[[], Callable[[], None]] = lambda: lambda: None
         self._has_state = False  # has trained, or has the state of those that have
         self._leaves = False
+        self._helps = False  # takes part in one more step before it leaves
         self._met = False  # has met the others for the step to come
         self._reduced = False  # has reduced the open step, and does not know if all have
         self._done = False
@@ -101,7 +102,8 @@ class ElasticSteps:
         self._leaves, self._owes_mean = True, False
         while True:
             try:
-                if self._met:
+                self._helps = self._met
+                if self._helps:
                     self.last_exchange()
                     self._owes_mean, self._dropped_mean = False, True
                     continue
@@ -109,6 +111,10 @@ class ElasticSteps:
                     return
             except _core.CommError as e:
                 self._go_on(e)
+
+    @property
+    def _leaves_now(self) -> bool:
+        return self._leaves and not self._helps
 
     def _finish(self) -> None:
         self.compression.finish_step()
@@ -118,7 +124,7 @@ class ElasticSteps:
     def _meet(self) -> bool:
         """Returns whether this rank has left."""
         group, c = self.group, self.compression
-        leavers, joiners, all_have_state = group.meet(c.comm, c.residual_norm(), self._leaves, self._has_state)
+        leavers, joiners, all_have_state = group.meet(c.comm, c.residual_norm(), self._leaves_now, self._has_state)
         stay = [name for name in group.members if name not in leavers]
         if not stay and not joiners:
             return True
@@ -162,21 +168,21 @@ class ElasticSteps:
     def _settle(self, comm: _core.Communicator) -> None:
         """Goes on with the ranks of a new generation. Collective.
 
-        If new ranks get no state yet, or all ranks leave, all must meet again before a step.
+        If new ranks get no state yet, or all ranks leave now, all must meet again before a step.
         """
         try:
-            all_have_state, all_leave = self._settle_with(comm)
+            all_have_state, all_leave_now = self._settle_with(comm)
         except _core.CommError as e:
             raise GenerationFailed(str(e)) from None
         self.group.tell()
-        self._has_state, self._met = self._has_state or all_have_state, all_have_state and not all_leave
+        self._has_state, self._met = self._has_state or all_have_state, all_have_state and not all_leave_now
 
     def _settle_with(self, comm: _core.Communicator) -> tuple[bool, bool]:
-        """Returns whether all ranks have a state now, and whether all leave."""
+        """Returns whether all ranks have a state now, and whether all leave now."""
         c, rank = self.compression, comm.rank
         mine = {
             "has_state": self._has_state, "counted": self._counted, "reduced": self._reduced,
-            "owes_mean": self._owes_mean, "dropped_mean": self._dropped_mean, "leaves": self._leaves,
+            "owes_mean": self._owes_mean, "dropped_mean": self._dropped_mean, "leaves_now": self._leaves_now,
             "step": c.reducer.step, "is_open": c.step_is_open,
         }  # fmt: skip
         of_all = [json.loads(m) for m in comm.allgather(json.dumps(mine).encode())]
@@ -216,7 +222,7 @@ class ElasticSteps:
             elif rank == r:
                 self._receive_state(source)
                 self._counted = latest
-        return True, all(of["leaves"] for of in of_all)
+        return True, all(of["leaves_now"] for of in of_all)
 
     def _send_state(self, to: int) -> None:
         """If the state cannot be sent, the other rank gets the reason instead, and this one goes on."""

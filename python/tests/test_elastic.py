@@ -189,6 +189,19 @@ class Rank(threading.Thread):
     def end(self, *_, **__):
         raise Lost
 
+    def be_lost_in_the_barrier(self, of):
+        """With the last message of this step. The step before shows how many there are."""
+        take = self.step
+
+        def count_and_be_lost(step):
+            if step == of - 1:
+                self.sends_left = MANY
+            elif step == of:
+                self.sends_left = MANY - self.sends_left - 1
+            take(step)
+
+        self.step = count_and_be_lost
+
     def residual(self):
         return next(iter(self.compression.residuals().values())).double()
 
@@ -569,14 +582,7 @@ class Elastic(unittest.TestCase):
         for r in ranks:
             r.group.min_ranks = 1
         leaver, stays, lost_later, lost = sorted(ranks, key=lambda r: r.group.rank)
-        take, take_later = lost.step, lost_later.step
-
-        def be_lost_in_the_barrier(step):
-            if step == last - 2:
-                lost.sends_left = MANY
-            elif step == last - 1:
-                lost.sends_left = MANY - lost.sends_left - 1
-            take(step)
+        take_later = lost_later.step
 
         def be_lost_in_the_meeting(step):
             if step == last + 1:
@@ -586,7 +592,8 @@ class Elastic(unittest.TestCase):
 
         with run.changed:
             last = leaver.leaves_at = max(r.progress["step"] for r in ranks) + 4
-            lost.step, lost_later.step = be_lost_in_the_barrier, be_lost_in_the_meeting
+            lost.be_lost_in_the_barrier(last - 1)
+            lost_later.step = be_lost_in_the_meeting
         run.wait_until(lambda: not lost_later.is_alive())
         joined = Rank(run, joins=True)
         run.wait_until(joined.trains)
@@ -595,6 +602,31 @@ class Elastic(unittest.TestCase):
         self.assertFalse(lost.is_alive())
         self.assertEqual(joined.steps_taken[0][0], last + 1)
         self.assertTrue(torch.equal(joined.x(), stays.x()))
+
+    def test_ranks_that_help_with_a_last_step_leave_though_the_others_are_lost_in_it(self):
+        for sends in (0, 1, 2):  # in the last step
+            with self.subTest(sends=sends):
+                run = Run()
+                ranks = [Rank(run, min_ranks=4) for _ in range(4)]
+                run.wait_until(lambda: all(r.trains() for r in ranks))
+                for r in ranks:
+                    r.group.min_ranks = 3
+                *leavers, lost_later, lost = sorted(ranks, key=lambda r: r.group.rank)
+                tell = lost_later.group.tell
+
+                def tell_and_be_lost(lost_later=lost_later, tell=tell, sends=sends):
+                    tell()
+                    lost_later.sends_left = sends
+
+                with run.changed:
+                    last = max(r.progress["step"] for r in ranks) + 4
+                    for r in leavers:
+                        r.leaves_at = last
+                    lost.be_lost_in_the_barrier(last - 1)
+                    lost_later.group.tell = tell_and_be_lost  # when the ranks that are left have settled
+                run.wait_until(lambda: not any(r.is_alive() for r in ranks))
+                self.assertEqual([r.progress["step"] for r in leavers], [last, last])
+                self.assertTrue(torch.equal(leavers[0].x(), leavers[1].x()))
 
     def let_all_leave(self, run, ranks, **options):
         """All leave after the same step, which ends when another rank waits to join. Returns that one, when it trains."""
