@@ -40,8 +40,8 @@ class ElasticSteps:
         # Called when residuals are about to change with the ranks. What it returns is called afterwards.
         self.before_change: Callable[[], Callable[[], None]] = lambda: lambda: None
         self._has_state = False  # has trained, or has the state of those that have
-        self._leaves = False
-        self._helps = False  # takes part in one more step before it leaves
+        self._leaves = False  # leave() has begun
+        self._helps = False  # but takes part in one more step before
         self._met = False  # has met the others for the step to come
         self._reduced = False  # has reduced the open step, and does not know if all have
         self._done = False

@@ -181,8 +181,8 @@ class FsdpCompression(Compression):
         for group in self._groups:
             for p in _trainable(group):
                 grad = p.sharded_param.grad
-                if grad is not None and grad.to_local().numel():
-                    grad.to_local().view(-1)[:1].fill_(math.nan)
+                if grad is not None and (own := grad.to_local()).numel() > 0:
+                    own[(0,) * own.dim()] = math.nan
                     return
 
     def _reduce(self, name: str, index: int, flat: torch.Tensor) -> None:
