@@ -80,12 +80,19 @@ class Layouts(unittest.TestCase):
         self.cmake("--build", self.build)
         subprocess.run([self.build / "main"], check=True)
 
-    def test_if_there_is_no_mpi_the_message_names_the_option(self):
-        done = subprocess.run(
-            [CMAKE, "-G", GENERATOR, "-S", SOURCE, "-B", self.build, "-DSKIM_TRAIN=OFF", "-DSKIM_DEVELOPER=OFF",
-             "-DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON"], capture_output=True, text=True)
+    def refused(self, *options):
+        """What cmake writes to stderr, on one line."""
+        done = subprocess.run([CMAKE, "-G", GENERATOR, "-S", SOURCE, "-B", self.build, "-DSKIM_TRAIN=OFF",
+                               "-DSKIM_DEVELOPER=OFF", *options], capture_output=True, text=True)
         self.assertNotEqual(done.returncode, 0)
-        self.assertIn("or build without MPI: -DSKIM_MPI=OFF", " ".join(done.stderr.split()))
+        return " ".join(done.stderr.split())
+
+    def test_if_there_is_no_mpi_the_message_names_the_option(self):
+        self.assertIn("or build without MPI: -DSKIM_MPI=OFF", self.refused("-DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON"))
+
+    def test_if_there_are_no_headers_of_python_the_message_names_the_package(self):
+        printed = self.refused("-DSKIM_MPI=OFF", "-DSKIM_PYTHON=ON", "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON")
+        self.assertIn("needs Python 3.10 or newer, with its headers: apt install python3-dev", printed)
 
     def test_packages_of_another_project_are_its_own(self):
         self.folder.mkdir()
