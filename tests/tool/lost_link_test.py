@@ -31,11 +31,13 @@ def why_not():
         return "this build has no MPI"
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "mpirun", "cc"))):
         return "scripts/cluster needs root, iproute2, mpirun and cc"
-    made = subprocess.run(["ip", "netns", "add", f"{NAME}probe"], capture_output=True, text=True)
+    probe = f"{NAME}probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if made.returncode != 0:
         return f"network namespaces cannot be made here: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", f"{NAME}probe"], check=True)
-    return None
+    used = subprocess.run(["ip", "netns", "exec", probe, "true"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", probe], check=True)
+    return f"network namespaces cannot be used here: {used.stderr.strip()}" if used.returncode != 0 else None
 
 
 WHY_NOT = why_not()
