@@ -234,6 +234,11 @@ class Run:
         with self.changed:
             setattr(self, what, max(r.progress["step"] for r in self.ranks) + 3)
 
+    def let_be_quiet(self):
+        """Returns when all ranks have taken a round without gradients, and go on without."""
+        self.let_soon("quiet")
+        self.wait_until(lambda: all(r.progress["step"] > self.quiet + 3 for r in self.ranks))
+
     def end(self):
         self.let_soon("steps")
         for r in self.ranks:
@@ -250,6 +255,16 @@ class Run:
             for step, size in r.steps_taken:
                 total += r.gradient(step).double().flatten() / size
         return total
+
+
+def begun(count, *, then=None, **options):
+    """A run, and its first ranks, which train. Later they wait for new ranks if they are fewer than `then`; None: count."""
+    run = Run()
+    ranks = [Rank(run, min_ranks=count, **options) for _ in range(count)]
+    run.wait_until(lambda: all(r.trains() for r in ranks))
+    for r in ranks:  # not from the start, or some may start without the others
+        r.group.min_ranks = then or count
+    return run, ranks
 
 
 KINDS = [
@@ -297,9 +312,7 @@ class Elastic(unittest.TestCase):
     def test_ranks_leave_and_join(self):
         for kind, options in KINDS:
             with self.subTest(kind=kind, **options):
-                run = Run()
-                first, second = (Rank(run, kind=kind, min_ranks=2, **options) for _ in range(2))
-                run.wait_until(lambda: first.trains() and second.trains())
+                run, (first, second) = begun(2, kind=kind, **options)
                 third = Rank(run, kind=kind, joins=True, **options)
                 run.wait_until(third.trains)
                 second.is_to_leave = True
@@ -321,10 +334,7 @@ class Elastic(unittest.TestCase):
     def test_a_rank_leaves_in_good_order_though_only_the_group_is_left_of_its_training(self):
         for kind, options in (KINDS[0], KINDS[5]):
             with self.subTest(kind=kind, **options):
-                run = Run()
-                first, second = (Rank(run, kind=kind, min_ranks=2, **options) for _ in range(2))
-                run.wait_until(lambda: first.trains() and second.trains())
-                first.group.min_ranks = 1
+                run, (first, second) = begun(2, then=1, kind=kind, **options)
                 second.drops_model = second.is_to_leave = True
                 run.wait_until(lambda: not second.is_alive())
                 run.end()
@@ -334,9 +344,7 @@ class Elastic(unittest.TestCase):
                 )
 
     def test_whoever_joins_gets_x_in_float32_though_the_model_has_16_bits(self):
-        run = Run()
-        first = Rank(run, kind="local", every=1, outer_lr=0.3, bits=16)
-        run.wait_until(first.trains)
+        run, [first] = begun(1, kind="local", every=1, outer_lr=0.3, bits=16)
         second = Rank(run, kind="local", every=1, outer_lr=0.3, bits=16, joins=True)
         run.wait_until(second.trains)
         run.end()
@@ -347,9 +355,7 @@ class Elastic(unittest.TestCase):
     def test_whoever_joins_at_a_learning_rate_of_0_gets_the_last_rate(self):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.addCleanup(dist.destroy_process_group)
-        run = Run()
-        first = Rank(run, kind="updates", min_ranks=1)
-        run.wait_until(first.trains)
+        run, [first] = begun(1, kind="updates")
         run.rate = 0.0
         then = first.progress["step"] + 1
         run.wait_until(lambda: first.progress["step"] > then)
@@ -363,14 +369,9 @@ class Elastic(unittest.TestCase):
         for kind, options in KINDS[:3] + KINDS[5:6]:
             for sends in (0, 2, 3, 4, 5):
                 with self.subTest(kind=kind, **options, sends=sends):
-                    run = Run()
-                    ranks = [Rank(run, kind=kind, min_ranks=3, **options) for _ in range(3)]
-                    run.wait_until(lambda: all(r.trains() for r in ranks))
-                    for r in ranks:
-                        r.group.min_ranks = 2  # not from the start, or two ranks may start without the third
+                    run, ranks = begun(3, then=2, kind=kind, **options)
                     # Without gradients it does not matter whether the step counts with the old ranks or the new.
-                    run.let_soon("quiet")
-                    run.wait_until(lambda: ranks[2].progress["step"] > run.quiet + 3)  # a round
+                    run.let_be_quiet()
                     ranks[2].is_to_be_lost = sends  # after so many more messages
                     run.wait_until(lambda: not ranks[2].is_alive())
                     run.end()
@@ -392,9 +393,7 @@ class Elastic(unittest.TestCase):
         for sends in range(1, 9):  # some ranks may know that all have reduced the step, and others hear it later
             with self.subTest(sends=sends):
                 kind, options = FACTOR
-                run = Run()
-                ranks = [Rank(run, kind=kind, min_ranks=m, **options) for m in (4, 3, 3, 3)]
-                run.wait_until(lambda: all(r.trains() for r in ranks))
+                run, ranks = begun(4, then=3, kind=kind, **options)
                 ranks[3].is_to_be_lost = sends
                 run.wait_until(lambda: not ranks[3].is_alive())
                 run.end()
@@ -404,13 +403,8 @@ class Elastic(unittest.TestCase):
     def test_a_rank_is_lost_while_another_leaves(self):
         for sends in range(6):
             with self.subTest(sends=sends):
-                run = Run()
-                first, leaver, lost = ranks = [Rank(run, min_ranks=m) for m in (3, 2, 2)]
-                run.wait_until(lambda: all(r.trains() for r in ranks))
-                run.let_soon("quiet")
-                run.wait_until(lambda: first.progress["step"] > run.quiet)
-                first.settings["min_ranks"] = first.group.min_ranks = 1
-                leaver.group.min_ranks = lost.group.min_ranks = 1
+                run, (first, leaver, lost) = begun(3, then=1)
+                run.let_be_quiet()
                 leaver.is_to_leave, lost.is_to_be_lost = True, sends
                 run.wait_until(lambda: not leaver.is_alive() and not lost.is_alive())
                 run.end()
@@ -421,9 +415,7 @@ class Elastic(unittest.TestCase):
                 self.assertLessEqual(min(differ), 2 * 0.02 * N, first.group.events)
 
     def test_a_rank_that_was_silent_before_it_was_admitted_joins_when_it_goes_on(self):
-        run = Run()
-        first = Rank(run)
-        run.wait_until(first.trains)
+        run, [first] = begun(1)
         begins = threading.Event()  # the pulse of the other one
         beat = elastic._Pulse._beat
         with unittest.mock.patch.object(elastic._Pulse, "_beat", lambda self: begins.wait() and beat(self)):
@@ -440,11 +432,8 @@ class Elastic(unittest.TestCase):
     def test_a_rank_that_is_lost_while_it_joins_takes_nothing(self):
         for sends in range(0, 14, 2):
             with self.subTest(sends=sends):
-                run = Run()
-                ranks = [Rank(run, min_ranks=2) for _ in range(2)]
-                run.wait_until(lambda: all(r.trains() for r in ranks))
-                run.let_soon("quiet")
-                run.wait_until(lambda: ranks[0].progress["step"] > run.quiet)
+                run, ranks = begun(2)
+                run.let_be_quiet()
                 lost = Rank(run, joins=True, sends_left=sends)
                 run.wait_until(lambda: not lost.is_alive())
                 run.end()
@@ -458,11 +447,7 @@ class Elastic(unittest.TestCase):
 
     def change_at_random(self, draw):
         kind, options = draw.choice([*KINDS, FACTOR])
-        run = Run()
-        first, second = (Rank(run, kind=kind, min_ranks=2, **options) for _ in range(2))
-        run.wait_until(lambda: first.trains() and second.trains())
-        first.group.min_ranks = second.group.min_ranks = 1
-
+        run, (first, second) = begun(2, then=1, kind=kind, **options)
         stayed = [first, second]
         for _ in range(6):
             for _ in range(draw.choice((1, 1, 2, 3))):  # at about the same time
@@ -492,9 +477,7 @@ class Elastic(unittest.TestCase):
         """Also if the step in which a rank was lost counts as done."""
         for sends in range(1, 8):
             with self.subTest(sends=sends):
-                run = Run()
-                first, second, lost = ranks = [Rank(run, min_ranks=3) for _ in range(3)]
-                run.wait_until(lambda: all(r.trains() for r in ranks))
+                run, (first, second, lost) = begun(3)
                 lost.is_to_be_lost = sends
                 run.wait_until(lambda: not lost.is_alive())
                 before = [len(r.steps_taken) for r in (first, second)]
@@ -506,19 +489,15 @@ class Elastic(unittest.TestCase):
                 for r, taken in zip((first, second), before):
                     self.assertEqual({size for _, size in r.steps_taken[taken:]}, {3})
                     self.assertEqual([step for step, _ in r.steps_taken], list(range(run.steps)))
-                begun = new.steps_taken[0][0]
-                self.assertEqual([step for step, _ in new.steps_taken], list(range(begun, run.steps)))
+                since = new.steps_taken[0][0]
+                self.assertEqual([step for step, _ in new.steps_taken], list(range(since, run.steps)))
 
     def test_ranks_agree_on_a_step_though_two_are_lost(self):
         """The second one while the others agree: some of them then know whether the step counts, and others do not."""
         for of_second in (0, 1):
             for sends in (3, 4, 5, 6):
                 with self.subTest(second=of_second, sends=sends):
-                    run = Run()
-                    ranks = [Rank(run, min_ranks=m) for m in (4, 3, 3, 3)]
-                    run.wait_until(lambda: all(r.trains() for r in ranks))
-                    for r in ranks:
-                        r.group.min_ranks = 1
+                    run, ranks = begun(4, then=1)
                     in_order = sorted(ranks, key=lambda r: r.group.rank)
                     second = in_order.pop(of_second)
                     second.receives_left = 1
@@ -534,16 +513,12 @@ class Elastic(unittest.TestCase):
         for kind, options in (KINDS[0], KINDS[2], KINDS[5]):
             for after in (2, 3, 4):
                 with self.subTest(kind=kind, **options, after=after):
-                    run = Run()
-                    ranks = [Rank(run, kind=kind, min_ranks=3, **options) for _ in range(3)]
-                    run.wait_until(lambda: all(r.trains() for r in ranks))
+                    run, ranks = begun(3, kind=kind, **options)
                     run.end()
                     self.assertLess(self.check_law(run, ranks).abs().max().item(), CLOSE)
                     saved = {"step": run.steps, "x": ranks[0].model.weight.detach(),
                              "states": {key: value for r in ranks for key, value in r.state.items()}}  # fmt: skip
-                    then = Run()
-                    new = [Rank(then, kind=kind, min_ranks=after, saved=saved, **options) for _ in range(after)]
-                    then.wait_until(lambda: all(r.trains() for r in new))
+                    then, new = begun(after, kind=kind, saved=saved, **options)
                     then.end()
                     self.assertEqual({r.steps_taken[0] for r in new}, {(run.steps, after)})
                     missing = run.given() + self.check_law(then, new)
@@ -551,13 +526,8 @@ class Elastic(unittest.TestCase):
 
     def test_a_rank_is_lost_while_it_leaves_with_others(self):
         """They leave in good order. Only what the lost one kept is missing."""
-        run = Run()
-        ranks = [Rank(run, min_ranks=5) for _ in range(5)]
-        run.wait_until(lambda: all(r.trains() for r in ranks))
-        for r in ranks:
-            r.group.min_ranks = 1
-        run.let_soon("quiet")
-        run.wait_until(lambda: all(r.progress["step"] > run.quiet + 1 for r in ranks))
+        run, ranks = begun(5, then=1)
+        run.let_be_quiet()
         first, second, lost, *leavers = sorted(ranks, key=lambda r: r.group.rank)
         hand_over = lost.group.hand_over
 
@@ -576,11 +546,7 @@ class Elastic(unittest.TestCase):
 
     def test_a_leaver_without_the_last_mean_gives_nobody_its_state(self):
         """When it wants to leave, another rank is lost. So it helps with one step more, whose mean it does not apply."""
-        run = Run()
-        ranks = [Rank(run, min_ranks=4) for _ in range(4)]
-        run.wait_until(lambda: all(r.trains() for r in ranks))
-        for r in ranks:
-            r.group.min_ranks = 1
+        run, ranks = begun(4, then=1)
         leaver, stays, lost_later, lost = sorted(ranks, key=lambda r: r.group.rank)
         take_later = lost_later.step
 
@@ -606,11 +572,7 @@ class Elastic(unittest.TestCase):
     def test_ranks_that_help_with_a_last_step_leave_though_the_others_are_lost_in_it(self):
         for sends in (0, 1, 2):  # in the last step
             with self.subTest(sends=sends):
-                run = Run()
-                ranks = [Rank(run, min_ranks=4) for _ in range(4)]
-                run.wait_until(lambda: all(r.trains() for r in ranks))
-                for r in ranks:
-                    r.group.min_ranks = 3
+                run, ranks = begun(4, then=3)
                 *leavers, lost_later, lost = sorted(ranks, key=lambda r: r.group.rank)
                 tell = lost_later.group.tell
 
@@ -659,10 +621,8 @@ class Elastic(unittest.TestCase):
     def test_the_last_rank_that_leaves_hands_over_to_one_that_waits(self):
         for kind, options in (KINDS[0], KINDS[5]):
             with self.subTest(kind=kind, **options):
-                run = Run()
-                last = Rank(run, kind=kind, **options)
-                run.wait_until(last.trains)
-                joined = self.let_all_leave(run, [last], kind=kind, **options)
+                run, ranks = begun(1, kind=kind, **options)
+                joined = self.let_all_leave(run, ranks, kind=kind, **options)
                 run.end()
                 self.assertLess(self.check_law(run, [joined]).abs().max().item(), CLOSE)
 
@@ -671,13 +631,8 @@ class Elastic(unittest.TestCase):
         for kind, options in (KINDS[0], KINDS[5]):
             for sends in (0, 1, 2):  # before it is lost
                 with self.subTest(kind=kind, **options, sends=sends):
-                    run = Run()
-                    ranks = [Rank(run, kind=kind, min_ranks=3, **options) for _ in range(3)]
-                    run.wait_until(lambda: all(r.trains() for r in ranks))
-                    for r in ranks:
-                        r.group.min_ranks = 1
-                    run.let_soon("quiet")
-                    run.wait_until(lambda: all(r.progress["step"] > run.quiet + 1 for r in ranks))
+                    run, ranks = begun(3, then=1, kind=kind, **options)
+                    run.let_be_quiet()
                     lost = max(ranks, key=lambda r: r.group.rank)
                     leave = lost.group.leave
 
@@ -692,9 +647,7 @@ class Elastic(unittest.TestCase):
                     self.assertLess((missing - lost.kept / 3).abs().max().item(), CLOSE)
 
     def test_who_leaves_with_too_few_ranks_waits_for_nobody(self):
-        run = Run()
-        ranks = [Rank(run, min_ranks=3) for _ in range(3)]
-        run.wait_until(lambda: all(r.trains() for r in ranks))
+        run, ranks = begun(3)
         lost = ranks[0]
         leave = lost.group.leave
 
@@ -708,9 +661,7 @@ class Elastic(unittest.TestCase):
 
     def test_who_is_admitted_by_a_rank_that_is_lost_joins(self):
         """The lost rank has decided who the ranks are, and not told the new one."""
-        run = Run()
-        first = Rank(run)
-        run.wait_until(first.trains)
+        run, [first] = begun(1)
         decide = elastic._Store.decide
 
         def decide_and_be_lost(store, key, value):
@@ -740,9 +691,7 @@ class Elastic(unittest.TestCase):
             unittest.mock.patch.object(elastic, "PIECE_BYTES", 100),
             unittest.mock.patch.object(LosableTransport, "send", measured),
         ):
-            run = Run()
-            first = Rank(run)
-            run.wait_until(first.trains)
+            run, [first] = begun(1)
             second = Rank(run, joins=True)
             run.wait_until(second.trains)
             second.is_to_leave = True
@@ -752,9 +701,7 @@ class Elastic(unittest.TestCase):
         self.assertEqual(max(longest), 100)
 
     def test_new_ranks_begin_where_no_rank_is_left(self):
-        run = Run()
-        first = Rank(run)
-        run.wait_until(first.trains)
+        run, [first] = begun(1)
         first.is_to_be_lost = 0
         first.sends_left = 0
         second = Rank(run)  # is admitted, which needs messages
@@ -764,9 +711,7 @@ class Elastic(unittest.TestCase):
         self.assertIn("is rank 0; 1 rank now", second.group.events[0])
 
     def test_without_its_store_a_run_goes_on(self):
-        run = Run()
-        ranks = [Rank(run, min_ranks=2) for _ in range(2)]
-        run.wait_until(lambda: all(r.trains() for r in ranks))
+        run, ranks = begun(2)
         run.store = None  # the last reference to the server
         then = ranks[0].progress["step"] + 20
         run.wait_until(lambda: ranks[0].progress["step"] > then)
@@ -776,9 +721,7 @@ class Elastic(unittest.TestCase):
         self.assertEqual(told, ["skim: the store of the group has ended; no rank can join any more"])
 
     def test_a_rank_with_other_options_is_refused_and_the_others_go_on(self):
-        run = Run()
-        ranks = [Rank(run, min_ranks=2) for _ in range(2)]
-        run.wait_until(lambda: all(r.trains() for r in ranks))
+        run, ranks = begun(2)
         other = Rank(run, joins=True, residual_decay=0.5)
         run.wait_until(lambda: other.error)
         self.assertIsInstance(other.error, skim.InvalidArgument)
@@ -804,9 +747,7 @@ class Elastic(unittest.TestCase):
             self.assertEqual([step for step, _ in r.steps_taken], list(range(run.steps)))
 
     def test_a_rank_whose_state_has_other_names_is_refused_and_the_others_go_on(self):
-        run = Run()
-        ranks = [Rank(run, min_ranks=2) for _ in range(2)]
-        run.wait_until(lambda: all(r.trains() for r in ranks))
+        run, ranks = begun(2)
         theirs, its = ["model", "optimizer", "progress"], ["extra", "model", "optimizer", "progress"]
         why = re.escape(f"rank 0 has state={theirs}, rank 2 has state={its}")
         self.check_refused(run, ranks, Rank(run, joins=True, more={"extra": {}}), why)
@@ -817,9 +758,7 @@ class Elastic(unittest.TestCase):
             (np.float64(0.5), r"'progress' cannot be sent .*\(numpy\S*scalar\); it may"),
         ):
             with self.subTest(why):
-                run = Run()
-                ranks = [Rank(run, min_ranks=2) for _ in range(2)]
-                run.wait_until(lambda: all(r.trains() for r in ranks))
+                run, ranks = begun(2)
                 for r in ranks:
                     r.progress["value"] = value
                 self.check_refused(run, ranks, Rank(run, joins=True), why)
