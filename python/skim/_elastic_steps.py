@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skim import _core
-from skim.elastic import ElasticGroup, GenerationFailed, packed, unpacked
+from skim.elastic import ElasticGroup, GenerationFailed, TooFewRanks, packed, unpacked
 
 if TYPE_CHECKING:
     from skim._compression import Compression
@@ -150,6 +150,8 @@ class ElasticSteps:
 
     def _go_on(self, failure: _core.CommError) -> None:
         """After a failure: goes on with the ranks that are left."""
+        if isinstance(failure, TooFewRanks):
+            raise failure
         while True:
             self._failures += 1
             if self._failures > MOST_FAILURES:

@@ -558,7 +558,7 @@ class ElasticGroup:
             if self._has(key):
                 return
             if time.monotonic() >= ends:
-                raise _core.CommError(
+                raise TooFewRanks(
                     f"skim: {len(ranks)} rank(s), but min_ranks is {self.min_ranks}, and no others came in "
                     f"{self.patience:g} s"
                 )
@@ -643,6 +643,10 @@ def _not_sent(what: str, why: str) -> _core.InvalidArgument:
         f"skim.ElasticGroup: {what} cannot be sent to a rank that joins ({why.partition(chr(10))[0]}); it may have "
         "tensors, numbers, strings, lists and dicts"
     )
+
+
+class TooFewRanks(_core.CommError):
+    """No new ranks came in time. This ends the run."""
 
 
 class GenerationFailed(_core.CommError):

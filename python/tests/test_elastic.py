@@ -492,6 +492,21 @@ class Elastic(unittest.TestCase):
                 since = new.steps_taken[0][0]
                 self.assertEqual([step for step, _ in new.steps_taken], list(range(since, run.steps)))
 
+    def test_too_few_ranks_wait_once(self):
+        run, (first, second) = begun(2)
+        first.group.patience, propose, waits = 0.5, first.group._propose, []
+
+        def count(*what, **how):
+            waits.append(what)
+            propose(*what, **how)
+
+        first.group._propose = count
+        second.is_to_leave = True
+        first.join(SECONDS)
+        self.assertIsInstance(first.error, skim.CommError)
+        self.assertIn("1 rank(s), but min_ranks is 2, and no others came in 0.5 s", str(first.error))
+        self.assertEqual(len(waits), 1)
+
     def test_ranks_agree_on_a_step_though_two_are_lost(self):
         """The second one while the others agree: some of them then know whether the step counts, and others do not."""
         for of_second in (0, 1):
