@@ -25,8 +25,8 @@ RUN = {"script", "command", "file", "part"}
 # Blocks that other tests run, or hold against files that are built and run.
 RUN_ELSEWHERE = {("docs/python.md", "python"): "Page, below", ("docs/library.md", "cpp"): "tests/readme_test.py"}
 NOT_CODE = {"text", "", "{toctree}", "{eval-rst}"}
-PROGRAMS = {"apt-get", "auditwheel", "cd", "cmake", "cp", "ctest", "export", "mkdir", "mpirun", "pip", "python", "srun",
-            "sudo", "torchrun"}
+PROGRAMS = {".", "apt-get", "auditwheel", "cd", "cmake", "cp", "ctest", "export", "mkdir", "mpirun", "pip", "python",
+            "python3", "srun", "sudo", "torchrun"}
 PARTS = str(ROOT / "python/tests/page_parts.py")
 HAS_TORCH, HAS_MATPLOTLIB = (importlib.util.find_spec(name) is not None for name in ("torch", "matplotlib"))
 if HAS_TORCH:
