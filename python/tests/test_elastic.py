@@ -202,6 +202,16 @@ class Rank(threading.Thread):
 
         self.step = count_and_be_lost
 
+    def be_lost_while_it_leaves(self, sends):
+        """After so many messages."""
+        leave = self.group.leave
+
+        def leave_and_be_lost():
+            self.sends_left = sends
+            leave()
+
+        self.group.leave = leave_and_be_lost
+
     def residual(self):
         return next(iter(self.compression.residuals().values())).double()
 
@@ -649,13 +659,7 @@ class Elastic(unittest.TestCase):
                     run, ranks = begun(3, then=1, kind=kind, **options)
                     run.let_be_quiet()
                     lost = max(ranks, key=lambda r: r.group.rank)
-                    leave = lost.group.leave
-
-                    def be_lost(lost=lost, leave=leave, sends=sends):
-                        lost.sends_left = sends
-                        leave()
-
-                    lost.group.leave = be_lost
+                    lost.be_lost_while_it_leaves(sends)
                     joined = self.let_all_leave(run, ranks, kind=kind, **options)
                     run.end()
                     missing = self.check_law(run, [joined])
@@ -663,14 +667,7 @@ class Elastic(unittest.TestCase):
 
     def test_who_leaves_with_too_few_ranks_waits_for_nobody(self):
         run, ranks = begun(3)
-        lost = ranks[0]
-        leave = lost.group.leave
-
-        def be_lost():
-            lost.sends_left = 1
-            leave()
-
-        lost.group.leave = be_lost
+        ranks[0].be_lost_while_it_leaves(1)
         run.end()
         self.assertEqual([r.group.size for r in ranks[1:]], [2, 2])
 
