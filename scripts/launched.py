@@ -1,6 +1,7 @@
 """Looks at the processes of a run that `skim train --ranks P` has launched. For scripts and tests."""
 
 import contextlib
+import ipaddress
 import os
 import pathlib
 import re
@@ -39,5 +40,8 @@ def listening(pid):
     return found
 
 
-def port_of(address):
-    return int(address.split(":")[1], 16)
+def decoded(address):
+    """(IP address, port), as socket.create_connection takes them. Linux reaches 0.0.0.0 and :: on this machine."""
+    host, port = address.split(":")
+    words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+    return str(ipaddress.ip_address(b"".join(words))), int(port, 16)

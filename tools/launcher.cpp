@@ -61,6 +61,16 @@ constexpr rlim_t kDescriptors = 64, kDescriptorsOfARank = 16;
 // to 640 MB.
 constexpr rlim_t kMemoryOfARank = rlim_t{640} << 20;
 
+// Whether SIGHUP was ignored when the process began. Looked up before the libraries begin: UCX, which
+// Open MPI 5 brings, has a handler of its own for SIGHUP.
+bool g_under_nohup = false;
+void look_for_nohup() {
+  struct sigaction at_start {};
+  sigaction(SIGHUP, nullptr, &at_start);
+  g_under_nohup = at_start.sa_handler == SIG_IGN;
+}
+[[gnu::section(".preinit_array"), gnu::used]] void (*const g_look_for_nohup)() = look_for_nohup;
+
 std::atomic<int> g_signals{0}, g_last_signal{0};
 void on_signal(int signal) {
   g_signals.fetch_add(1);
@@ -102,10 +112,12 @@ void set_environment(const RunDir& dir) {
   set("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe");
   // Containers often forbid the cross-memory attach that shared memory uses by default.
   set("OMPI_MCA_btl_vader_single_copy_mechanism", "none");
-  // When one rank dies, the others get this time to report what they were doing.
+  // When one rank dies, the others get this time to report what they were doing. Open MPI 5 kills
+  // them after half a second.
   set("OMPI_MCA_odls_base_sigkill_timeout", "3");
   // All ranks are on this machine. So they need no TCP, and no port that strangers can reach.
   set("OMPI_MCA_btl", "self,vader");
+  set("PMIX_MCA_ptl_base_if_include", "lo");
   // Nor a remote shell. Open MPI 4 does not start without one, so it gets a shell that exists.
   set("OMPI_MCA_plm_rsh_agent", "/bin/sh");
   setenv(kRunDir, dir.path().c_str(), 1);
@@ -121,6 +133,28 @@ void set_environment(const RunDir& dir) {
 void erase(int live) {
   if (live >= 0) (void)!::write(live, kEraseLive.data(), kEraseLive.size());
 }
+
+// Removes the newlines behind live lines from a stream.
+class LiveLines {
+ public:
+  // In place. Returns how many letters are left.
+  std::size_t strip(char* data, std::size_t size) {
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < size; ++i) {
+      if (matched_ == kEndOfLive.size()) {
+        if (data[i] == '\r') continue;  // the rank's terminal writes one before a newline
+        matched_ = 0;
+        if (data[i] == '\n') continue;
+      }
+      matched_ = data[i] == kEndOfLive[matched_] ? matched_ + 1 : data[i] == kEndOfLive[0] ? 1 : 0;
+      data[kept++] = data[i];
+    }
+    return kept;
+  }
+
+ private:
+  std::size_t matched_ = 0;  // letters of kEndOfLive that the stream ended with
+};
 
 // Holds back mpirun's explanations of a failure, which are between lines of dashes, because the
 // launcher prints a better one.
@@ -385,12 +419,11 @@ bool is_launched() {
 }
 
 void handle_signals(std::initializer_list<int> signals, void (*handler)(int), int flags) {
-  struct sigaction action {}, before {};
-  action.sa_handler = handler;
-  action.sa_flags = flags;
+  struct sigaction action {};
   for (const int signal : signals) {
-    sigaction(signal, nullptr, &before);
-    if (signal != SIGHUP || before.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);
+    action.sa_handler = signal == SIGHUP && g_under_nohup ? SIG_IGN : handler;
+    action.sa_flags = flags;
+    sigaction(signal, &action, nullptr);
   }
 }
 
@@ -449,6 +482,7 @@ Outcome launch(const LaunchOptions& options) {
   }
   close(report[0]);
 
+  std::array<LiveLines, 2> live_lines;
   StderrFilter filter;
   std::array<pollfd, 2> fds{{{out[0], POLLIN, 0}, {err[0], POLLIN, 0}}};
   std::array<char, 1 << 16> chunk{};
@@ -501,7 +535,9 @@ Outcome launch(const LaunchOptions& options) {
       if (fd.fd < 0 || fd.revents == 0) continue;
       const ssize_t got = read(fd.fd, chunk.data(), chunk.size());
       if (got > 0) {
-        const auto size = static_cast<std::size_t>(got);
+        LiveLines& lines = live_lines[&fd == &fds[0] ? 0 : 1];
+        const std::size_t size = lines.strip(chunk.data(), static_cast<std::size_t>(got));
+        if (size == 0) continue;
         live = chunk[size - 1] != '\r' ? -1 : &fd == &fds[0] ? STDOUT_FILENO : STDERR_FILENO;
         if (&fd == &fds[0]) {
           write_to_standard_output(chunk.data(), size);

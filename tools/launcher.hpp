@@ -90,5 +90,8 @@ int terminal_columns(bool to_stderr);
 
 // Erases a live line, which left the cursor at its first letter (\r), in all rows that it takes.
 inline constexpr std::string_view kEraseLive = "\r\x1b[J";
+// How a live line ends. A rank that the launcher has started writes a newline behind it, because
+// Open MPI 5 holds back what is no whole line. The launcher removes this newline.
+inline constexpr std::string_view kEndOfLive = "\x1b[?7h\r";
 
 }  // namespace skim::tool

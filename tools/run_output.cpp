@@ -260,8 +260,8 @@ void Progress::step(const train::StepRecord& r) {
     // The line leaves the cursor at its first letter. If the terminal then gets narrower and wraps
     // the line, all rows are at or below the cursor, so kEraseLive removes them. Without automatic
     // wrapping (DECAWM, 7), a line that is on its way when the terminal gets narrower cannot wrap.
-    print(out_, "{}\x1b[?7l{:.{}}\x1b[?7h\r", kEraseLive, line(r),
-               std::max(columns(), 1) - 1);
+    print(out_, "{}\x1b[?7l{:.{}}{}{}", kEraseLive, line(r), std::max(columns(), 1) - 1, kEndOfLive,
+          is_launched_by_skim() ? "\n" : "");
     is_drawn_ = true;
   } else {
     print(out_, "{}\n", line(r));

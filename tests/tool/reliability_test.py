@@ -19,9 +19,9 @@ import time
 import unittest
 import unittest.mock
 
-from tool_test import HAS_MPI, LIMIT, SMALL, TOOL, Case, lines, newest_in, train
+from tool_test import FOR_MPIRUN, HAS_MPI, LIMIT, SMALL, TOOL, Case, lines, newest_in, train
 
-from launched import is_running, listening, parent_of, pids_of, port_of
+from launched import decoded, is_running, listening, parent_of, pids_of
 
 NEEDS_MPI = "this build has no MPI: it cannot start several ranks"
 RUN = ["--ranks", 3, "--model", "mlp-64", "--steps", 120, "--momentum", 0.9, "--eval-epochs", 0, "--checkpoint-steps", 10]
@@ -203,11 +203,17 @@ class Preemption(Reliability):
                 self.assertIn("\nrun ", out, "the table is lost")
 
     def test_under_nohup_it_goes_on_when_the_terminal_closes(self):
-        for ranks in (1, 3) if HAS_MPI else (1,):
-            with self.subTest(ranks=ranks):
-                name = f"c{ranks}"
-                run = self.start(*RUN, "--ranks", ranks, "--steps", 1000000, *self.folder(name),
-                                 preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+        """Also if a library that the tool links has a handler for SIGHUP of its own, as UCX behind Open MPI 5 has."""
+        library = self.dir / "own_handler.so"
+        source = "#include <csignal>\n[[gnu::constructor]] void take() { std::signal(SIGHUP, [](int) { _Exit(9); }); }\n"
+        subprocess.run(["c++", "-shared", "-fPIC", "-o", library, "-xc++", "-include", "cstdlib", "-"], input=source,
+                       text=True, check=True)
+        for ranks, preload in ((1, ""), (1, str(library)), (3, "")) if HAS_MPI else ((1, ""), (1, str(library))):
+            with self.subTest(ranks=ranks, preload=preload):
+                name = f"c{ranks}{bool(preload)}"
+                with unittest.mock.patch.dict(os.environ, LD_PRELOAD=preload):
+                    run = self.start(*RUN, "--ranks", ranks, "--steps", 1000000, *self.folder(name),
+                                     preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
                 self.wait_for_step_of(run, name, 5)
                 run.send_signal(signal.SIGHUP)
                 self.wait_for_step_of(run, name, 50 + (self.dir / f"{name}.jsonl").read_text().count("\n"))
@@ -310,8 +316,7 @@ class Preemption(Reliability):
 
     @unittest.skipUnless(HAS_MPI, NEEDS_MPI)
     def test_ranks_of_mpirun(self):
-        environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
-                           OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_btl_vader_single_copy_mechanism="none")
+        environment = dict(os.environ, **FOR_MPIRUN, OMPI_MCA_btl_vader_single_copy_mechanism="none")
         command = [os.environ["SKIM_MPIRUN"], "-n", "3", TOOL, "train",
                    *map(str, [*SMALL, *RUN, *self.folder("c"), "--steps", 1000000])]
         run = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
@@ -469,10 +474,10 @@ class Strangers(Reliability):
         """Open MPI's mpirun waits for his first message on the port that it has for its own ranks."""
         run = self.start(*RUN, *self.folder("c"))
         self.wait_for_step_of(run, "c", 3)
-        ports = [port_of(address) for address in listening(parent_of(pids_of(self.dir)[0]))]
-        self.assertTrue(ports, "mpirun listens nowhere: this test, and what it is for, can go")
-        for port in 20 * ports:
-            stranger = socket.create_connection(("127.0.0.1", port))
+        addresses = [decoded(address) for address in listening(parent_of(pids_of(self.dir)[0]))]
+        self.assertTrue(addresses, "mpirun listens nowhere: this test, and what it is for, can go")
+        for address in 20 * addresses:
+            stranger = socket.create_connection(address)
             self.addCleanup(stranger.close)
         out, err = run.communicate(timeout=LIMIT)
         self.assertEqual(run.returncode, 0, out + err)

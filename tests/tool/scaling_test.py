@@ -12,7 +12,7 @@ import subprocess
 import unittest
 
 from inspect_test import CAN_DRAW, FIGURES, PYTHON
-from tool_test import HAS_MPI, LIMIT, TOOL, Case, skim
+from tool_test import FOR_MPIRUN, HAS_MPI, LIMIT, TOOL, Case, skim
 
 P, N, K = 4, 20000, 200
 SHIFT = 4099  # of one rank's gradient against the next
@@ -37,8 +37,7 @@ class Measured(Case):
         self.fit.write_text(json.dumps(FIT))
 
     def start(self, *arguments, ranks=P):
-        environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
-                           OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_mpi_yield_when_idle="1")
+        environment = dict(os.environ, **FOR_MPIRUN, OMPI_MCA_mpi_yield_when_idle="1")
         words = [os.environ["SKIM_MPIRUN"], "-n", ranks, TOOL, "bench", "scaling", "--gradient-folder", self.dir,
                  *arguments]
         return subprocess.run([str(w) for w in words], capture_output=True, text=True, timeout=LIMIT, env=environment)

@@ -15,7 +15,7 @@ import termios
 import time
 import unittest
 
-from tool_test import HAS_MPI, LIMIT, SMALL, TOOL, Case, lines, pids_of
+from tool_test import FOR_MPIRUN, HAS_MPI, LIMIT, SMALL, TOOL, Case, lines, pids_of
 
 LIVE = re.compile(r"step (\d+)/\d+")
 
@@ -224,10 +224,9 @@ class Live(Case):
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
     def test_ranks_of_mpirun_print_plain_lines(self):
         """Open MPI gives a rank a terminal of its own, whatever mpirun writes to."""
-        environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
-                           OMPI_MCA_rmaps_base_oversubscribe="1")
         done = subprocess.run([os.environ["SKIM_MPIRUN"], "-n", "2", TOOL, "train", *SMALL, "--model", "linear",
-                               "--steps", "3"], capture_output=True, text=True, timeout=LIMIT, env=environment)
+                               "--steps", "3"], capture_output=True, text=True, timeout=LIMIT,
+                              env=dict(os.environ, **FOR_MPIRUN))
         self.assert_ok(done)
         self.assertRegex(done.stdout, r"(?m)^gtopk  step 3/3 ")
         self.assertNotIn("\x1b", done.stdout)
