@@ -61,8 +61,8 @@ constexpr rlim_t kDescriptors = 64, kDescriptorsOfARank = 16;
 // to 640 MB.
 constexpr rlim_t kMemoryOfARank = rlim_t{640} << 20;
 
-// Whether SIGHUP was ignored when the process began. Looked up before the libraries begin: UCX, which
-// Open MPI 5 brings, has a handler of its own for SIGHUP.
+// Whether SIGHUP was ignored when the process began. Looked up before the libraries begin: UCX,
+// which Open MPI 5 brings, has a handler of its own for SIGHUP.
 bool g_under_nohup = false;
 void look_for_nohup() {
   struct sigaction at_start {};
@@ -156,8 +156,8 @@ class LiveLines {
   std::size_t matched_ = 0;  // letters of kEndOfLive that the stream ended with
 };
 
-// Holds back mpirun's explanations of a failure, which are between lines of dashes, because the
-// launcher prints a better one.
+// Holds back mpirun's explanations of a failure, which are between lines of dashes, and the errors
+// of PMIx, because the launcher prints a better one.
 class StderrFilter {
  public:
   void pass(const char* data, std::size_t size) {
@@ -174,8 +174,9 @@ class StderrFilter {
   void end() {
     if (!line_.empty()) end_line();
   }
-  // The first line of mpirun's explanation, with what it announces.
-  const std::string& explanation() const { return explanation_; }
+  // The first line of mpirun's explanation, with what it announces; or else that of PMIx, which
+  // Open MPI 5 starts ranks with.
+  const std::string& explanation() const { return explanation_.empty() ? of_pmix_ : explanation_; }
   // The rank that died by a signal before mpirun ended the others; -1: unknown.
   int first_dead() const { return first_dead_; }
 
@@ -195,12 +196,14 @@ class StderrFilter {
       if (first != std::string::npos && (explanation_.empty() || goes_on)) {
         explanation_ += (goes_on ? " " : "") + line_.substr(first, line_.size() - 1 - first);
       }
+    } else if (line_.starts_with('[') && line_.find("] PMIX ERROR: ") != std::string::npos) {
+      if (of_pmix_.empty()) of_pmix_ = line_.substr(0, line_.size() - 1);
     } else {
       (void)!::write(STDERR_FILENO, line_.data(), line_.size());
     }
     line_.clear();
   }
-  std::string line_, explanation_;
+  std::string line_, explanation_, of_pmix_;
   bool in_block_ = false;
   int first_dead_ = -1;
 };

@@ -1700,9 +1700,12 @@ class Failures(Case):
     def test_an_explanation_of_mpirun_has_what_it_announces(self):
         mpirun = self.dir / "mpirun"
         dashes = 40 * "-"
-        for text, said in (("mpirun cannot start this:\n\n  a program\n\nAsk somebody.", "mpirun cannot start this: a program"),
-                           ("mpirun cannot start.\n\n  a program", "mpirun cannot start.")):
-            mpirun.write_text(f"#!/bin/sh\ncat >&2 <<END\n{dashes}\n{text}\n{dashes}\nEND\nexit 1\n")
+        of_pmix = "[here:7] PMIX ERROR: UNREACH in file a.c at line 3"
+        for text, said in ((f"{dashes}\nmpirun cannot start this:\n\n  a program\n\nAsk somebody.\n{dashes}",
+                            "mpirun cannot start this: a program"),
+                           (f"{of_pmix}\n{dashes}\nmpirun cannot start.\n\n  a program\n{dashes}", "mpirun cannot start."),
+                           (f"{of_pmix}\n{of_pmix}", of_pmix)):
+            mpirun.write_text(f"#!/bin/sh\ncat >&2 <<END\n{text}\nEND\nexit 1\n")
             mpirun.chmod(0o755)
             done = train("--ranks", 2, env=dict(os.environ, SKIM_MPIRUN=str(mpirun)))
             self.assert_refused(done, f"{said}\n", status=1)
