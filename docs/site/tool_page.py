@@ -11,7 +11,7 @@ INTRO = """# The tool: skim
 
 This page has the help texts of all commands, as `skim COMMAND --help` prints them. A config file
 (`--config`) takes the same long names. [JSON that Skim writes](metrics.md) has them with
-underscores. On Debian 12 these commands install what the tool needs, and build it as
+underscores. On Debian 12 and 13 these commands install what the tool needs, and build it as
 `build/release/skim`:
 
 ```sh

@@ -16,8 +16,11 @@ import unittest
 if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("torch is not installed")
 
+import torch
 from skim.bench import _ddp, _rank
 
+# PyTorch's hook with 16 bits runs in builds for CUDA and ROCm only, there on a CPU, too.
+HAS_BF16_HOOK = torch.version.cuda is not None or torch.version.hip is not None
 PARAMETERS = 6 * (1024 * 1024 + 1024) + 1024 * 10 + 10
 
 
@@ -55,8 +58,8 @@ class Measured(unittest.TestCase):
 
     def test_ranks_end_with_equal_weights_if_gradients_were_exchanged(self):
         equal = {hook: row["weights_equal"] for hook, row in self.rows.items()}
-        exchanged = {"allreduce": True, "skim": True, "localsteps": True}
-        self.assertEqual(equal, {"none": None, "barrier": None, "bf16": None} | exchanged)
+        exchanged = {"allreduce": True, "skim": True, "localsteps": True, "bf16": True if HAS_BF16_HOOK else None}
+        self.assertEqual(equal, {"none": None, "barrier": None} | exchanged)
 
     @unittest.skipUnless(sys.platform == "linux", "only Linux tells what a socket has sent")
     def test_bytes_are_those_that_the_sockets_sent(self):
@@ -99,6 +102,7 @@ class Measured(unittest.TestCase):
             self.assertEqual(set(self.rows[hook]["parts_ms"]), {"select", "exchange", "apply", "exposed"})
         self.assertIsNone(self.rows["allreduce"]["parts_ms"])
 
+    @unittest.skipIf(HAS_BF16_HOOK, "no hook refuses to run in this build of PyTorch")
     def test_a_hook_that_refuses_is_one_failure_and_the_others_go_on(self):
         row = self.rows["bf16"]
         self.assertEqual((row["failures"], row["step_ms"]), (1, None))

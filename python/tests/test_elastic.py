@@ -103,6 +103,7 @@ class Rank(threading.Thread):
         self.drops_model = False  # as a function that has trained does when it returns
         self.sends_left = sends_left  # until it is lost; None: it is not
         self.receives_left, self.is_settling = None, False  # the same of messages that it receives while it settles
+        self.has_ended = False
         self.error, self.owed_before = None, []  # what the mean owes this rank, before each step
         self.steps_taken = []  # (number of the step, number of ranks)
         self.progress = {"step": 0}
@@ -120,6 +121,7 @@ class Rank(threading.Thread):
         except BaseException as e:  # noqa: BLE001 - the test looks at it
             self.error = e
         with self.in_run.changed:
+            self.has_ended = True  # is_alive() says so later, when nobody is told any more
             self.in_run.changed.notify_all()
 
     def gradient(self, step):
@@ -326,7 +328,7 @@ class Elastic(unittest.TestCase):
                 third = Rank(run, kind=kind, joins=True, **options)
                 run.wait_until(third.trains)
                 second.is_to_leave = True
-                run.wait_until(lambda: not second.is_alive())
+                run.wait_until(lambda: second.has_ended)
                 fourth = Rank(run, kind=kind, joins=True, **options)
                 run.wait_until(fourth.trains)
                 run.end()
@@ -346,7 +348,7 @@ class Elastic(unittest.TestCase):
             with self.subTest(kind=kind, **options):
                 run, (first, second) = begun(2, then=1, kind=kind, **options)
                 second.drops_model = second.is_to_leave = True
-                run.wait_until(lambda: not second.is_alive())
+                run.wait_until(lambda: second.has_ended)
                 run.end()
                 self.assertLess(self.check_law(run, [first]).abs().max().item(), CLOSE)
                 self.assertEqual(
@@ -383,7 +385,7 @@ class Elastic(unittest.TestCase):
                     # Without gradients it does not matter whether the step counts with the old ranks or the new.
                     run.let_be_quiet()
                     ranks[2].is_to_be_lost = sends  # after so many more messages
-                    run.wait_until(lambda: not ranks[2].is_alive())
+                    run.wait_until(lambda: ranks[2].has_ended)
                     run.end()
                     lost, owed = self.check_law(run, ranks[:2]), ranks[2].owed_before
                     # If all had reduced the step, what the rank sent in it has arrived, and what gtopk's other ranks
@@ -405,7 +407,7 @@ class Elastic(unittest.TestCase):
                 kind, options = FACTOR
                 run, ranks = begun(4, then=3, kind=kind, **options)
                 ranks[3].is_to_be_lost = sends
-                run.wait_until(lambda: not ranks[3].is_alive())
+                run.wait_until(lambda: ranks[3].has_ended)
                 run.end()
                 for r in ranks[:3]:
                     self.assertTrue(torch.equal(r.x(), ranks[0].x()))
@@ -416,7 +418,7 @@ class Elastic(unittest.TestCase):
                 run, (first, leaver, lost) = begun(3, then=1)
                 run.let_be_quiet()
                 leaver.is_to_leave, lost.is_to_be_lost = True, sends
-                run.wait_until(lambda: not leaver.is_alive() and not lost.is_alive())
+                run.wait_until(lambda: leaver.has_ended and lost.has_ended)
                 run.end()
                 missing = self.check_law(run, [first])
                 # The lost rank may have taken what the other one kept.
@@ -445,7 +447,7 @@ class Elastic(unittest.TestCase):
                 run, ranks = begun(2)
                 run.let_be_quiet()
                 lost = Rank(run, joins=True, sends_left=sends)
-                run.wait_until(lambda: not lost.is_alive())
+                run.wait_until(lambda: lost.has_ended)
                 run.end()
                 missing = self.check_law(run, ranks)
                 self.assertLessEqual((missing.abs() > CLOSE).sum().item(), 0.02 * N)
@@ -489,7 +491,7 @@ class Elastic(unittest.TestCase):
             with self.subTest(sends=sends):
                 run, (first, second, lost) = begun(3)
                 lost.is_to_be_lost = sends
-                run.wait_until(lambda: not lost.is_alive())
+                run.wait_until(lambda: lost.has_ended)
                 before = [len(r.steps_taken) for r in (first, second)]
                 new = Rank(run, joins=True, min_ranks=3)
                 run.wait_until(new.trains)
@@ -528,7 +530,7 @@ class Elastic(unittest.TestCase):
                     second.receives_left = 1
                     lost = in_order.pop()
                     lost.is_to_be_lost = sends
-                    run.wait_until(lambda: not lost.is_alive() and not second.is_alive())
+                    run.wait_until(lambda: lost.has_ended and second.has_ended)
                     run.end()
                     for r in in_order:
                         self.assertTrue(torch.equal(r.x(), in_order[0].x()))
@@ -564,7 +566,7 @@ class Elastic(unittest.TestCase):
         then = max(r.progress["step"] for r in ranks) + 3
         for r in (lost, *leavers):
             r.leaves_at = then
-        run.wait_until(lambda: not any(r.is_alive() for r in (lost, *leavers)))
+        run.wait_until(lambda: all(r.has_ended for r in (lost, *leavers)))
         run.end()
         missing = self.check_law(run, [first, second])
         self.assertLess((missing - lost.kept / 5).abs().max().item(), CLOSE)
@@ -585,7 +587,7 @@ class Elastic(unittest.TestCase):
             last = leaver.leaves_at = max(r.progress["step"] for r in ranks) + 4
             lost.be_lost_in_the_barrier(last - 1)
             lost_later.step = be_lost_in_the_meeting
-        run.wait_until(lambda: not lost_later.is_alive())
+        run.wait_until(lambda: lost_later.has_ended)
         joined = Rank(run, joins=True)
         run.wait_until(joined.trains)
         leaver.group.min_ranks = stays.group.min_ranks = 1
@@ -611,7 +613,7 @@ class Elastic(unittest.TestCase):
                         r.leaves_at = last
                     lost.be_lost_in_the_barrier(last - 1)
                     lost_later.group.tell = tell_and_be_lost  # when the ranks that are left have settled
-                run.wait_until(lambda: not any(r.is_alive() for r in ranks))
+                run.wait_until(lambda: all(r.has_ended for r in ranks))
                 self.assertEqual([r.progress["step"] for r in leavers], [last, last])
                 self.assertTrue(torch.equal(leavers[0].x(), leavers[1].x()))
 
@@ -707,7 +709,7 @@ class Elastic(unittest.TestCase):
             second = Rank(run, joins=True)
             run.wait_until(second.trains)
             second.is_to_leave = True
-            run.wait_until(lambda: not second.is_alive())
+            run.wait_until(lambda: second.has_ended)
             run.end()
         self.assertLess(self.check_law(run, [first]).abs().max().item(), CLOSE)
         self.assertEqual(max(longest), 100)
