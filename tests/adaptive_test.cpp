@@ -869,6 +869,106 @@ TEST(adaptive, seconds_are_those_predicted) {
   EXPECT_GE(spent, budget - largest);
 }
 
+// Also of steps that reduce nothing, are abandoned, or follow a run of another number of ranks.
+TEST(adaptive, seconds_are_never_more_than_the_budget) {
+  constexpr std::uint64_t kSteps = 20;
+  const StepCost cost = [](double d) { return 0.1 + d; };
+  const double budget = kSteps * cost(0.02);
+  // By slope, the density of the first steps is high, and that of the step before says little.
+  const auto rate = [](std::uint64_t step) { return step < 5 || step == 9 ? 1.0 : 0.01; };
+  for (const AdaptiveForm form : kForms) {
+    for (const Gap gap : {Gap::rolled_back, Gap::ended, Gap::abandoned}) {
+      for (const std::uint64_t at : {0U, 1U, 8U, 9U, 17U, 18U}) {
+        double spent = 0.0, largest = 0.0;
+        test::run_threads(1, [&](Communicator& comm) {
+          ReducerParts parts;
+          parts.schedule = adaptive_density({.form = form,
+                                             .budget = budget,
+                                             .cost = cost,
+                                             .in_bytes = false,
+                                             .density_min = 0.002,
+                                             .learning_rate = rate,
+                                             .n = 1500,
+                                             .ranks = 1});
+          Reducer reducer({.dense_below = 0}, std::move(parts), comm);
+          reducer.set_layout(buckets({1500}));
+          reducer.set_total_steps(kSteps);
+          for (std::uint64_t step = 0; step < kSteps; ++step) {
+            const double least = cost(reducer.density().up);
+            spent += least;
+            largest = std::max(largest, least);
+            const bool is_gap = step == at || step == at + 1;
+            if (!is_gap || gap == Gap::abandoned) {
+              Floats g = test::normal(1500, 10 * step);
+              reducer.reduce(0, std::span(g));
+            }
+            if (is_gap && gap == Gap::rolled_back) {
+              reducer.rollback_step(0.0);
+            } else if (is_gap && gap == Gap::abandoned) {
+              reducer.abandon_step(0.0);
+            } else {
+              EXPECT_TRUE(reducer.end_step(0.0));
+            }
+          }
+        });
+        EXPECT_LE(spent, budget * (1.0 + 1e-12))
+            << name_of(form) << ", gap " << static_cast<int>(gap) << " at step " << at;
+        EXPECT_GE(spent, budget - largest)
+            << name_of(form) << ", gap " << static_cast<int>(gap) << " at step " << at;
+      }
+    }
+  }
+}
+
+TEST(adaptive, seconds_of_a_run_that_goes_on_with_another_number_of_ranks_follow_its_progress) {
+  constexpr std::uint64_t kSteps = 20;
+  const StepCost cost = [](double d) { return 0.1 + d; };
+  const double budget = kSteps * cost(0.02);
+  for (const std::uint64_t stop : {1U, 2U, 9U}) {
+    std::array<std::string, 2> states;
+    double spent = budget * static_cast<double>(stop) / kSteps;
+    const auto steps = [&](int ranks, std::uint64_t from, std::uint64_t to) {
+      test::run_threads(ranks, [&](Communicator& comm) {
+        ReducerParts parts;
+        parts.schedule = adaptive_density(
+            {.budget = budget, .cost = cost, .in_bytes = false, .density_min = 0.002});
+        Reducer reducer({.dense_below = 0}, std::move(parts), comm);
+        reducer.set_layout(buckets({1500}));
+        reducer.set_total_steps(kSteps);
+        if (from > 0) {
+          std::istringstream first(states[0]), second(states[1]);
+          const std::array<std::istream*, 2> in{&first, &second};
+          reducer.load(in);
+        }
+        for (std::uint64_t step = from; step < to; ++step) {
+          if (from > 0) spent += cost(reducer.density().up);
+          Floats g = test::normal(1500, step);
+          reducer.reduce(0, std::span(g));
+          EXPECT_TRUE(reducer.end_step(0.0));
+        }
+        std::ostringstream state;
+        reducer.save(state);
+        if (from == 0) states[static_cast<std::size_t>(comm.rank())] = state.str();
+      });
+    };
+    steps(2, 0, stop);
+    steps(1, stop, kSteps);
+    EXPECT_LE(spent, budget * (1.0 + 1e-12)) << "stopped after " << stop;
+  }
+}
+
+TEST(adaptive, a_number_of_steps_that_is_refused_changes_nothing) {
+  const StepCost cost = [](double d) { return 0.1 + d; };
+  const auto make = [&] {
+    return adaptive_density({.budget = 4.0, .cost = cost, .in_bytes = false, .density_min = 0.002});
+  };
+  const auto asked = make(), other = make();
+  const Progress later{.step = 10, .total_steps = 20};
+  EXPECT_THROW(asked->density({.step = 10, .total_steps = 1000}), InvalidArgument);
+  EXPECT_EQ(asked->density(later).up, other->density(later).up);
+  EXPECT_EQ(asked->spent(), other->spent());
+}
+
 TEST(adaptive, no_allocation_after_the_first_step) {
   const StepCost bytes = max_step_bytes({.dense_below = 0}, 4, {10000, 500});
   const StepCost seconds =

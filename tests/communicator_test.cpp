@@ -1111,7 +1111,7 @@ TEST(communicator, allocates_nothing_once_warm) {
     EXPECT_EQ(after, before);
     all.clear();
     const std::uint64_t counted = test::allocations();
-    const Message control(1000);
+    ::operator delete(::operator new(1000));  // clang leaves out a vector that is not used
     EXPECT_GT(test::allocations(), counted) << "allocations are not being counted";
   });
 }

@@ -193,7 +193,7 @@ CommandLine::CommandLine(CLI::App& app) : app_(app) {
 
 CLI::Option* CommandLine::call(const char* name, const std::function<void(const std::string&)>& set,
                                const char* type, const std::string& what) {
-  const auto checked = [set, name](const std::string& given) {
+  const auto checked = [set](const std::string& given) {
     try {
       set(given);
     } catch (const InvalidArgument& e) {

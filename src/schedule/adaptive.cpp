@@ -15,7 +15,7 @@ namespace skim {
 namespace {
 
 constexpr std::string_view kMagic = "SKIMSCHE";
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 1, kBudgetVersion = 2;
 
 void expect_range(double least, double most, const char* who) {
   SKIM_EXPECTS(least > 0.0 && least <= most && most <= 1.0,
@@ -179,8 +179,8 @@ class Adaptive final : public DensitySchedule {
   Density density(const Progress& p) override {
     if (p.total_steps == 0) return {.up = o_.density_min, .at_most_k = true};
     if (!table_) table_.emplace(o_.cost, o_.density_min, o_.density_max);
+    expect_enough(p);
     observe(p);
-    start(p);
     return choose(p);
   }
 
@@ -192,19 +192,22 @@ class Adaptive final : public DensitySchedule {
   double max_bytes(const Density& d) const override { return o_.in_bytes ? o_.cost(d.up) : 0.0; }
 
   void save(std::ostream& out) const override {
-    SectionWriter w(out, kMagic, kVersion);
+    SectionWriter w(out, kMagic, kBudgetVersion);
     w.put(seen_);
-    for (const double x : {sent_, spent_, ratio_, planned_, planned_last_, mean_square_}) w.put(x);
+    for (const double x :
+         {sent_, spent_, answer_cost_, ratio_, planned_, planned_last_, mean_square_}) {
+      w.put(x);
+    }
     tail_.save(w);
     trend_.save(w);
     w.end();
   }
   void load(std::istream& in) override {
-    SectionReader r(in, "adaptive density: the saved state", kMagic, kVersion);
+    SectionReader r(in, "adaptive density: the saved state", kMagic, kBudgetVersion);
     Adaptive loaded(o_);
     loaded.seen_ = r.get<std::uint64_t>();
-    for (double* x : {&loaded.sent_, &loaded.spent_, &loaded.ratio_, &loaded.planned_,
-                      &loaded.planned_last_, &loaded.mean_square_}) {
+    for (double* x : {&loaded.sent_, &loaded.spent_, &loaded.answer_cost_, &loaded.ratio_,
+                      &loaded.planned_, &loaded.planned_last_, &loaded.mean_square_}) {
       *x = r.get<double>();
     }
     loaded.tail_.load(r);
@@ -216,8 +219,8 @@ class Adaptive final : public DensitySchedule {
  private:
   // Checks that the budget covers all steps at density_min. It then also does so after every step,
   // because no step costs more than it was allowed.
-  void start(const Progress& p) {
-    if (p.total_steps == total_) return;
+  void expect_enough(const Progress& p) {
+    if (p.total_steps == total_ && (p.step <= seen_ || follows(p))) return;
     const double least = table_->at_point(0);
     SKIM_EXPECTS(std::isfinite(least), "adaptive_density: the cost has no bound");
     const double steps = left(p), need = steps * least;
@@ -238,10 +241,17 @@ class Adaptive final : public DensitySchedule {
     return p.total_steps > p.step ? static_cast<double>(p.total_steps - p.step) : 1.0;
   }
 
+  // The last answer was for the step before. Otherwise the steps since then were of another group,
+  // which had other costs, or their number was not known.
+  bool follows(const Progress& p) const { return p.step == seen_ + 1 && planned_ > 0.0; }
+
   // The cost that is certain, and the largest possible cost of the last steps, whose bytes are not
   // known yet. The group may have had another size in these steps, and so another cost.
   double known(const Progress& p) const {
-    return o_.in_bytes ? static_cast<double>(p.last.sent_bytes) : spent_;
+    if (o_.in_bytes) return static_cast<double>(p.last.sent_bytes);
+    if (p.step <= seen_) return spent_;
+    return follows(p) ? spent_ + answer_cost_
+                      : o_.budget * static_cast<double>(p.step) / static_cast<double>(p.total_steps);
   }
   double unknown(const Progress& p) const {
     if (!o_.in_bytes) return 0.0;
@@ -250,21 +260,12 @@ class Adaptive final : public DensitySchedule {
 
   void observe(const Progress& p) {
     if (p.step <= seen_) return;
-    const bool follows = p.step == seen_ + 1;
+    spent_ = known(p);
+    if (!follows(p)) planned_ = 0.0;
     seen_ = p.step;
-    // Follows a run of another group, which had other costs.
-    if (!follows) {
-      total_ = 0;
-      planned_ = 0.0;
-    }
-    if (!o_.in_bytes) {
-      // After a run on another number of ranks, only its progress is known.
-      spent_ = follows
-                   ? spent_ + o_.cost(p.used.up)
-                   : o_.budget * static_cast<double>(p.step) / static_cast<double>(p.total_steps);
-    } else {
+    if (o_.in_bytes) {
       const auto sent = static_cast<double>(p.last.sent_bytes);
-      if (follows && planned_last_ > 0.0) {
+      if (planned_ > 0.0 && planned_last_ > 0.0) {
         const double expected = (*table_)(std::log(planned_last_));
         constexpr double kRate = 0.2;
         if (expected > 0.0) ratio_ += kRate * ((sent - sent_) / expected - ratio_);
@@ -335,6 +336,7 @@ class Adaptive final : public DensitySchedule {
     }
     d.up = within(d.up, room);
     planned_ = std::min(wanted, d.up);
+    if (!o_.in_bytes) answer_cost_ = o_.cost(d.up);
     return d;
   }
 
@@ -429,9 +431,10 @@ class Adaptive final : public DensitySchedule {
 
   std::uint64_t seen_ = 0;  // the step up to which the members below have learned
   double sent_ = 0.0;       // bytes, as last reported
-  double spent_ = 0.0;      // predicted, unless the budget is in bytes
+  double spent_ = 0.0;      // as known()
+  double answer_cost_ = 0.0;  // predicted, of the last answer
   double ratio_ = 1.0;      // of the bytes of a step to its cost
-  double planned_ = 0.0, planned_last_ = 0.0;  // expected densities of this step and the last
+  double planned_ = 0.0, planned_last_ = 0.0;  // expected densities of this step and the last; 0: none
   double mean_square_ = 0.0;                   // of the entries of u, over the group
   Tail tail_;
   Trend trend_;

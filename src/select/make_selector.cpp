@@ -222,7 +222,7 @@ void split_top_k(const SparseView& s, std::size_t k, SparseBuffer& kept, SparseB
     kept_index[keeps] = dropped_index[drops] = index[e];
     kept_value[keeps] = dropped_value[drops] = value[e];
     keeps += keep ? 1U : 0U;
-    drops += !keep & (o > 0) ? 1U : 0U;
+    drops += (!keep & (o > 0)) ? 1U : 0U;
   }
   kept.resize(keeps);
   dropped.resize(drops);
