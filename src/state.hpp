@@ -30,7 +30,8 @@ static_assert(std::endian::native == std::endian::little,
 inline constexpr std::size_t kLongestName = 4096;
 
 // What the ranks of an old group saved, as one rank of this group reads it. If the number of ranks
-// is the same, it takes its own state, otherwise a part of each.
+// is the same, it takes its own state, otherwise a part of each. Size 0: the states are of single
+// ranks.
 struct OldRanks {
   std::span<std::istream* const> states;  // in rank order
   int rank, size;                         // of this group

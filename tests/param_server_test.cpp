@@ -282,52 +282,66 @@ TEST(param_server, held_mass_moves_to_another_place) {
 }
 
 // A dedicated server has no gradient, so the mean is over the others. What they and the server owed
-// per rank is what the new group delivers, at density 1 and by its own steps.
-TEST(param_server, a_dedicated_server_owes_as_much_on_another_number_of_ranks) {
+// per rank is what the new group delivers, at density 1 and by its own steps. The new group may have
+// another exchange, with or without such a server.
+TEST(param_server, a_dedicated_server_owes_as_much_in_another_group) {
   const std::size_t n = 60;
-  for (const auto& [old_size, new_size] : {std::pair{2, 3}, {3, 2}, {5, 3}, {3, 5}}) {
-    SCOPED_TRACE(std::to_string(old_size) + " to " + std::to_string(new_size));
-    std::vector<std::string> states(static_cast<std::size_t>(old_size));
-    std::vector<Floats> kept(states.size());
-    const auto parts = [] { return with_densities(0.1, 0.05); };
-    run_threads(old_size, [&](Communicator& comm) {
-      const auto me = static_cast<std::size_t>(comm.rank());
-      Reducer reducer(with_server(ServerPlacement::dedicated), parts(), comm);
-      reducer.set_layout(buckets({n}));
-      for (std::uint64_t step = 0; step < 5; ++step) {
-        Floats g = me == 0 ? Floats(n, 0.0F) : test::integers(n, seed_of(me, step), 100);
-        reducer.reduce(0, std::span(g));
-        reducer.end_step(0.0);
-      }
-      kept[me] = test::kept_by(reducer, 0);
-      std::ostringstream out;
-      reducer.save(out);
-      states[me] = out.str();
-    });
-    Floats owed(n, 0.0F);
-    for (const Floats& of_rank : kept) {
-      for (std::size_t i = 0; i < n; ++i) {
-        owed[i] += of_rank[i] / static_cast<float>(old_size - 1);
-      }
-    }
-    for (const bool at_once : {true, false}) {
-      run_threads(new_size, [&](Communicator& comm) {
-        std::vector<std::istringstream> streams(states.begin(), states.end());
-        std::vector<std::istream*> in;
-        for (auto& s : streams) in.push_back(&s);
-        Reducer reducer(with_server(ServerPlacement::dedicated),
-                        at_once ? with_densities(1.0, 1.0) : parts(), comm);
-        reducer.set_layout(buckets({n}));
-        reducer.load(in);
-        Floats delivered(n, 0.0F);
-        for (int step = 0; step < (at_once ? 1 : 100); ++step) {
-          Floats mean(n, 0.0F);
-          reducer.reduce(0, std::span(mean));
-          reducer.end_step(0.0);
-          for (std::size_t i = 0; i < n; ++i) delivered[i] += mean[i];
+  ReducerOptions no_server;
+  no_server.dense_below = 0;
+  const ReducerOptions with = with_server(ServerPlacement::dedicated);
+  const auto parts = [] { return with_densities(0.1, 0.05); };
+  for (const bool had_server : {true, false}) {
+    for (const bool has_server : {true, false}) {
+      for (const auto& [old_size, new_size] :
+           {std::pair{2, 3}, {3, 2}, {3, 3}, {5, 5}, {5, 3}, {3, 5}}) {
+        SCOPED_TRACE(std::to_string(old_size) + " to " + std::to_string(new_size) + " ranks" +
+                     (had_server ? ", from" : ", without") + (has_server ? " to" : " without") +
+                     " a server");
+        const std::size_t servers = had_server ? 1 : 0;
+        std::vector<std::string> states(static_cast<std::size_t>(old_size));
+        std::vector<Floats> kept(states.size());
+        run_threads(old_size, [&](Communicator& comm) {
+          const auto me = static_cast<std::size_t>(comm.rank());
+          Reducer reducer(had_server ? with : no_server, parts(), comm);
+          reducer.set_layout(buckets({n}));
+          for (std::uint64_t step = 0; step < 5; ++step) {
+            // Multiples of 2 to 5, so that all means are whole numbers.
+            Floats g = me < servers ? Floats(n, 0.0F) : test::integers(n, seed_of(me, step), 100);
+            for (float& v : g) v *= 120.0F;
+            reducer.reduce(0, std::span(g));
+            reducer.end_step(0.0);
+          }
+          kept[me] = test::kept_by(reducer, 0);
+          std::ostringstream out;
+          reducer.save(out);
+          states[me] = out.str();
+        });
+        Floats owed(n, 0.0F);
+        for (const Floats& of_rank : kept) {
+          for (std::size_t i = 0; i < n; ++i) {
+            owed[i] += of_rank[i] / static_cast<float>(states.size() - servers);
+          }
         }
-        EXPECT_EQ(delivered, owed);
-      });
+        for (const bool at_once : {true, false}) {
+          run_threads(new_size, [&](Communicator& comm) {
+            std::vector<std::istringstream> streams(states.begin(), states.end());
+            std::vector<std::istream*> in;
+            for (auto& s : streams) in.push_back(&s);
+            Reducer reducer(has_server ? with : no_server,
+                            at_once ? with_densities(1.0, 1.0) : parts(), comm);
+            reducer.set_layout(buckets({n}));
+            reducer.load(in);
+            Floats delivered(n, 0.0F);
+            for (int step = 0; step < (at_once ? 1 : 100); ++step) {
+              Floats mean(n, 0.0F);
+              reducer.reduce(0, std::span(mean));
+              reducer.end_step(0.0);
+              for (std::size_t i = 0; i < n; ++i) delivered[i] += mean[i];
+            }
+            EXPECT_EQ(delivered, owed);
+          });
+        }
+      }
     }
   }
 }

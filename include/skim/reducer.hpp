@@ -153,8 +153,9 @@ class Reducer {
   // rank order. They replace the residuals and the mass that this rank's exchange holds. With
   // another number of ranks, each rank's residual becomes (1/P) times the sum over the old P ranks,
   // and the mass that exchanges held joins it. A dedicated server does not count in P, and takes
-  // nothing. Selector, exchange and schedule then start anew: they load the state that they saved
-  // in this reducer's constructor. So do a selector and an exchange whose name() the saved run had
+  // nothing. A group with such a server is another one than a group without. Selector, exchange and
+  // schedule then start anew: they load the state that they saved in this reducer's constructor. So
+  // do a selector and an exchange whose name() the saved run had
   // not: a run may resume with another rule and another exchange, but with the same schedule.
   // strict: as in LoadOptions, also for the mass that exchanges held. Give all ranks the same. If it
   // is true, the report fits.

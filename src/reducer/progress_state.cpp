@@ -8,7 +8,7 @@ namespace skim {
 namespace {
 
 constexpr std::string_view kMagic = "SKIMREDU";
-constexpr std::uint32_t kVersion = 5;
+constexpr std::uint32_t kVersion = 6;
 
 // Calls f for each field in the order of the file, to write or to read it.
 template <class Saved, class F>
@@ -25,6 +25,7 @@ void each_field(Saved& s, F f) {
   f(s.progress.used.down);
   f(s.progress.used.threshold);
   f(s.progress.unknown_bytes);
+  f(s.ranks_of_mean);
 }
 
 }  // namespace
@@ -35,8 +36,8 @@ void save_progress(const SavedProgress& saved, std::ostream& out) {
   w.end();
 }
 
-SavedProgress load_progress(const OldRanks& old_ranks, const Progress& now) {
-  SavedProgress all{.progress = now};
+SavedProgress load_progress(OldRanks& old_ranks, const Progress& now, int ranks_of_mean) {
+  SavedProgress all{.progress = now}, own;
   for (std::size_t old = 0; old < old_ranks.states.size(); ++old) {
     SectionReader in(*old_ranks.states[old], "reducer state of rank " + std::to_string(old), kMagic,
                      kVersion);
@@ -47,11 +48,16 @@ SavedProgress load_progress(const OldRanks& old_ranks, const Progress& now) {
       in.fail("it is of step " + std::to_string(one.progress.step) + ", rank 0's of step " +
               std::to_string(all.progress.step));
     }
-    if (old == 0) all.progress = one.progress;
-    if (old_ranks.takes(old)) all.sent_bytes = std::max(all.sent_bytes, one.sent_bytes);
+    if (old == 0) all = one;
+    all.sent_bytes = std::max(all.sent_bytes, one.sent_bytes);
+    if (old_ranks.takes(old)) own = one;
   }
-  // This rank has read the bytes that all ranks sent, so none are unknown.
-  if (old_ranks.size > 0 && !old_ranks.same_group()) {
+  const bool is_whole_group = old_ranks.size > 0;
+  if (all.ranks_of_mean != ranks_of_mean) old_ranks.size = 0;
+  if (old_ranks.same_group()) {
+    all.sent_bytes = own.sent_bytes;
+  } else if (is_whole_group) {
+    // This rank has read the bytes that all ranks sent, so none are unknown.
     all.progress.last.sent_bytes = all.sent_bytes;
     all.progress.used = {.up = 0.0};
     all.progress.unknown_bytes = 0.0;

@@ -449,7 +449,8 @@ std::vector<float> Reducer::residual(Slot slot) {
 
 void Reducer::save(std::ostream& out) const {
   impl_->expect_between_steps("save");
-  save_state({impl_->progress, impl_->sent_bytes}, impl_->saved_parts(), out);
+  save_state({impl_->progress, impl_->sent_bytes, impl_->ranks_of_mean()}, impl_->saved_parts(),
+             out);
 }
 
 LoadReport Reducer::load(std::span<std::istream* const> of_old_ranks, bool strict) {

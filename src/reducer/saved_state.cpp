@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstddef>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -69,19 +70,16 @@ LoadReport load_parts(const OldRanks& old_ranks, const SavedParts& parts,
   return report;
 }
 
-// What this rank takes of the sum of all that the old ranks kept, if their number has changed. The
-// mean is over the ranks that have gradients. So if each of these takes that sum divided by their
-// old number, the mean of now owes what the old one owed.
-float share_of(HeldMass* holder, int old_size, int rank, int size) {
-  if (holder == nullptr) return 1.0F / static_cast<float>(old_size);
-  const int servers = size - holder->contributors(size);
-  return rank < servers ? 0.0F : 1.0F / static_cast<float>(holder->contributors(old_size));
-}
-
-// Size 0: the states are of single ranks, not of a whole group.
-LoadedState load_all(const OldRanks& old_ranks, const Progress& now, const SavedParts& parts,
-                     float share, bool strict) {
-  LoadedState loaded{.saved = load_progress(old_ranks, now), .density = {}, .report = {}};
+// share: of what the old ranks kept, for this rank. None: as load_state says.
+LoadedState load_all(OldRanks old_ranks, const Progress& now, const SavedParts& parts,
+                     std::optional<float> given_share, bool strict) {
+  const int size = old_ranks.size;
+  const int ranks_of_mean = parts.holder != nullptr ? parts.holder->contributors(size) : size;
+  const int servers = size - ranks_of_mean;
+  LoadedState loaded{
+      .saved = load_progress(old_ranks, now, ranks_of_mean), .density = {}, .report = {}};
+  const float share = given_share.value_or(
+      old_ranks.rank < servers ? 0.0F : 1.0F / static_cast<float>(loaded.saved.ranks_of_mean));
   const LoadedMass held = load_held(old_ranks, parts.local, share);
   // One part may be damaged, or the schedule refuse, while those before did not. Then all go back.
   std::stringstream before;
@@ -121,8 +119,7 @@ void save_state(const SavedProgress& progress, const SavedParts& parts, std::ost
 
 LoadedState load_state(std::span<std::istream* const> of_old_ranks, const Progress& now,
                        const SavedParts& parts, int rank, int size, bool strict) {
-  const float share = share_of(parts.holder, static_cast<int>(of_old_ranks.size()), rank, size);
-  return load_all({of_old_ranks, rank, size}, now, parts, share, strict);
+  return load_all({of_old_ranks, rank, size}, now, parts, std::nullopt, strict);
 }
 
 LoadedState take_over_state(std::span<std::istream* const> states, const Progress& now,
