@@ -70,6 +70,9 @@ class ModelChooser final : public Chooser {
     SKIM_EXPECTS(
         chooser.trial_share >= 0.0 && chooser.trial_share <= 1.0,
         "auto: trial_share must be in [0, 1] (got " + std::to_string(chooser.trial_share) + ")");
+    // Refuses a link or speeds below 0, before the other ranks get them.
+    predict({.kind = ExchangeKind::dense}, {.ranks = 2, .n = 1.0, .k = 1.0},
+            chooser.link.value_or(Link{}), chooser.local_speeds);
     for (const ExchangeKind kind : skim::candidates(chooser)) {
       const ExchangeRow& row = row_of(kind);
       SKIM_EXPECTS(!row.holds_mass, "auto: cannot choose " + std::string(row.name) +

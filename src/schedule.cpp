@@ -121,7 +121,8 @@ std::vector<double> gtopk_warm_up() { return {0.004}; }
 std::size_t entries(double density, std::size_t n) {
   expect_density(density, "entries");
   if (n == 0) return 0;
-  const double k = std::floor(density * static_cast<double>(n) + 1e-9);
+  const double product = density * static_cast<double>(n);
+  const double k = std::floor(product + std::max(1e-9, product * 0x1p-51));
   return std::clamp<std::size_t>(static_cast<std::size_t>(k), 1, n);
 }
 

@@ -58,6 +58,10 @@ class SectionHash {
   std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state_;
 };
 
+inline void expect_written(const std::ostream& out) {
+  if (!out) throw StateError("save: writing the state failed");
+}
+
 class SectionWriter {
  public:
   SectionWriter(std::ostream& out, std::string_view magic, std::uint32_t version) : out_(out) {
@@ -76,7 +80,7 @@ class SectionWriter {
   void end() {
     const std::uint64_t sum = hash_.digest();
     out_.write(reinterpret_cast<const char*>(&sum), sizeof sum);
-    if (!out_) throw StateError("save: writing the state failed");
+    expect_written(out_);
   }
 
  private:
@@ -151,7 +155,8 @@ void save_part(const Part& part, std::ostream& out) {
   w.put(part.name());
   w.put(static_cast<std::uint64_t>(own.view().size()));
   w.end();
-  out << own.view();
+  out.write(own.view().data(), static_cast<std::streamsize>(own.view().size()));
+  expect_written(out);
 }
 
 inline PartState read_part(std::istream& in) {

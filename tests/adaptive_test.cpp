@@ -857,6 +857,16 @@ TEST(adaptive, seconds_are_those_predicted) {
       predicted_seconds({.chooser = ChooserOptions{}}, 4, {1000000}, 0.01, link, local);
   EXPECT_LE(least(0.01), cost(0.01));
 
+  // Refused when it is made, not when it is called.
+  const auto with = [&](const ReducerOptions& o, int ranks, const Link& l) {
+    return predicted_seconds(o, ranks, {1000000}, 0.01, l, local);
+  };
+  EXPECT_THROW(with(options, 0, link), InvalidArgument);
+  EXPECT_THROW(with(options, 4, {.alpha_s = -1.0}), InvalidArgument);
+  ReducerOptions never_cut{.exchange = {.kind = ExchangeKind::oktopk}};
+  never_cut.exchange.oktopk.cut_every = 0;
+  EXPECT_THROW(with(never_cut, 4, link), InvalidArgument);
+
   const double budget = 50 * cost(0.02);
   const auto s = adaptive_density({.budget = budget, .cost = cost, .in_bytes = false});
   double spent = 0.0, largest = 0.0;

@@ -235,6 +235,8 @@ static void arguments_are_refused(void) {
   CHECK_FAILS(skim_reducer_new(alone, "exchange=hierarchical inside=hierarchical", &none), wrong,
               "inside: no 'hierarchical'");
   CHECK_FAILS(skim_reducer_new(alone, "among=gtopk", &none), wrong, "needs exchange=auto");
+  CHECK_FAILS(skim_reducer_new(alone, "select=threshold", &none), wrong,
+              "needs select_threshold > 0");
   CHECK_FAILS(skim_reducer_new(alone, "exchange=auto among=gtopk,x", &none), wrong, "no 'x'");
   CHECK(none == NULL);
 

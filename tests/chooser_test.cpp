@@ -9,6 +9,7 @@
 #include <climits>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <random>
@@ -367,6 +368,15 @@ TEST(chooser, one_rank_takes_a_sparse_exchange) {
     EXPECT_EQ(chooser->choose({}, 10, {.k = 1}, comm), 1U);
     EXPECT_EQ(chooser->decision(0), "");
   });
+}
+
+TEST(chooser, refuses_a_link_and_speeds_below_zero) {
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  for (const double bad : {-1.0, kNan}) {
+    EXPECT_THROW(make_chooser({}, {.link = Link{.alpha_s = bad}}), InvalidArgument) << bad;
+    EXPECT_THROW(make_chooser({}, {.link = Link{.beta_s_per_byte = bad}}), InvalidArgument) << bad;
+    EXPECT_THROW(make_chooser({}, {.local_speeds = {.merge_s = bad}}), InvalidArgument) << bad;
+  }
 }
 
 // ---- replay

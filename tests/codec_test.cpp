@@ -300,6 +300,9 @@ TEST(codec, indices_alone) {
       EXPECT_EQ(codec.decode(frame, dim, out, nullptr).error, DecodeError::unsupported_code);
       EXPECT_EQ(codec.decode_indices(whole, dim, out).error, DecodeError::unsupported_code);
       EXPECT_EQ(codec.decode_indices(frame, dim + 1, out).error, DecodeError::bad_length);
+      Message with_values = frame;
+      with_values[5] = std::byte{4};
+      EXPECT_EQ(codec.decode_indices(with_values, dim, out).error, DecodeError::unsupported_code);
       frame[rng() % frame.size()] ^= std::byte{4};
       EXPECT_NE(codec.decode_indices(frame, dim, out).error, DecodeError::none);
       EXPECT_EQ(out.nnz(), 0U);

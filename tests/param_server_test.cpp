@@ -551,6 +551,44 @@ TEST(param_server, rounding_errors_stay_apart_in_a_run_that_resumes) {
   }
 }
 
+// A dense sum takes along what the server holds. If its step is taken back, what is held is as it
+// was: entries that a result left out, and no mere rounding errors.
+TEST(param_server, a_dense_step_that_is_taken_back_leaves_held_mass_what_it_was) {
+  const std::size_t n = 90;
+  for (const ServerPlacement placement : kPlacements) {
+    for (const bool rolls_back : {true, false}) {
+      run_threads(3, [&](Communicator& comm) {
+        const auto me = static_cast<std::size_t>(comm.rank());
+        ReducerParts parts;
+        parts.schedule = std::make_unique<test::ScheduleBy>([](const Progress& p) {
+          return p.step == 0 ? Density{.up = 0.1, .down = 0.05} : Density{.up = 1.0, .down = 1.0};
+        });
+        Reducer reducer(with_server(placement), std::move(parts), comm);
+        reducer.set_layout(buckets({n}));
+        const auto step = [&](std::uint64_t s) {
+          Floats g = test::integers(n, seed_of(me, s), 100);
+          reducer.reduce(0, std::span(g));
+        };
+        step(0);
+        reducer.end_step(0.0);
+        const bool holds = !reducer.held(0).mass.empty();
+        EXPECT_EQ(holds, placement == ServerPlacement::sharded || comm.rank() == 0);
+        if (!holds) {
+          step(1);
+          rolls_back ? reducer.rollback_step(0.0) : void(reducer.end_step(0.0));
+          return;
+        }
+        EXPECT_FALSE(reducer.held(0).is_rounding);
+        const Floats before = test::whole(reducer.held(0), n);
+        step(1);
+        rolls_back ? reducer.rollback_step(0.0) : void(reducer.end_step(0.0));
+        EXPECT_EQ(reducer.held(0).is_rounding, !rolls_back);
+        EXPECT_EQ(test::whole(reducer.held(0), n), rolls_back ? before : Floats(n, 0.0F));
+      });
+    }
+  }
+}
+
 TEST(param_server, a_layout_that_is_refused_leaves_held_mass_where_it_is) {
   const std::size_t n = 60;
   for (const ServerPlacement placement : kPlacements) {

@@ -5,12 +5,16 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <array>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <random>
 #include <sstream>
+#include <stdexcept>
+#include <streambuf>
 #include <string>
 #include <vector>
 
@@ -980,6 +984,134 @@ TEST(reducer, results_of_ones_own_exchange_are_checked) {
   expect(why([](auto&, auto&, auto&) {}), "nothing was thrown");
 }
 
+// Leaves what it has to give unsaid where there is nothing.
+class SaysLittle final : public Exchange {
+ public:
+  explicit SaysLittle(bool sends) : sends_(sends) {}
+  std::string_view name() const noexcept override { return "says little"; }
+  ExchangeResult run(StepId, const SparseView& mine, const Keep&, GroupStats&,
+                     Communicator&) override {
+    if (sends_) return {.sum = mine, .returned = {}};
+    return {.sum = {}, .returned = mine};
+  }
+
+ private:
+  bool sends_;
+};
+
+TEST(reducer, results_without_entries_need_no_dim) {
+  for (const bool sends : {true, false}) {
+    run_group(1, [&](Communicator& comm) {
+      ReducerParts parts = with_density(0.1);
+      parts.exchange = std::make_unique<SaysLittle>(sends);
+      Reducer reducer(options_of(ExchangeKind::allgather), std::move(parts), comm);
+      reducer.set_layout(buckets({100}));
+      Floats g = test::integers(100, 1);
+      const Floats mine = g;
+      const StepReport report = reducer.reduce(0, std::span(g));
+      EXPECT_EQ(report.sum_entries, sends ? 10U : 0U);
+      Floats all = residual_of(reducer, 0);
+      for (std::size_t i = 0; i < all.size(); ++i) all[i] += g[i];
+      EXPECT_EQ(all, mine);
+    });
+  }
+}
+
+// The exchange may have kept what it was given, though the step reduced no bucket.
+TEST(reducer, a_step_that_failed_in_its_first_bucket_must_be_abandoned) {
+  run_group(1, [&](Communicator& comm) {
+    bool fails = true;
+    ReducerParts parts = with_density(0.1);
+    parts.selector = std::make_unique<test::CountBy>([&](const SelectTask&) {
+      if (fails) throw std::runtime_error("a selector's own error");
+      return std::size_t{3};
+    });
+    Reducer reducer(options_of(ExchangeKind::allgather), std::move(parts), comm);
+    reducer.set_layout(buckets({100}));
+    const std::string before = saved(reducer);
+    Floats g = test::integers(100, 1);
+    EXPECT_THROW(reducer.reduce(0, std::span(g)), std::runtime_error);
+    EXPECT_FALSE(reducer.is_between_steps());
+    const auto refused = [&](const std::function<void()>& call) {
+      try {
+        call();
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const InvalidArgument& e) {
+        EXPECT_NE(std::string(e.what()).find("call abandon_step first"), std::string::npos)
+            << e.what();
+      }
+    };
+    refused([&] { saved(reducer); });
+    refused([&] { load(reducer, {before}); });
+    refused([&] { reducer.set_layout(buckets({100})); });
+    reducer.abandon_step(0.0);
+    EXPECT_TRUE(reducer.is_between_steps());
+    saved(reducer);
+  });
+}
+
+// Of two exchanges that hold mass, the reducer could save and flush neither.
+TEST(reducer, a_chooser_of_ones_own_cannot_choose_what_holds_mass) {
+  struct Fixed final : Chooser {
+    std::array<ExchangeOptions, 2> both{ExchangeOptions{.kind = ExchangeKind::param_server},
+                                        ExchangeOptions{.kind = ExchangeKind::allgather}};
+    std::span<const ExchangeOptions> candidates() const noexcept override { return both; }
+    std::size_t choose(StepId, std::size_t, const Keep&, Communicator&) override { return 0; }
+    Times told(Slot) const noexcept override { return {}; }
+    void took(StepId, std::int64_t, const Times&) noexcept override {}
+    std::string_view decision(Slot) const noexcept override { return {}; }
+  };
+  run_group(1, [&](Communicator& comm) {
+    ReducerParts parts;
+    parts.chooser = std::make_unique<Fixed>();
+    try {
+      Reducer({}, std::move(parts), comm);
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const InvalidArgument& e) {
+      EXPECT_NE(std::string(e.what()).find("cannot choose param-server, which holds mass"),
+                std::string::npos)
+          << e.what();
+    }
+  });
+}
+
+// Whatever the exchange, and wherever the disk becomes full.
+TEST(reducer, a_state_that_cannot_be_written_is_an_error) {
+  struct Full final : std::streambuf {
+    explicit Full(std::size_t room) : room_(room) {}
+    std::streamsize xsputn(const char*, std::streamsize count) override {
+      const auto n = std::min(room_, static_cast<std::size_t>(count));
+      room_ -= n;
+      return static_cast<std::streamsize>(n);
+    }
+    int overflow(int c) override {
+      if (room_ == 0) return std::char_traits<char>::eof();
+      --room_;
+      return c;
+    }
+    std::size_t room_;
+  };
+  for (const ExchangeKind kind : test::kinds_of_table()) {
+    run_group(2, [&](Communicator& comm) {
+      Reducer reducer(options_of(kind), with_density(0.1), comm);
+      reducer.set_layout(buckets({100}));
+      Floats g = test::integers(100, 1);
+      reducer.reduce(0, std::span(g));
+      reducer.end_step(0.0);
+      const std::size_t length = saved(reducer).size();
+      for (std::size_t room = 0; room <= length; ++room) {
+        Full full(room);
+        std::ostream out(&full);
+        if (room < length) {
+          EXPECT_THROW(reducer.save(out), StateError) << name_of(kind) << ", " << room;
+        } else {
+          EXPECT_NO_THROW(reducer.save(out));
+        }
+      }
+    });
+  }
+}
+
 TEST(reducer, the_schedule_sees_the_groups_statistics_over_all_buckets) {
   run_group(3, [&](Communicator& comm) {
     Progress seen;
@@ -1236,6 +1368,12 @@ TEST(reducer, signals_reach_all_ranks_at_the_end_of_the_step) {
           reducer.rollback_step(0.0);  // no bucket took them along
           EXPECT_EQ(reducer.signals(), 0U);
           EXPECT_EQ(step(0, 0), 10U);
+          // In a step that failed some ranks may have heard what others have not.
+          reducer.raise_signal(4);
+          Floats g(60, 1.0F);
+          reduce(reducer, async, 0, std::span(g));
+          reducer.abandon_step(0.0);
+          EXPECT_EQ(reducer.signals(), 0U);
         });
       }
     }

@@ -136,6 +136,8 @@ TEST(schedule, entries_rounds_down_but_not_to_nothing) {
   for (std::size_t percent = 1; percent <= 100; ++percent) {
     EXPECT_EQ(entries(static_cast<double>(percent) / 100.0, 100), percent);
     EXPECT_EQ(entries(static_cast<double>(percent) / 100.0, 10000), 100 * percent);
+    EXPECT_EQ(entries(static_cast<double>(percent) / 100.0, 100'000'000), 1'000'000 * percent);
+    EXPECT_EQ(entries(static_cast<double>(percent) / 100.0, 4'000'000'000), 40'000'000 * percent);
   }
 }
 

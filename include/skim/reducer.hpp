@@ -97,7 +97,8 @@ class Reducer {
   // After any other exception, CommError above all, the group has been told (abort), and the ranks
   // may disagree. Restart every rank from its last save(), or abandon the step and go on in another
   // group (take_over). If residuals are kept, grad then holds what the residual has not taken: all
-  // of the gradient, or zeros. This also holds for every error of a user's selector or exchange.
+  // of the gradient, or zeros. This also holds for every error of a user's exchange, and for those
+  // of a user's selector that come before it changes the residual.
   // Entries of theirs that are not canonical, or not of this bucket, are such an error
   // (InvalidArgument).
   StepReport reduce(Slot slot, GradView grad);
@@ -124,7 +125,7 @@ class Reducer {
 
   // Lets ranks agree, for example to stop, without an extra round. raise_signal() adds bits to the
   // frames of the next bucket, for all ranks. signals() returns the union over the ranks in the
-  // last ended step, equal on all. Thread: raise_signal may be called from any thread or a signal
+  // last ended step, equal on all; none after abandon_step. Thread: raise_signal may be called from any thread or a signal
   // handler.
   void raise_signal(std::uint32_t bits) noexcept;
   std::uint32_t signals() const noexcept;

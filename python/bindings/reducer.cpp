@@ -242,6 +242,9 @@ void bind_reducer(nb::module_& m) {
       .def_ro("finite", &StepReport::finite,
               "No rank's gradient had a NaN or an infinity, and the sum over the ranks has none. "
               "Equal on all ranks.")
+      .def_prop_ro(
+          "signals", [](const StepReport& r) { return r.group.signals; },
+          "The union over the ranks of the bits of Reducer.raise_signal().")
       .def_prop_ro("group_non_finite", [](const StepReport& r) { return r.group.non_finite; })
       .def_prop_ro("group_gradient_norm2",
                    [](const StepReport& r) { return r.group.gradient_norm2; });
@@ -325,6 +328,11 @@ Raises InvalidArgument: an option is out of range, or two parts exclude each oth
           "Raises InvalidArgument (nothing changed). After any other exception the group has been "
           "told, and\n"
           "every rank must restart from a checkpoint.")
+      .def(
+          "raise_signal",
+          [](AnnotatedReducer& self, std::uint32_t bits) { self.raise_signal(bits); }, "bits"_a,
+          "Adds bits, in [0, 2^32), to the frames of the next bucket. StepReport.signals then has "
+          "those of all ranks. Costs no bytes.")
       .def(
           "end_step",
           [](AnnotatedReducer& self, double epoch) {

@@ -34,7 +34,7 @@ from skim._report import Report
 from skim._states import STATE, expect_bytes, expect_state
 from skim._transport import connect
 from skim.elastic import ElasticGroup
-from skim.tensor_half import TensorLocalHalf
+from skim.tensor_half import TensorLocalHalf, on_streams
 
 RATE = "rate"  # a key of states: the last learning rate above 0, if residuals hold updates
 Jobs: typing.TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"  # None ends the thread
@@ -83,7 +83,8 @@ class Unit:
 
     def described(self) -> list[str]:
         """What must be equal on all ranks."""
-        return ["updates_of=" + ("None" if self._updates_of is None else type(self._updates_of).__name__)]
+        given = {"updates_of": self._updates_of, "scaler": self._scaler}
+        return [f"{name}={None if part is None else type(part).__name__}" for name, part in given.items()]
 
     def scale(self) -> float:
         """The gradients of this step divided by the unit: loss scale / learning rate, if set. On a GPU it waits."""
@@ -195,7 +196,7 @@ class Compression(InEpochs):
         self._give_back: list[tuple[int, int, torch.Tensor, float]] = []
         self._moved_before = 0
         self.inside: list[_core.Communicator] = []  # if the parameters are shards: among the ranks that share them
-        self._stream: torch.Stream | None = None  # for the work of `local`
+        self._streams: dict[torch.device, torch.Stream] = {}  # for the work of `local`
         self._jobs: Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._set_layout(None)
@@ -323,7 +324,7 @@ class Compression(InEpochs):
         if opens_step:
             self.step_is_open, self._epoch_of_step = True, self.epoch
 
-    def reduce_part(self, slot: int, flat: torch.Tensor, scale: float) -> None:
+    def reduce_part(self, slot: int, flat: torch.Tensor, scale: float) -> _core.StepReport:
         """Replaces flat [n], on any device, by the mean over the ranks. scale: the loss scale in flat. Collective."""
         is_taken_as_it_is = flat.device.type == "cpu" or self.local is not None
         given = flat if is_taken_as_it_is else flat.to("cpu")
@@ -339,6 +340,7 @@ class Compression(InEpochs):
         if isinstance(self.local, TensorLocalHalf):
             self.statistics.moved_bytes += self.local.moved_bytes - self._moved_before
             self._moved_before = self.local.moved_bytes
+        return report
 
     def reduce_buckets(self, indices: Sequence[int], tensor_of: Mapping[int, torch.Tensor], scale: float) -> None:
         """Replaces tensors by their means, as a step. Collective. tensor_of: by the index of the parameter."""
@@ -408,18 +410,16 @@ class Compression(InEpochs):
     @contextlib.contextmanager
     def after(self, ready: torch.Event | None, device: torch.device) -> Iterator[None]:
         """In the block, this thread's work on the device comes after the event, and beside other work there."""
-        if ready is None:
-            yield
-        elif self.local is None:
+        if ready is not None and self.local is None:
             ready.synchronize()
-            yield
-        else:
-            of_device = getattr(torch, device.type)
-            if self._stream is None or self._stream.device != device:
-                self._stream = of_device.Stream(device)
-            with of_device.stream(self._stream):
+        elif ready is not None and device not in self._streams:
+            self._streams[device] = getattr(torch, device.type).Stream(device)
+        # All of them, because the first bucket of a step ends the step before, on every device. The bucket's own comes last,
+        # which makes its device the current one.
+        with on_streams(self._streams[d] for d in sorted(self._streams, key=lambda d: d == device)):
+            if ready is not None and self.local is not None:
                 ready.wait()
-                yield
+            yield
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """A copy of this rank's residual of each parameter: a flat float32 tensor on the CPU, by name.

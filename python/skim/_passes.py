@@ -175,7 +175,7 @@ def _why_no_triton(device: torch.device) -> str:
     """What Triton needs and is not there; "": nothing."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not is_interpreted:
-        return "it needs a GPU"
+        return "it needs a GPU of CUDA or ROCm"
     if importlib.util.find_spec("triton") is None:
         return "it is not installed"
     import triton

@@ -18,6 +18,7 @@ class BucketReport:
 
     n: int = 0  # entries
     steps: int = 0
+    reduced: int = 0  # entries, summed over the steps
     dense_steps: int = 0
     k: int = 0  # entries asked for in the last step
     sent_bytes: int = 0
@@ -32,6 +33,7 @@ class BucketReport:
         """Adds a step of this bucket. decision: Reducer.decision of its slot."""
         self.n = r.n
         self.steps += 1
+        self.reduced += r.n
         self.dense_steps += r.dense
         self.k = r.k
         self.sent_bytes += r.sent_bytes
@@ -41,7 +43,6 @@ class BucketReport:
         self.apply_s += r.apply_ns * 1e-9
         self.capture += r.capture
         self.decision = decision
-
 
     def cells(self) -> tuple[str, ...]:
         """A row of the table: means per step."""
@@ -66,6 +67,18 @@ class BucketReport:
         self.n = n
         self.steps = max(self.steps, other.steps)
         self.k += other.k
+        self._add_costs(other)
+
+    def follow(self, later: BucketReport) -> None:
+        """Adds later steps of the same entries."""
+        self.n, self.k = later.n, later.k
+        self.steps += later.steps
+        self.dense_steps += later.dense_steps
+        self.capture += later.capture
+        self._add_costs(later)
+
+    def _add_costs(self, other: BucketReport) -> None:
+        self.reduced += other.reduced
         self.sent_bytes += other.sent_bytes
         self.received_bytes += other.received_bytes
         self.select_s += other.select_s
@@ -81,7 +94,8 @@ class Report:
     size: int
     steps: int = 0
     skipped: int = 0  # steps that were taken back
-    # The first steps, in which every parameter was a bucket because DDP's buckets were not settled yet.
+    # The first steps, in which every parameter was a bucket because DDP's buckets were not settled yet, and those before a
+    # state with other buckets was loaded.
     forming: BucketReport = dataclasses.field(default_factory=BucketReport)
     moved_bytes: int = 0  # between device and host, if the residuals are on a device
     exposed_s: float = 0.0  # total time from the last gradient of a step to the end of its exchange
@@ -125,8 +139,11 @@ class Report:
 
     def buckets_stand(self) -> None:
         """Call it when the buckets are settled. The statistics so far then count as `forming`."""
+        so_far = BucketReport()
         for b in self.buckets.values():
-            self.forming.join(b)
+            so_far.join(b)
+        if self.buckets:
+            self.forming.follow(so_far)
         self.buckets.clear()
 
     @property
@@ -138,7 +155,7 @@ class Report:
     def dense_bytes(self) -> float:
         """The bytes that ring all-reduces of float32 would have sent in these steps."""
         share = 2 * (self.size - 1) / self.size * 4
-        return sum(share * b.n * b.steps for b in self._parts())
+        return share * sum(b.reduced for b in self._parts())
 
     def _parts(self) -> list[BucketReport]:
         return [self.forming, *self.buckets.values()]
@@ -152,7 +169,7 @@ class Report:
         """Tag and value of each statistic for a TensorBoard writer. Bytes are totals; times are means per step."""
         each = max(1, self.steps)
         parts = self._parts()
-        weights = sum(b.n * b.steps for b in parts) or 1
+        weights = sum(b.reduced for b in parts) or 1
         return {
             "sent_bytes": float(self.sent_bytes),
             "moved_bytes": float(self.moved_bytes),
@@ -197,7 +214,7 @@ class Report:
         table = ["  ".join([*(cell.rjust(w) for cell, w in zip(row, widths)), row[-1]]).rstrip() for row in rows]
         foot = ["k: entries to send, in the last step. sent, times, captured (fraction of |g + residual|^2): a step."]
         if self.forming.steps:
-            foot.append("forming: the first steps, in which each parameter was a bucket.")
+            foot.append("forming: the steps before DDP had these buckets.")
         return "\n".join([*head, *table, *foot])
 
 

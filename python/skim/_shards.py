@@ -74,7 +74,7 @@ def make_equal(model: torch.nn.Module, group: dist.ProcessGroup | None, comm: _c
     for p in model.parameters():
         if p.is_meta or not local(p).numel():
             continue
-        if p.requires_grad:
+        if p.requires_grad and takes(group, local(p).device):
             dist.broadcast(local(p), first, group=group)
         else:
             others.append(p)
@@ -84,6 +84,15 @@ def make_equal(model: torch.nn.Module, group: dist.ProcessGroup | None, comm: _c
     for t in others:
         told = comm.broadcast(_bytes_of(t).tobytes() if comm.rank == 0 else b"", 0)
         t.copy_(torch.frombuffer(bytearray(told), dtype=t.dtype).view(t.shape))
+
+
+def takes(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether the group has a backend for tensors of this device. NCCL has none for a CPU's."""
+    try:
+        (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
+    except RuntimeError:
+        return False
+    return True
 
 
 def are_equal(tensors: Iterable[torch.Tensor], comm: _core.Communicator) -> bool:
@@ -133,6 +142,22 @@ class Shard:
         """Communicators among the ranks that share the parameters: one for each dimension of their mesh. Collective."""
         groups = [self.mesh.get_group(d) for d in range(self.mesh.ndim) if self.mesh.size(d) > 1]
         return [connect(group, timeout=timeout) for group in groups]
+
+    def wholes(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+        """The indices of the parameters that several of the ranks have whole."""
+        if self.count == 1:
+            return set()
+        return {
+            i
+            for i, p in enumerate(parameters)
+            if not hasattr(p, "placements")
+            or any(placement.is_replicate() and p.device_mesh.size(d) > 1 for d, placement in enumerate(p.placements))
+        }
+
+    @property
+    def described(self) -> str:
+        """For the ranks of a group to compare."""
+        return f"{self.place} of {self.count} (the group must have the ranks with the same shard, one in each island)"
 
     @property
     def prefix(self) -> str:

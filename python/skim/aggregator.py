@@ -91,14 +91,16 @@ class Aggregator(Compression):
         also_equal = [f"fragments={fragments}", f"bucket_mb={float(bucket_mb)}", *self._described()]
         super().__init__(named, compressed, process_group, timeout, writer, also_equal=also_equal)
         self.tensors = list(named.values())
-        # The indices of each fragment's tensors, and of its buckets.
-        self.fragments = _fragments(self.tensors, fragments)
+        # The indices of each fragment's tensors, in the order of its buckets, and of these buckets.
+        self.fragments: list[tuple[int, ...]] = []
         buckets: list[tuple[int, ...]] = []
         self._buckets_of: list[range] = []
-        for members in self.fragments:
+        for members in _fragments(self.tensors, fragments):
             first = len(buckets)
-            buckets += buckets_of(self.tensors, members, bucket_mb * 1e6)
+            for together in self._apart(members):
+                buckets += buckets_of(self.tensors, together, bucket_mb * 1e6)
             self._buckets_of.append(range(first, len(buckets)))
+            self.fragments.append(tuple(i for bucket in buckets[first:] for i in bucket))
         self._set_layout(buckets)
         frozen = [name for name, t in named.items() if isinstance(t, torch.nn.Parameter) and not t.requires_grad]
         differ = False
@@ -122,6 +124,10 @@ class Aggregator(Compression):
     def _described(self) -> Sequence[str]:
         """Options of a derived class, as "name=value", that must be equal on all ranks."""
         return ()
+
+    def _apart(self, members: Sequence[int]) -> list[Sequence[int]]:
+        """Tensors of different parts do not get into one bucket."""
+        return [members]
 
     def step(self, *, scale: float = 1.0) -> bool:
         """Replaces every tensor's grad by the mean over the ranks of the entries sent. Collective.

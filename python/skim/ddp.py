@@ -430,6 +430,8 @@ class DdpCompression(Compression):
         self._notes = [
             p.register_hook(_noting(i, self._used)) for i, p in enumerate(named.values()) if self._finds_unused
         ]
+        for note in self._notes:  # the parameters may outlive DDP
+            weakref.finalize(self, note.remove).atexit = False
         self.take_over_momentum()
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -715,6 +717,10 @@ def _unwrapped(model: Any) -> torch.nn.Module:
             "torch.distributed.fsdp.fully_shard and skim.attach(model, between=group), or DistributedDataParallel"
         )
     if isinstance(inner, torch.nn.Module):
+        if any(is_sharded(m) for m in inner.modules()):
+            raise _core.InvalidArgument(
+                f"skim: parts of the model have fully_shard, but the model itself, {kind}, has not; call fully_shard on it, too"
+            )
         raise _core.InvalidArgument(
             f"skim: the model must be a DistributedDataParallel, not {kind}; wrap it, or use "
             "skim.Aggregator(model.parameters())"

@@ -16,7 +16,7 @@ from skim._compression import Compression, Unit
 from skim._momentum import expect_trains
 from skim._options import Options
 from skim._parameters import Trainable, expect_dense
-from skim._shards import Shard, is_sharded, make_equal
+from skim._shards import Shard, is_sharded, make_equal, reshard
 from skim._states import expect_state
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class FsdpCompression(Compression):
         self, model: FSDPModule, between: dist.ProcessGroup, options: Options, unit: Unit, timeout: float, writer: Any
     ) -> None:
         expect_dense(model.named_buffers())  # type: ignore[attr-defined]
+        reshard(model)  # type: ignore[arg-type] # a forward leaves the parameters of the root whole
         modules = {name: m for name, m in model.named_modules() if is_sharded(m)}  # type: ignore[attr-defined]
         names = {p: name.replace("_orig_mod.", "") for name, p in model.named_parameters()}  # type: ignore[attr-defined]
         shards: dict[str, torch.Tensor] = {}
@@ -46,7 +47,7 @@ class FsdpCompression(Compression):
         for of_module, module in modules.items():
             group = _group_of(of_module, module)
             trainable = _trainable(group)
-            if not trainable:
+            if not trainable or any(group is other for other in self._groups):  # fully_shard([a, b]) makes one of both
                 continue
             first = len(shards)
             for p in trainable:
@@ -58,9 +59,14 @@ class FsdpCompression(Compression):
         expect_trains(options.optimizer, {names[p]: p for p in self.trained})
         shard = Shard.of(names)
         assert shard is not None
+        if wholes := shard.wholes(names):
+            raise _core.InvalidArgument(
+                f"skim.attach: several ranks of an island have '{list(names.values())[min(wholes)]}' whole, beside shards of "
+                "others, and would send different entries of it; use skim.LocalSteps with exchange='allgather'"
+            )
         self._shard = shard
         self.mark = shard.prefix
-        super().__init__(shards, options, between, timeout, writer, unit, [self._shard.prefix])
+        super().__init__(shards, options, between, timeout, writer, unit, [f"shard={shard.described}"])
         self.inside = shard.connect(timeout)
         self._trainable = Trainable(((name, p) for p, name in names.items()), "call skim.detach, and attach anew")
         self._scale_now = 1.0  # of this step
@@ -142,6 +148,8 @@ class FsdpCompression(Compression):
             self.submit(job)
         else:
             self._wait(device, job)
+            if of_device is not None:  # FSDP may convert it on this stream, and free it on another one
+                flat.record_stream(of_device.current_stream(device))
 
     def _may_come_late(self, index: int, flat: torch.Tensor) -> bool:
         """Whether the gradient stays in flat until backward ends. Not if FSDP divides or converts it after the hook, adds it
@@ -164,8 +172,8 @@ class FsdpCompression(Compression):
         """Waits for all exchanges that have begun. Then runs the job. Raises what failed."""
         start = time.perf_counter()
         self.run_after_others(job)
-        if self._stream is not None:
-            getattr(torch, device.type).current_stream(device).wait_stream(self._stream)
+        if (stream := self._streams.get(device)) is not None:
+            getattr(torch, device.type).current_stream(device).wait_stream(stream)
         self.statistics.exposed_s += time.perf_counter() - start
         self.raise_failure()
 
@@ -203,8 +211,15 @@ class FsdpCompression(Compression):
             if opens:
                 self._scale_now = self.unit.scale()
             self._reduced.add(index)
+            mine = 1 << index % 32
             for slot, offset, length in self.slots_of(members, index):
-                self.reduce_part(slot, flat[offset : offset + length], self._scale_now)
+                self.reducer.raise_signal(mine)
+                report = self.reduce_part(slot, flat[offset : offset + length], self._scale_now)
+                if report.signals != mine:
+                    raise _core.InvalidArgument(
+                        f"skim: this island reduced module '{name}', and another island another module at the same time: in a "
+                        "step all islands must use the same modules, in the same order"
+                    )
             if len(self._reduced) == len(self.buckets):
                 self.end_of_step()
                 self.take_back_if_not_finite()

@@ -59,14 +59,23 @@ class _Flight:
 
 
 class _UpdateAggregator(Aggregator):
-    """Also compares the options of LocalSteps between the ranks."""
+    """Also compares the options of LocalSteps between the ranks.
 
-    def __init__(self, options: Mapping[str, Any], *arguments: Any, **keywords: Any) -> None:
+    wholes: the indices of parameters that several ranks of an island have whole, beside shards of others. These ranks must
+    send the same entries of them, so no shard gets into their buckets.
+    """
+
+    def __init__(self, options: Mapping[str, Any], wholes: set[int], *arguments: Any, **keywords: Any) -> None:
         self._of_local_steps = [f"{name}={value}" for name, value in options.items()]
+        self._wholes = wholes
         super().__init__(*arguments, **keywords)
 
     def _described(self) -> Sequence[str]:
         return self._of_local_steps
+
+    def _apart(self, members: Sequence[int]) -> list[Sequence[int]]:
+        parts = [[i for i in members if (i in self._wholes) == whole] for whole in (True, False)]
+        return [part for part in parts if part]
 
 
 class LocalSteps(InEpochs):
@@ -198,6 +207,7 @@ class LocalSteps(InEpochs):
             self.ahead = 0.0
         takes_mean = self.outer_momentum > 0.0 or (every > 1 and isinstance(inner_optimizer(optimizer), torch.optim.SGD))
         self._follows_density = self.outer_lr == 0.0 and not takes_mean
+        reshard(model)  # a forward leaves the parameters of the root whole
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._of_model = list(named.values())
@@ -209,11 +219,21 @@ class LocalSteps(InEpochs):
                 "skim.LocalSteps: the parameters are shards: give process_group= the ranks that have the same shards, one "
                 "in each island (not an ElasticGroup)"
             )
+        shard: dict[str, str] = {}
+        wholes: set[int] = set()
+        if self._shard is not None:
+            shard["shard"] = self._shard.described
+            wholes = self._shard.wholes(self._of_model)
+        if wholes and exchange == "auto":
+            raise _core.InvalidArgument(
+                f"skim.LocalSteps: several ranks of an island have '{self._names[min(wholes)]}' whole, and exchange='auto' may "
+                "choose another exchange on each, so that they drift apart; name one: exchange='allgather'"
+            )
         _expect_local(optimizer, self._of_model)
         corrected = optimizer if every == 1 and _is_sgd_with_momentum(optimizer) else None
         expect_trains(corrected, named)
         self._aggregator = _UpdateAggregator(
-            {"every": self.every, "delay": self.delay, **own}, zip(self._names, self._parameters), density=density,
+            {"every": self.every, "delay": self.delay, **own, **shard}, wholes, zip(self._names, self._parameters), density=density,
             exchange=exchange, process_group=process_group, fragments=int(fragments), optimizer=corrected,
             of_updates=True, **options,
         )  # fmt: skip
@@ -347,7 +367,7 @@ class LocalSteps(InEpochs):
             self._elastic.meet()
 
     def exchange(self) -> bool:
-        """Ends the round now. Collective. Ranks may have taken different numbers of steps in it.
+        """Ends the round now. Collective. With fragments=1 ranks may have taken different numbers of steps in it.
 
         Returns False if the parameters of a rank have become NaN or infinite. Nothing was delivered then. x stays
         as it was, and the residuals keep the finite updates. With non_finite="raise", raises NonFiniteError

@@ -114,6 +114,15 @@ def case_a_model_that_nobody_uses_is_freed():
         gc.collect()
         assert model() is None and made() is None, attach
 
+    module = Linear()
+    for _ in range(2):
+        model = DDP(module, find_unused_parameters=True)
+        hooks = sum(len(p._backward_hooks or ()) for p in module.parameters())
+        assert hooks == 0, f"{hooks} hooks of a DDP that is gone"
+        number(model)
+        del model
+        gc.collect()
+
 
 def case_a_dry_run_and_then_attach():
     model = DDP(Linear(), bucket_cap_mb=BUCKET_MB)
@@ -1562,6 +1571,8 @@ def case_refusals():
             density=0.1 * (1 + min(RANK, 1)),
         )
         expect(wrong, "rank 0 has updates_of=None", skim.attach, DDP(Linear()), updates_of=sgd if RANK else None)
+        scaler = type("GradScaler", (), {"get_scale": lambda _: 1.0})() if RANK else None
+        expect(wrong, "rank 0 has scaler=None, rank 1 has scaler=GradScaler", skim.attach, DDP(Linear()), scaler=scaler)
         for name, values in (
             ("density", np.array([0.1, 0.2], np.float32)),
             ("density", torch.tensor([0.5, 0.25])),
@@ -1692,6 +1703,22 @@ def case_report_writer_and_profiler():
     traffic = skim.compression_of(model).comm.traffic.sent_bytes - before
     assert report.sent_bytes == traffic, (report.sent_bytes, traffic)
     assert report.steps == 6 and report.forming.n == sum(LENGTHS)
+
+
+def case_a_report_counts_every_entry_once_a_step():
+    """Also if a state is loaded between the steps, and with it its buckets."""
+    model, state = attached(), {}
+    for part in range(4):
+        if part > 1:
+            skim.load_state_dict(model, state)
+        for step in range(4):
+            model(gradients(step)).backward()
+        if part == 0:
+            state = skim.state_dict(model)
+    report = skim.report(model)
+    dense = 2 * (SIZE - 1) / SIZE * 4 * sum(LENGTHS) * 16
+    assert abs(report.dense_bytes - dense) < 1e-6 * max(dense, 1.0), (report.dense_bytes, dense)
+    assert report.forming.steps == 12 and report.forming.n == sum(LENGTHS), report.forming
 
 
 def case_dry_run_trains_as_before():

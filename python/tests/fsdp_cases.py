@@ -6,6 +6,7 @@ Gradients are what the test says, as in exact_training.py. The law is one of eac
     sum over islands of gradients  ==  P * mean  +  sum over islands of residuals
 """
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import expect, expect_equal_everywhere, expect_that_a_failed_wait_ends_backward, gathered, left_out, run
-from skim._shards import whole
+from skim._shards import takes, whole
 from skim.integrations import _files
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,6 +165,45 @@ def case_mass_is_conserved():
             assert report.compression > 4.0, report
 
 
+def case_modules_that_are_sharded_as_one():
+    model = Whole().to(DEVICE)
+    fully_shard([model.parts[0], model.parts[1]], mesh=MESH["inside"])
+    fully_shard(model, mesh=MESH["inside"])
+    skim.attach(model, between=MESH["between"].get_group(), **EXACT, timeout=60.0)
+    check_law(model, *train(model, range(4)))
+    assert len(skim.report(model).buckets) == 2, skim.report(model)
+
+
+def case_a_forward_before():
+    """It leaves the root's parameters whole."""
+    model = sharded()
+    with torch.no_grad():
+        model(coefficients(0))
+    skim.attach(model, between=MESH["between"].get_group(), **EXACT, timeout=60.0)
+    check_law(model, *train(model, range(4)))
+
+    for nested in (False, True):
+        found = []
+        for forward in (False, True):
+            model = layers(0)
+            if nested:
+                fully_shard(model[0], mesh=MESH["inside"])
+            fully_shard(model, mesh=MESH["inside"])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            if forward:
+                with torch.no_grad():
+                    model(batch(0)[0])
+            local = skim.LocalSteps(model, optimizer, process_group=MESH["between"].get_group(), **EXACT)
+            for step in range(4):
+                x, y = batch(step)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                local.step()
+            local.finish()
+            found.append([whole(p) for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
 def case_backward_goes_on_while_a_module_is_exchanged():
     """But not where FSDP goes on with the gradient itself, or a hook of the user's sees it."""
 
@@ -254,17 +294,26 @@ def case_an_error_inside_an_island_names_the_island():
 
 
 def case_islands_begin_with_one_model():
+    """Also where the group has no backend for the parameters: NCCL has none for those in the host's memory."""
     island = MESH["between"].get_local_rank()
-    model = Whole().to(DEVICE)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(island)
-    model.parts[1].requires_grad_(False)
-    model.register_buffer("count", torch.tensor([3 + island], device=DEVICE))
-    for part in model.parts:
-        fully_shard(part, mesh=MESH["inside"])
-    skim.attach(fully_shard(model, mesh=MESH["inside"]), between=MESH["between"].get_group(), **EXACT, timeout=60.0)
-    assert all(not p.to_local().any() for p in model.parameters()) and model.count == 3
+    for has_backend in (True, False):
+        model = Whole().to(DEVICE)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(island)
+        model.parts[1].requires_grad_(False)
+        model.register_buffer("count", torch.tensor([3 + island], device=DEVICE))
+        for part in model.parts:
+            fully_shard(part, mesh=MESH["inside"])
+        fully_shard(model, mesh=MESH["inside"])
+        with contextlib.ExitStack() as stack:
+            if not has_backend:
+                stack.enter_context(unittest.mock.patch("skim._shards.takes", lambda group, device: False))
+                stack.enter_context(unittest.mock.patch("torch.distributed.broadcast", None))
+            skim.attach(model, between=MESH["between"].get_group(), **EXACT, timeout=60.0)
+        assert all(not p.to_local().any() for p in model.parameters()) and model.count == 3
+    group = MESH["between"].get_group()
+    assert takes(group, DEVICE) and not takes(group, torch.device("meta"))
 
 
 def case_on_a_device():
@@ -307,6 +356,30 @@ def case_modules_without_gradients():
     else:
         left_out("set_reduce_scatter_unused_params", before=(2, 13))
     expect(skim.InvalidArgument, "a parameter has no gradient in this step", model(c).backward)
+
+
+def case_islands_that_use_other_modules_are_told():
+    """Modules of one size: their gradients would be mixed without any error."""
+    if MESH["between"].size() == 1:
+        return
+    model = nn.Sequential(*(Given((64, 10)) for _ in range(3))).to(DEVICE)
+    for part in model:
+        fully_shard(part, mesh=MESH["inside"])
+    fully_shard(model, mesh=MESH["inside"])
+    skim.attach(model, between=MESH["between"].get_group(), **EXACT, timeout=60.0)
+    for _ in range(2):
+        model(torch.zeros(1, device=DEVICE)).backward()
+    first_island = MESH["between"].get_local_rank() == 0
+    used = [model[0], model[2]] if first_island else list(model)
+
+    def two_steps():
+        for _ in range(2):
+            loss = torch.zeros(1, device=DEVICE)
+            for part in used:
+                loss = part(loss)
+            loss.backward()
+
+    expect(skim.InvalidArgument, "in a step all islands must use the same modules", two_steps)
 
 
 def case_steps_that_are_taken_back():
@@ -552,12 +625,12 @@ def case_local_steps():
             np.testing.assert_allclose(float(nn.functional.cross_entropy(model(x), y)), last, rtol=1e-6)
 
 
-def tensor_parallel():
-    """As layers(), but inside an island each rank has a part of every matrix, and all have the same batch."""
+def tensor_parallel(mesh=None):
+    """As layers(), but inside an island each rank has a part of two matrices, and all have the same batch."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model = layers(1000 * MESH["between"].get_local_rank())
-    return parallelize_module(model, MESH["inside"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return parallelize_module(model, mesh or MESH["inside"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def case_whole_tensors():
@@ -594,6 +667,33 @@ def case_local_steps_are_those_of_whole_replicas():
     for parameters in found:
         for a, b in zip(parameters, expected):
             torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-4, atol=1e-5)
+
+
+def case_parameters_that_are_whole_inside_an_island_stay_equal():
+    """Of tensor parallelism. Each rank of an island exchanges them beside other shards."""
+    if MESH["inside"].size() == 1 or 40 % MESH["inside"].size() != 0:
+        return
+    group = MESH["between"].get_group()
+    model = tensor_parallel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+    text = "'2.bias' whole, and exchange='auto' may choose another exchange on each"
+    expect(skim.InvalidArgument, text, skim.LocalSteps, model, optimizer, process_group=group)
+    for options in ({"dense_below": 0}, {"every": 2, "value_code": "f32", "dense_below": 0}, {}):
+        model = tensor_parallel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+        local = skim.LocalSteps(model, optimizer, density=0.1, exchange="allgather", process_group=group, **options)
+        for step in range(6):
+            g = torch.Generator().manual_seed(1000 * MESH["between"].get_local_rank() + step)
+            x = torch.randn(8, 20, generator=g).to(DEVICE)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+            local.step()
+        local.finish()
+        wholes = [(n, p) for n, p in model.named_parameters() if not any(q.is_shard() for q in getattr(p, "placements", ()))]
+        assert [name for name, _ in wholes] == ["2.bias", "4.weight", "4.bias"], wholes
+        for name, p in wholes:
+            mine = p.to_local() if hasattr(p, "to_local") else p
+            expect_equal_everywhere(mine.detach().flatten(), name, MESH["inside"].get_group())
 
 
 def case_local_steps_resume():
@@ -797,12 +897,28 @@ def case_mistakes():
     refused = skim.InvalidArgument
     expect(refused, "needs between=, the process group", skim.attach, sharded(), **EXACT)
     group = MESH["between"].get_group()
+    parts = Whole().to(DEVICE)
+    fully_shard(parts.parts[0], mesh=MESH["inside"])
+    expect(refused, "the model itself, Whole, has not; call fully_shard on it, too", skim.attach, parts, between=group)
     expect(refused, "between is for models with fully_shard", skim.attach, nn.parallel.DistributedDataParallel(Whole().to(DEVICE)), between=group)
     expect(refused, "dry_run needs DistributedDataParallel", skim.attach, sharded(), between=group, dry_run=True)
     text = "select_threshold: must be above 0 with select='threshold'"
     expect(refused, text, skim.attach, sharded(), between=group, select="threshold")
     expect(refused, "the parameters are shards: give process_group=", skim.LocalSteps, sharded(), None)
     expect(refused, "is a DTensor: use skim.LocalSteps", skim.Aggregator, sharded().parameters())
+    if MESH["inside"].size() > 1:  # shards of one size, so that nothing else differs
+        even = nn.Linear(4, 12, bias=False).to(DEVICE)
+        fully_shard(even, mesh=MESH["inside"])
+        optimizer = torch.optim.SGD(even.parameters(), lr=0.1)
+        inside = MESH["inside"].get_group()
+        text = f"rank 1 has shard=1 of {MESH['inside'].size()} (the group must have the ranks with the same shard"
+        expect(refused, text, skim.attach, even, between=inside)
+        expect(refused, text, skim.LocalSteps, even, optimizer, process_group=inside)
+        if 40 % MESH["inside"].size() == 0:
+            shape = (MESH["between"].size(), 1, MESH["inside"].size())
+            mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("between", "data", "inside"))
+            both = fully_shard(tensor_parallel(mesh["inside"])[2], mesh=mesh["data"])
+            expect(refused, "several ranks of an island have 'bias' whole", skim.attach, both, between=group)
     model = attached()
     expect(refused, "has been attached already", skim.attach, model, between=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

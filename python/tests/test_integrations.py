@@ -1,5 +1,7 @@
 """The scripts of docs/integrations.md, as a user pastes them: run, ended, and resumed. Each needs its framework."""
 
+import contextlib
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -8,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import unittest
+import unittest.mock
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 
@@ -182,6 +186,51 @@ class Frameworks(unittest.TestCase):
                     self.run_script(script.replace("max_steps=60", "max_steps=30"), folder)
                     lose(pathlib.Path(folder, "checkpoints"))
                     self.assertIn("was saved without Skim", self.run_script(script, folder, fails=True))
+
+
+@unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not installed")
+class Callbacks(unittest.TestCase):
+    """On objects that look like the frameworks', which need not be installed."""
+
+    def attached(self, module, framework, **names):
+        """The class SkimCallback of a module of skim.integrations, and the mock that it calls for skim.attach."""
+        fakes = {framework: types.SimpleNamespace(**names)}
+        for parent in range(framework.count(".")):
+            fakes[framework.rsplit(".", parent + 1)[0]] = types.SimpleNamespace()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        stack.enter_context(unittest.mock.patch("torch.distributed.is_initialized", lambda: True))
+        stack.enter_context(unittest.mock.patch("torch.distributed.get_world_size", lambda: 2))
+        attach = stack.enter_context(unittest.mock.patch("skim.ddp.attach"))  # imports PyTorch, which cannot be imported twice
+        stack.enter_context(unittest.mock.patch.dict(sys.modules, fakes))
+        sys.modules.pop(module, None)
+        return importlib.import_module(module).SkimCallback, attach
+
+    def test_the_trainer_gives_optimizer_and_scaler(self):
+        callback, attach = self.attached("skim.integrations.huggingface", "transformers", TrainerCallback=object)
+        state = types.SimpleNamespace(global_step=0)
+        for scaler in (None, "its scaler"):
+            trainer = types.SimpleNamespace(
+                model_wrapped="model", optimizer="its optimizer", accelerator=types.SimpleNamespace(scaler=scaler)
+            )
+            callback(trainer, density=0.1).on_train_begin(None, state, None)
+            attach.assert_called_with("model", optimizer="its optimizer", scaler=scaler, density=0.1)
+        callback(trainer, optimizer=None, scaler="mine").on_train_begin(None, state, None)
+        attach.assert_called_with("model", optimizer=None, scaler="mine")
+
+    def test_lightning_gives_optimizer_and_scaler(self):
+        callback, attach = self.attached("skim.integrations.lightning", "lightning.pytorch.callbacks", Callback=object)
+        for optimizers, plugin, found in (
+            (["its optimizer"], {}, {"optimizer": "its optimizer", "scaler": None}),
+            (["its optimizer"], {"scaler": "its scaler"}, {"optimizer": "its optimizer", "scaler": "its scaler"}),
+            (["one", "another"], {"scaler": "its scaler"}, {"scaler": "its scaler"}),
+        ):
+            strategy = types.SimpleNamespace(model="model", precision_plugin=types.SimpleNamespace(**plugin))
+            trainer = types.SimpleNamespace(world_size=2, optimizers=optimizers, strategy=strategy)
+            callback(density=0.1).on_train_start(trainer, None)
+            attach.assert_called_with("model", **found, density=0.1)
+            callback(scaler="mine").on_train_start(trainer, None)
+            self.assertEqual(attach.call_args.kwargs["scaler"], "mine")
 
 
 if __name__ == "__main__":

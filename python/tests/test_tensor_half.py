@@ -28,6 +28,7 @@ if HAS_TORCH:
     import torch
     import torch.distributed as dist
     from skim import _kept, _passes, _triton_trial, dry_run
+    from skim._compression import Compression
     from skim._passes import HEAD, LAST, Collected, kernels_for
     from skim.tensor_half import Buffers
 
@@ -867,6 +868,39 @@ class Compiled(unittest.TestCase):
                     self.assertIn(kernel.fn.__name__, assembly)
                     # Products are rounded before they are added, as on the CPU.
                     self.assertNotRegex(assembly, r"\bfma\.rn(\.ftz)?\.f32\b|\bv_(fma|fmac|mac|mad)_f32")
+
+
+@unittest.skipUnless(HAS_TORCH, "torch is not installed")
+class Streams(unittest.TestCase):
+    def test_a_bucket_goes_in_the_order_of_the_streams_of_all_devices(self):
+        """The first bucket of a step ends the step before, on the devices of the others too."""
+        current = []
+
+        class Device:
+            made = 0
+
+            def Stream(self, device):  # noqa: N802 - as PyTorch calls it
+                self.made += 1
+                return unittest.mock.Mock(device=device)
+
+            @contextlib.contextmanager
+            def stream(self, stream):
+                current.append(stream.device)
+                yield
+                current.pop()
+
+        compression = Compression.__new__(Compression)
+        compression.local, compression._streams = object(), {}
+        one, other, cpu = torch.device("meta", 0), torch.device("meta", 1), torch.device("cpu")
+        with unittest.mock.patch.object(torch, "meta", Device(), create=True):
+            for device, expected in (
+                (cpu, []), (one, [one]), (other, [one, other]), (one, [other, one]), (cpu, [one, other]),
+            ):  # fmt: skip
+                ready = None if device is cpu else unittest.mock.Mock()
+                with self.subTest(device), compression.after(ready, device):
+                    self.assertEqual(current, expected)
+                    self.assertEqual([c[0] for c in ready.method_calls] if ready else [], ["wait"] if ready else [])
+            self.assertEqual(torch.meta.made, 2)
 
 
 @unittest.skipUnless(HAS_TORCH, "torch is not installed")

@@ -141,7 +141,11 @@ ReducerSetup read_reducer_options(std::string_view text) {
   if (!of_chooser.empty() && !o.reducer.automatic) {
     throw InvalidArgument(of_chooser.front() + ": needs exchange=auto");
   }
-  return {o.reducer.options(), constant_density(o.density, o.down_density)};
+  ReducerOptions options = o.reducer.options();
+  if (options.select.rule == SelectRule::threshold && options.select.threshold == 0.0F) {
+    throw InvalidArgument("select=threshold: needs select_threshold > 0");
+  }
+  return {std::move(options), constant_density(o.density, o.down_density)};
 }
 
 }  // namespace skim::c_api

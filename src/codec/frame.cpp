@@ -58,7 +58,7 @@ Sections split(Bytes in, std::size_t expected_dim, bool indices_only) {
   const bool has_stats = !indices_only && (header.flags & kHasStats) != 0;
   const int flags = indices_only ? kIndicesOnly : has_stats ? kHasStats : 0;
   if (header.flags != flags || header.reserved != 0 || !codes::known(index_code) ||
-      !codes::known(value_code)) {
+      (indices_only ? value_code != ValueCode::f32 : !codes::known(value_code))) {
     return refuse(DecodeError::unsupported_code);
   }
   if (header.dim != expected_dim || header.nnz > header.dim) return refuse(DecodeError::bad_length);

@@ -119,6 +119,8 @@ class ParamServer final : public Exchange, public HeldMass {
     const auto found = slots_.find(slot);
     if (found == slots_.end()) return;
     State& state = found->second;
+    if (state.journal.empty()) state.left_out = state.leaves_out;
+    state.leaves_out = false;
     for (std::size_t at = 0; at < state.mass.size(); ++at) {
       if (state.mass[at] == 0.0F) continue;
       returned.append(static_cast<Index>(state.first + at), state.mass[at]);

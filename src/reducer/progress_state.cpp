@@ -25,7 +25,7 @@ void each_field(Saved& s, F f) {
   f(s.progress.used.down);
   f(s.progress.used.threshold);
   f(s.progress.unknown_bytes);
-  f(s.ranks_of_mean);
+  f(s.servers);
 }
 
 }  // namespace
@@ -36,7 +36,7 @@ void save_progress(const SavedProgress& saved, std::ostream& out) {
   w.end();
 }
 
-SavedProgress load_progress(OldRanks& old_ranks, const Progress& now, int ranks_of_mean) {
+SavedProgress load_progress(OldRanks& old_ranks, const Progress& now, int servers) {
   SavedProgress all{.progress = now}, own;
   for (std::size_t old = 0; old < old_ranks.states.size(); ++old) {
     SectionReader in(*old_ranks.states[old], "reducer state of rank " + std::to_string(old), kMagic,
@@ -53,7 +53,7 @@ SavedProgress load_progress(OldRanks& old_ranks, const Progress& now, int ranks_
     if (old_ranks.takes(old)) own = one;
   }
   const bool is_whole_group = old_ranks.size > 0;
-  if (all.ranks_of_mean != ranks_of_mean) old_ranks.size = 0;
+  if (all.servers != servers) old_ranks.size = 0;
   if (old_ranks.same_group()) {
     all.sent_bytes = own.sent_bytes;
   } else if (is_whole_group) {

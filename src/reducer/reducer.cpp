@@ -74,7 +74,7 @@ struct Reducer::Impl {
         local(local_of(options, p)),
         chooser(chooser_of(options, p)),
         exchanges(exchanges_of(options, p, chooser.get())),
-        // Only a fixed exchange may hold mass.
+        // Only a fixed exchange may hold mass: see the constructor.
         holder(exchanges.size() == 1 && exchanges[0] ? exchanges[0]->held_mass() : nullptr),
         schedule(p.schedule ? std::move(p.schedule) : constant_density(0.001)),
         fresh(fresh_state(exchanges, *schedule)),
@@ -85,6 +85,9 @@ struct Reducer::Impl {
                }) {
     density = schedule->density(progress);
     for (const auto& exchange : exchanges) {
+      SKIM_EXPECTS(exchanges.size() == 1 || !exchange || exchange->held_mass() == nullptr,
+                   "reducer: a chooser cannot choose " + std::string(exchange->name()) +
+                       ", which holds mass from step to step");
       // A local half of one's own is asked in its first step.
       SKIM_EXPECTS(options.feedback.enabled || !exchange || exchange->shared_indices() == nullptr,
                    kNeedsResidual);
@@ -113,6 +116,7 @@ struct Reducer::Impl {
       }
     } catch (...) {
       // For example from a user's selector. No peer must wait for this rank.
+      has_failed = true;
       comm.abort(comm.rank());
       sent_bytes += comm.traffic().sent_bytes - before.sent_bytes;
       leave_untaken(report.id, grad);
@@ -123,7 +127,8 @@ struct Reducer::Impl {
     return report;
   }
 
-  // Selectors and exchanges may be a user's own. The rest of the path relies on their entries.
+  // Selectors and exchanges may be a user's own. The rest of the path relies on their entries. A
+  // view without entries may lack its dim.
   static void expect_entries(const char* whose, const SparseView& entries, std::size_t n) {
     SKIM_EXPECTS(is_canonical(entries) && (entries.nnz() == 0 || entries.dim == n),
                  "reduce: " + std::string(whose) +
@@ -145,6 +150,7 @@ struct Reducer::Impl {
         local->select({report.id, grad, own, density.at_most_k, comm.size()}, mine);
     was_taken = true;
     expect_entries("the selector", mine.view(), grad.n);
+    mine.set_dim(grad.n);
     if (shared == nullptr) codec.quantize(mine, report.id, comm.rank());
     phases.enter("exchange", report.exchange_ns);
     if (shared != nullptr) {
@@ -152,9 +158,10 @@ struct Reducer::Impl {
       codec.quantize(mine, report.id, comm.rank());
     }
     tell_group(report, chosen, chosen.kept_norm2);
-    const ExchangeResult sum = exchange.run(report.id, mine.view(), keep, report.group, comm);
+    ExchangeResult sum = exchange.run(report.id, mine.view(), keep, report.group, comm);
     expect_entries("the sum of the exchange", sum.sum, grad.n);
     expect_entries("the mass that the exchange returned", sum.returned, grad.n);
+    sum.sum.dim = sum.returned.dim = grad.n;
     SKIM_EXPECTS(sum.dense_sum.empty() || sum.dense_sum.n == grad.n,
                  "reduce: the dense sum of the exchange must have " + std::to_string(grad.n) +
                      " entries, not " + std::to_string(sum.dense_sum.n));
@@ -276,10 +283,12 @@ struct Reducer::Impl {
     SKIM_EXPECTS(open == 0, std::string(who) + ": " + std::to_string(open) +
                                 " tickets are open; wait() for them first");
   }
-  // While a ticket is open, the thread writes to `reduced`.
-  bool is_between_steps() { return thread.open() == 0 && reduced.empty(); }
+  // While a ticket is open, the thread writes to `reduced` and `has_failed`.
+  bool is_between_steps() { return thread.open() == 0 && reduced.empty() && !has_failed; }
   void expect_between_steps(const char* who) {
     expect_nothing_open(who);
+    SKIM_EXPECTS(!has_failed,
+                 std::string(who) + ": a bucket of the open step failed; call abandon_step first");
     SKIM_EXPECTS(is_between_steps(),
                  std::string(who) + ": a step is open; call end_step or rollback_step first");
   }
@@ -299,6 +308,7 @@ struct Reducer::Impl {
     ended_signals = step_stats.signals;
     step_stats = {};
     step_is_finite = true;
+    has_failed = false;
     reduced.clear();
     ++progress.step;
     progress.epoch = epoch;
@@ -343,6 +353,7 @@ struct Reducer::Impl {
   std::uint64_t sent_before = 0;  // sent_bytes at the start of the open step
   GroupStats step_stats;          // of the open step, over its buckets
   bool step_is_finite = true;
+  bool has_failed = false;    // a bucket of the open step
   std::vector<Slot> reduced;  // in the open step
   bool was_chosen = false;    // the chooser chose the bucket's exchange
   bool was_taken = false;     // the residual has taken the bucket's gradient
@@ -421,6 +432,7 @@ void Reducer::abandon_step(double epoch) {
   impl_->expect_nothing_open("abandon_step");
   impl_->undo_step();
   impl_->progress.unknown_bytes += impl_->max_bytes();
+  impl_->step_stats = {};  // some ranks may have heard what others have not
   impl_->open_step(epoch);
 }
 
@@ -449,8 +461,8 @@ std::vector<float> Reducer::residual(Slot slot) {
 
 void Reducer::save(std::ostream& out) const {
   impl_->expect_between_steps("save");
-  save_state({impl_->progress, impl_->sent_bytes, impl_->ranks_of_mean()}, impl_->saved_parts(),
-             out);
+  const int servers = impl_->comm.size() - impl_->ranks_of_mean();
+  save_state({impl_->progress, impl_->sent_bytes, servers}, impl_->saved_parts(), out);
 }
 
 LoadReport Reducer::load(std::span<std::istream* const> of_old_ranks, bool strict) {

@@ -61,6 +61,10 @@ StepCost predicted_seconds(const ReducerOptions& options, int ranks,
   SKIM_EXPECTS(compute_s >= 0.0 && std::isfinite(compute_s),
                "predicted_seconds: compute_s must be finite and >= 0");
   const std::vector<ExchangeOptions> all = candidates_of(options);
+  for (const ExchangeOptions& o : all) {  // refuse now what would be refused later
+    make_exchange_or_null(o);
+    predict(o, {.ranks = ranks, .n = 1.0, .k = 1.0, .frame = frame_size(o.codec)}, link, local);
+  }
   const auto of_bucket = [=](double up, std::size_t n) {
     const std::size_t k = entries(up, n);
     const std::size_t k_down = down_density > 0.0 ? entries(down_density, n) : 0;

@@ -112,7 +112,7 @@ double norm2(const float* x, std::size_t n);
 // The smallest order of x. Requires: n > 0.
 std::uint32_t smallest(const float* x, std::size_t n);
 
-// Writes the orders of x that lie in [low, high] to `middle` (room: n + kSlack).
+// Writes the orders of x that lie in [low, high] to `middle` (room: n).
 struct Bracket {
   std::size_t above = 0;   // orders > high
   std::size_t inside = 0;  // written

@@ -41,7 +41,7 @@ struct Cut {
 // The cut inside a set of orders, given that k of them are kept. Reorders them. Requires:
 // 0 < k <= orders.size().
 Cut cut_of(std::span<std::uint32_t> orders, std::size_t k);
-// The same for values. Requires: n + kernels::kSlack <= scratch.size().
+// The same for values. Requires: n <= scratch.size().
 Cut cut_of(const float* value, std::size_t n, std::size_t k, std::vector<std::uint32_t>& scratch);
 
 float magnitude_of(std::uint32_t order);

@@ -16,7 +16,7 @@ def keep_with(accelerator: Accelerator, model: torch.nn.Module, *, strict: bool 
     """Makes accelerator.save_state keep every rank's residuals, and load_state restore them.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        skim.attach(model, density=0.01, optimizer=optimizer)
+        skim.attach(model, density=0.01, optimizer=optimizer, scaler=accelerator.scaler)
         keep_with(accelerator, model)
 
     strict: as of skim.load_state_dict.

@@ -24,7 +24,7 @@ class SkimCallback(TrainerCallback):  # type: ignore[misc]
 
     Every train() attaches anew, with residuals of zeros or those of the checkpoint that it resumes from.
 
-    options: of skim.attach. optimizer is the Trainer's, unless they say otherwise. With one rank nothing happens.
+    options: of skim.attach. optimizer and scaler are the Trainer's, unless they say otherwise. With one rank nothing happens.
     A density schedule that goes by epochs gets the Trainer's.
     strict: as of skim.load_state_dict, when a run resumes. To resume, checkpoints must be in the Trainer's output_dir.
     Raises StateError if one was saved without Skim.
@@ -42,7 +42,8 @@ class SkimCallback(TrainerCallback):  # type: ignore[misc]
                 ddp.detach(self._attached)
             self._attached = None
         model = self.trainer.model_wrapped
-        ddp.attach(model, **{"optimizer": self.trainer.optimizer, **self.options})
+        scaler = getattr(self.trainer.accelerator, "scaler", None)  # with fp16=True
+        ddp.attach(model, **{"optimizer": self.trainer.optimizer, "scaler": scaler, **self.options})
         self._attached = model
         if state.global_step > 0:
             load_from(self._folder(args, state), model, self.strict)

@@ -22,9 +22,10 @@ class SkimCallback(Callback):  # type: ignore[misc]
         trainer = lightning.Trainer(strategy="ddp", callbacks=[SkimCallback(density=0.01)], ...)
         trainer.fit(module, loader)
 
-    options: of skim.attach. optimizer is the module's, if it has one. With one rank nothing happens. strict: as of
-    skim.load_state_dict, when a run resumes. Rank 0 gathers the residuals of all ranks to save them. Raises StateError
-    if a run resumes from a checkpoint without residuals. A density schedule that goes by epochs gets the trainer's.
+    options: of skim.attach. optimizer is the module's, if it has one; scaler is that of precision="16-mixed". With one rank
+    nothing happens. strict: as of skim.load_state_dict, when a run resumes. Rank 0 gathers the residuals of all ranks to
+    save them. Raises StateError if a run resumes from a checkpoint without residuals. A density schedule that goes by
+    epochs gets the trainer's.
     """
 
     def __init__(self, *, strict: bool = True, **options: Any) -> None:
@@ -37,8 +38,9 @@ class SkimCallback(Callback):  # type: ignore[misc]
         if trainer.world_size == 1:
             return
         model = trainer.strategy.model
-        optimizers = {"optimizer": trainer.optimizers[0]} if len(trainer.optimizers) == 1 else {}
-        ddp.attach(model, **{**optimizers, **self.options})
+        found = {"optimizer": trainer.optimizers[0]} if len(trainer.optimizers) == 1 else {}
+        found["scaler"] = getattr(trainer.strategy.precision_plugin, "scaler", None)  # with "16-mixed"
+        ddp.attach(model, **{**found, **self.options})
         self._attached = model
         if self._resumes:
             if self._loaded is None:
