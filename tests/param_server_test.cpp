@@ -282,8 +282,8 @@ TEST(param_server, held_mass_moves_to_another_place) {
 }
 
 // A dedicated server has no gradient, so the mean is over the others. What they and the server owed
-// per rank is what the new group delivers, at density 1 and by its own steps. The new group may have
-// another exchange, with or without such a server.
+// per rank is what the new group delivers, at density 1 and by its own steps. The new group may
+// have another exchange, with or without such a server.
 TEST(param_server, a_dedicated_server_owes_as_much_in_another_group) {
   const std::size_t n = 60;
   ReducerOptions no_server;

@@ -125,8 +125,8 @@ class Reducer {
 
   // Lets ranks agree, for example to stop, without an extra round. raise_signal() adds bits to the
   // frames of the next bucket, for all ranks. signals() returns the union over the ranks in the
-  // last ended step, equal on all; none after abandon_step. Thread: raise_signal may be called from any thread or a signal
-  // handler.
+  // last ended step, equal on all; none after abandon_step. Thread: raise_signal may be called from
+  // any thread or a signal handler.
   void raise_signal(std::uint32_t bits) noexcept;
   std::uint32_t signals() const noexcept;
 
@@ -158,8 +158,8 @@ class Reducer {
   // schedule then start anew: they load the state that they saved in this reducer's constructor. So
   // do a selector and an exchange whose name() the saved run had
   // not: a run may resume with another rule and another exchange, but with the same schedule.
-  // strict: as in LoadOptions, also for the mass that exchanges held. Give all ranks the same. If it
-  // is true, the report fits.
+  // strict: as in LoadOptions, also for the mass that exchanges held. Give all ranks the same. If
+  // it is true, the report fits.
   // Throws: StateError; InvalidArgument: the schedule's budget is too small for the steps left, or
   // LocalHalf::load throws it. Nothing has changed then.
   void save(std::ostream& out) const;

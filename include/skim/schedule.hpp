@@ -158,8 +158,9 @@ std::unique_ptr<DensitySchedule> descent_per_bit_density(StepCost cost, double d
                                                          double density_max);
 
 // Returns k for a bucket of n entries: floor(density * n), at least 1 and at most n (0 if n is 0).
-// arXiv 1911.08772 rounds the same way. A product that lies below an integer only by rounding (by at
-// most 1e-9, or 2^-51 of itself) counts as that integer, so 0.29 of 100 is 29. Throws: InvalidArgument for a density outside (0, 1].
+// arXiv 1911.08772 rounds the same way. A product that lies below an integer only by rounding (by
+// at most 1e-9, or 2^-51 of itself) counts as that integer, so 0.29 of 100 is 29.
+// Throws: InvalidArgument for a density outside (0, 1].
 std::size_t entries(double density, std::size_t n);
 
 }  // namespace skim

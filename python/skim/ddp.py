@@ -27,6 +27,7 @@ from skim._states import STATE, expect_state, json_tensor, json_value
 from skim.dry_run import DryRun, steps_of
 from skim.elastic import ElasticGroup
 from skim.fsdp import FsdpCompression
+from skim.tensor_half import stream_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -465,9 +466,11 @@ class DdpCompression(Compression):
         flat = bucket.buffer()
         members = tuple(self._index_of[p] for p in bucket.parameters())
         index, last = self._place_of(members)
-        devices = None if flat.device.type == "cpu" else [flat.device]
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        ready = None if devices is None else getattr(torch, flat.device.type).current_stream(flat.device).record_event()
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=None if flat.device.type == "cpu" else [flat.device]
+        )
+        stream = stream_of(flat.device)
+        ready = None if stream is None else stream.record_event()
         start = time.perf_counter_ns()
         if torch._C._current_graph_task_id() < 0:
             # Not in backward: DDP's join stands in for a rank that has no more inputs. DDP counts so, too.

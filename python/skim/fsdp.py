@@ -18,6 +18,7 @@ from skim._options import Options
 from skim._parameters import Trainable, expect_dense
 from skim._shards import Shard, is_sharded, make_equal, reshard
 from skim._states import expect_state
+from skim.tensor_half import stream_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -130,8 +131,8 @@ class FsdpCompression(Compression):
         FSDP calls it in backward. It returns at once if the mean may come until the end of backward.
         """
         device = flat.device
-        of_device = None if device.type == "cpu" else getattr(torch, device.type)
-        ready = None if of_device is None else of_device.current_stream(device).record_event()
+        stream = stream_of(device)
+        ready = None if stream is None else stream.record_event()
 
         def job() -> None:
             try:
@@ -148,8 +149,8 @@ class FsdpCompression(Compression):
             self.submit(job)
         else:
             self._wait(device, job)
-            if of_device is not None:  # FSDP may convert it on this stream, and free it on another one
-                flat.record_stream(of_device.current_stream(device))
+            if stream is not None:  # FSDP may convert it on this stream, and free it on another one
+                flat.record_stream(stream)
 
     def _may_come_late(self, index: int, flat: torch.Tensor) -> bool:
         """Whether the gradient stays in flat until backward ends. Not if FSDP divides or converts it after the hook, adds it
@@ -173,7 +174,7 @@ class FsdpCompression(Compression):
         start = time.perf_counter()
         self.run_after_others(job)
         if (stream := self._streams.get(device)) is not None:
-            getattr(torch, device.type).current_stream(device).wait_stream(stream)
+            stream_of(device).wait_stream(stream)
         self.statistics.exposed_s += time.perf_counter() - start
         self.raise_failure()
 

@@ -475,14 +475,18 @@ class Buffers:
 def wait_for(device: torch.device) -> None:
     """Waits for what has been queued on the device's current stream."""
     if device.type != "cpu":
-        of_device = getattr(torch, device.type)
-        (of_device.current_stream(device) if hasattr(of_device, "current_stream") else of_device).synchronize()
+        (stream_of(device) or getattr(torch, device.type)).synchronize()
+
+
+def stream_of(device: torch.device) -> Any:
+    """The device's current stream. None: it has no streams, as a CPU."""
+    kind = None if device.type == "cpu" else getattr(torch, device.type)
+    return kind.current_stream(device) if hasattr(kind, "current_stream") else None
 
 
 def streams_of(devices: Iterable[torch.device]) -> list[Any]:
     """The current stream of each of these devices that has streams."""
-    kinds = [(device, getattr(torch, device.type)) for device in set(devices) if device.type != "cpu"]
-    return [kind.current_stream(device) for device, kind in kinds if hasattr(kind, "current_stream")]
+    return [stream for device in set(devices) if (stream := stream_of(device)) is not None]
 
 
 @contextlib.contextmanager

@@ -77,8 +77,8 @@ LoadedState load_all(OldRanks old_ranks, const Progress& now, const SavedParts& 
   const int servers = parts.holder != nullptr ? size - parts.holder->contributors(size) : 0;
   LoadedState loaded{.saved = load_progress(old_ranks, now, servers), .density = {}, .report = {}};
   const int of_mean = std::max(1, static_cast<int>(old_ranks.states.size()) - loaded.saved.servers);
-  const float share = given_share.value_or(
-      old_ranks.rank < servers ? 0.0F : 1.0F / static_cast<float>(of_mean));
+  const float share =
+      given_share.value_or(old_ranks.rank < servers ? 0.0F : 1.0F / static_cast<float>(of_mean));
   const LoadedMass held = load_held(old_ranks, parts.local, share);
   // One part may be damaged, or the schedule refuse, while those before did not. Then all go back.
   std::stringstream before;

@@ -250,8 +250,9 @@ class Adaptive final : public DensitySchedule {
   double known(const Progress& p) const {
     if (o_.in_bytes) return static_cast<double>(p.last.sent_bytes);
     if (p.step <= seen_) return spent_;
-    return follows(p) ? spent_ + answer_cost_
-                      : o_.budget * static_cast<double>(p.step) / static_cast<double>(p.total_steps);
+    if (follows(p)) return spent_ + answer_cost_;
+    // After a run on another number of ranks, only its progress is known.
+    return o_.budget * static_cast<double>(p.step) / static_cast<double>(p.total_steps);
   }
   double unknown(const Progress& p) const {
     if (!o_.in_bytes) return 0.0;
@@ -429,13 +430,14 @@ class Adaptive final : public DensitySchedule {
   std::uint64_t total_ = 0;  // total steps for which the budget was checked
   double share_ = 0.0;       // of the budget, spent
 
-  std::uint64_t seen_ = 0;  // the step up to which the members below have learned
-  double sent_ = 0.0;       // bytes, as last reported
-  double spent_ = 0.0;      // as known()
+  std::uint64_t seen_ = 0;    // the step up to which the members below have learned
+  double sent_ = 0.0;         // bytes, as last reported
+  double spent_ = 0.0;        // as known() said when this step began
   double answer_cost_ = 0.0;  // predicted, of the last answer
-  double ratio_ = 1.0;      // of the bytes of a step to its cost
-  double planned_ = 0.0, planned_last_ = 0.0;  // expected densities of this step and the last; 0: none
-  double mean_square_ = 0.0;                   // of the entries of u, over the group
+  double ratio_ = 1.0;        // of the bytes of a step to its cost
+  // Expected densities of this step and the last; 0: there was no such step.
+  double planned_ = 0.0, planned_last_ = 0.0;
+  double mean_square_ = 0.0;  // of the entries of u, over the group
   Tail tail_;
   Trend trend_;
 };
