@@ -97,10 +97,9 @@ class Reducer {
   // After any other exception, CommError above all, the group has been told (abort), and the ranks
   // may disagree. Restart every rank from its last save(), or abandon the step and go on in another
   // group (take_over). If residuals are kept, grad then holds what the residual has not taken: all
-  // of the gradient, or zeros. This also holds for every error of a user's exchange, and for those
-  // of a user's selector that come before it changes the residual.
-  // Entries of theirs that are not canonical, or not of this bucket, are such an error
-  // (InvalidArgument).
+  // of the gradient, or zeros. This also holds for every error of a user's exchange, for entries of
+  // a user's part that are not canonical or not of this bucket (InvalidArgument), and for an error
+  // of a user's selector before it has changed the residual.
   StepReport reduce(Slot slot, GradView grad);
 
   // start() is reduce() on one ordered communication thread, so that it overlaps with backward.
@@ -154,10 +153,10 @@ class Reducer {
   // rank order. They replace the residuals and the mass that this rank's exchange holds. With
   // another number of ranks, each rank's residual becomes (1/P) times the sum over the old P ranks,
   // and the mass that exchanges held joins it. A dedicated server does not count in P, and takes
-  // nothing. A group with such a server is another one than a group without. Selector, exchange and
-  // schedule then start anew: they load the state that they saved in this reducer's constructor. So
-  // do a selector and an exchange whose name() the saved run had
-  // not: a run may resume with another rule and another exchange, but with the same schedule.
+  // nothing. A group with such a server is never the same as one without. In another group
+  // selector, exchange and schedule start anew: they load the state that they saved in this
+  // reducer's constructor. So do a selector and an exchange whose name() the saved run had not: a
+  // run may resume with another rule and another exchange, but with the same schedule.
   // strict: as in LoadOptions, also for the mass that exchanges held. Give all ranks the same. If
   // it is true, the report fits.
   // Throws: StateError; InvalidArgument: the schedule's budget is too small for the steps left, or

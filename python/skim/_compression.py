@@ -412,12 +412,13 @@ class Compression(InEpochs):
         """In the block, this thread's work on the device comes after the event, and beside other work there."""
         if ready is not None and self.local is None:
             ready.synchronize()
-        elif ready is not None and device not in self._streams:
+            ready = None
+        if ready is not None and device not in self._streams:
             self._streams[device] = getattr(torch, device.type).Stream(device)
         # All of them, because the first bucket of a step ends the step before, on every device. The bucket's own comes last,
         # which makes its device the current one.
         with on_streams(self._streams[d] for d in sorted(self._streams, key=lambda d: d == device)):
-            if ready is not None and self.local is not None:
+            if ready is not None:
                 ready.wait()
             yield
 

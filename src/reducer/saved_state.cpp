@@ -70,15 +70,16 @@ LoadReport load_parts(const OldRanks& old_ranks, const SavedParts& parts,
   return report;
 }
 
-// share: of what the old ranks kept, for this rank. None: as load_state says.
+// given_share: what this rank takes of all that the old ranks kept. None: if it is another group,
+// each rank that the mean counts takes 1 / (their old number), so that the mean owes what it owed.
 LoadedState load_all(OldRanks old_ranks, const Progress& now, const SavedParts& parts,
                      std::optional<float> given_share, bool strict) {
   const int size = old_ranks.size;
   const int servers = parts.holder != nullptr ? size - parts.holder->contributors(size) : 0;
   LoadedState loaded{.saved = load_progress(old_ranks, now, servers), .density = {}, .report = {}};
-  const int of_mean = std::max(1, static_cast<int>(old_ranks.states.size()) - loaded.saved.servers);
+  const int counted = std::max(1, static_cast<int>(old_ranks.states.size()) - loaded.saved.servers);
   const float share =
-      given_share.value_or(old_ranks.rank < servers ? 0.0F : 1.0F / static_cast<float>(of_mean));
+      given_share.value_or(old_ranks.rank < servers ? 0.0F : 1.0F / static_cast<float>(counted));
   const LoadedMass held = load_held(old_ranks, parts.local, share);
   // One part may be damaged, or the schedule refuse, while those before did not. Then all go back.
   std::stringstream before;
