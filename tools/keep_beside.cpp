@@ -55,7 +55,9 @@ void put_beside(const std::string& option, const fs::path& path) {
     kept = target;
     kept += ".~" + std::to_string(i) + "~";
   }
+  const bool is_linked_folder = fs::is_symlink(path, code) && fs::is_directory(target, code);
   fs::rename(target, kept, code);
+  if (!code && is_linked_folder) fs::create_directory(target, code);  // or the link leads nowhere
   if (code) {
     throw Error(option + ": cannot rename '" + path.string() + "', to keep it: " + code.message());
   }

@@ -22,6 +22,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little);
 
 constexpr std::string_view kMagic = "\x93NUMPY";
+constexpr std::uint32_t kLongestHeader = 10'000;  // as NumPy takes; std::regex takes a stack for it
 
 float as_float(std::uint16_t half) { return from_f16(half); }
 float as_float(float v) { return v; }
@@ -61,6 +62,10 @@ std::vector<float> read_npy(const std::filesystem::path& path) {
   std::uint32_t header_size = 0;
   std::memcpy(&header_size, length, sizeof header_size);
   if (!in || header_size > file_size) throw fail("the file ends inside its header");
+  if (header_size > kLongestHeader) {
+    throw fail("a header of " + std::to_string(header_size) + " bytes, expected at most " +
+               std::to_string(kLongestHeader));
+  }
   std::string header(header_size, '\0');
   in.read(header.data(), header_size);
   if (!in) throw fail("the file ends inside its header");

@@ -342,6 +342,16 @@ std::string how_to_continue(const Arguments& a, const Row& row, std::size_t plan
   return "to continue this run, give " + options + " in place of --compare, and " + folder;
 }
 
+// Of runs that do not continue.
+void keep_old_checkpoints(const std::vector<Row>& rows) {
+  for (const Row& r : rows) {
+    const std::filesystem::path& folder = r.options.checkpoint;
+    if (r.options.resume || train::checkpoints_of(folder).empty()) continue;
+    put_beside("--checkpoint", folder);  // with the files of the last run that are in it
+    expect_writable_folder("--checkpoint", folder);
+  }
+}
+
 // All runs of one rank. Returns the exit status.
 int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& rows,
              Communicator& comm) {
@@ -365,12 +375,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   const bool text = data.info().kind == train::InputKind::text;
   if (first) {
     expect_writable_outputs(a, rows);
-    for (const Row& r : rows) {
-      const std::filesystem::path& folder = r.options.checkpoint;
-      if (r.options.resume || train::checkpoints_of(folder).empty()) continue;
-      put_beside("--checkpoint", folder);  // with the files of the last run that are in it
-      expect_writable_folder("--checkpoint", folder);
-    }
+    keep_old_checkpoints(rows);
   }
   const std::filesystem::path none;
   MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, g_stop,
@@ -493,7 +498,7 @@ void expect_to_start(const Arguments& a, const std::vector<Row>& rows) {
     for (const Row& r : rows) {
       if (r.options.checkpoint.empty()) continue;
       const std::uint64_t parameters = torch_part().count_parameters(r.options, data);
-      const FeedbackOptions& f = r.options.feedback;
+      const FeedbackOptions f = train::reducer_options(r.options).feedback;
       const int kept = (f.enabled ? 1 : 0) + (f.momentum_correction > 0.0F ? 1 : 0);
       const auto ranks = static_cast<std::uint64_t>(a.ranks * kept);
       train::expect_space(r.options.checkpoint, sizeof(float) * parameters * (1 + ranks));
@@ -630,6 +635,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
                                  .grace = milliseconds_of(a.grace),
                                  .to_output = a.train.metrics == "-" ? "--metrics" : ""};
     if (!restarts) return conclude(launch(launched));
+    keep_old_checkpoints(rows);  // now, or a restart would continue another run
     return launch_with_restarts(launched, a.restarts, a.train.checkpoint);
   });
 }

@@ -13,6 +13,7 @@
 #include "tools/fit.hpp"
 #include "tools/units.hpp"
 #include "train/fields.hpp"
+#include "train/watchdog.hpp"
 
 namespace skim::tool {
 namespace {
@@ -194,6 +195,8 @@ constexpr Effect kEffects[] = {
      [](const TrainOptions& o) { return o.split == train::Split::shards; }},
     {"--augment", "--data cifar10",
      [](const TrainOptions& o) { return o.data.name == "cifar10"; }},
+    {"--skip-limit", "--non-finite skip",
+     [](const TrainOptions& o) { return o.non_finite == NonFinite::skip; }},
     {"--sequence-length", "--data text",
      [](const TrainOptions& o) { return o.data.name == "text"; }},
     {"--layers", "--model lstm or gpt", is_lstm_or_gpt},
@@ -262,6 +265,17 @@ void check_training_options(const train::TrainOptions& t) {
     throw InvalidArgument(
         "--on-divergence rollback needs --checkpoint DIR, and --checkpoint-steps or "
         "--checkpoint-time");
+  }
+  // The oldest checkpoint that is kept is at least so many steps old.
+  constexpr std::int64_t kBack = train::Watchdog::kRollback;
+  const std::int64_t least_age =
+      std::min(t.keep - 1, kBack) * std::min(t.checkpoint_steps, kBack) + 1;
+  if (t.on_divergence == train::OnDivergence::rollback && t.checkpoint_time.seconds <= 0.0 &&
+      least_age < kBack) {
+    throw InvalidArgument(fmt::format(
+        "--on-divergence rollback goes back {} steps: with --checkpoint-steps {} it needs --keep "
+        "{}",
+        kBack, t.checkpoint_steps, 1 + (kBack - 2 + t.checkpoint_steps) / t.checkpoint_steps));
   }
   const bool has_steps = t.learning_rate.kind == train::LearningRateKind::steps;
   if (has_steps && t.learning_rate.drop_epochs.empty()) {

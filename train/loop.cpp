@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "skim/error.hpp"
 #include "src/numbers.hpp"
@@ -101,6 +102,13 @@ void clip(const std::vector<torch::Tensor>& buffers, double limit) {
   const double norm = std::sqrt(norm2);
   if (!(norm > limit)) return;
   for (torch::Tensor b : buffers) b.mul_(limit / norm);
+}
+
+bool are_finite(const std::vector<torch::Tensor>& buffers) {
+  constexpr double kLargest = std::numeric_limits<double>::infinity();  // the norm of the largest
+  return std::ranges::all_of(buffers, [](const torch::Tensor& b) {
+    return b.numel() == 0 || std::isfinite(at::linalg_vector_norm(b, kLargest).item<float>());
+  });
 }
 
 TestSums test_part(const TrainOptions& options, const Dataset& data, Model& model, int rank,

@@ -46,6 +46,9 @@ std::uint64_t dropout_seed(std::uint64_t seed, std::int64_t step, int rank);
 // the gradient is.
 void clip(const std::vector<torch::Tensor>& buffers, double limit);
 
+// Whether there is neither NaN nor infinity in them.
+bool are_finite(const std::vector<torch::Tensor>& buffers);
+
 // Sums over the predictions for a rank's part of the test set. The model must be in evaluation
 // mode.
 struct TestSums {

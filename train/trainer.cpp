@@ -10,6 +10,7 @@
 #include <bit>
 #include <cmath>
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
@@ -274,13 +275,23 @@ class Run {
     r.optimizer_ms = milliseconds(Clock::now() - t1);
   }
 
-  // The optimizer gets this rank's own gradient. The end of a round exchanges the updates.
+  // The optimizer gets this rank's own gradient, unless that has a NaN or an infinity, which the
+  // optimizer's moments would keep for ever. The end of a round exchanges the updates.
   void move_and_exchange(StepRecord& r, bool serves) {
     const auto t0 = Clock::now();
-    if (!serves) move();
+    const bool moves = !serves && are_finite(buckets_.flat().buffers);
+    if (moves) move();
+    round_is_finite_ = round_is_finite_ && (moves || serves);
     const auto t1 = Clock::now();
     reports_.clear();
     if ((done_ + 1) % options_.local_steps == 0 || done_ + 1 == length_.total) {
+      if (!round_is_finite_) {  // one entry shows it to the group, which skips the round
+        const torch::NoGradGuard no_grad;
+        torch::Tensor entry = model_->parameters()[0];
+        while (entry.dim() > 0) entry = entry.select(0, 0);
+        entry.fill_(std::numeric_limits<float>::quiet_NaN());
+      }
+      round_is_finite_ = true;
       r.skipped = !replica_->exchange(length_.epoch(done_ + 1), reports_);
     }
     r.optimizer_ms = milliseconds(t1 - t0);
@@ -409,8 +420,7 @@ class Run {
   // The newest one from before the watchdog's recent losses; none: `what` tells why.
   std::optional<GoodCheckpoint> checkpoint_before_divergence(std::ostream& what) {
     try {
-      return newest_checkpoint(options_.checkpoint, comm_,
-                               done_ - 2 * static_cast<std::int64_t>(Watchdog::kRecent));
+      return newest_checkpoint(options_.checkpoint, comm_, done_ - Watchdog::kRollback);
     } catch (const StateError& e) {
       what << "; " << e.what();
       return std::nullopt;
@@ -532,6 +542,7 @@ class Run {
     const int old_ranks = read<int>(meta, "ranks", dir);
     loss_sum_ = 0.0;
     loss_count_ = 0;
+    sent_bytes_ = received_bytes_ = union_entries_ = 0;
     try {
       torch::load(model_, (dir / "model.pt").string());
       if (replica_) {
@@ -574,6 +585,7 @@ class Run {
       if (!files.back()) throw StateError("cannot read " + (dir / name_of(r, "residual")).string());
     }
     for (std::ifstream& f : files) streams.push_back(&f);
+    reducer_.set_total_steps(0);  // a group of another size counts its steps otherwise
     reducer_.load(streams);
     // With another number of ranks, a step has another number of examples. The run continues after
     // the examples already seen.
@@ -581,6 +593,10 @@ class Run {
     done_ = read<std::int64_t>(meta, "examples", dir) / (ranks_ * options_.batch);
     left_out_ = read<std::int64_t>(meta, "left_out_examples", dir) / (ranks_ * options_.batch);
     first_ = old_ranks == comm_.size() ? 0 : done_;
+    const std::int64_t left = exchanges_of(options_, length_.total) -
+                              done_ / std::max<std::int64_t>(1, options_.local_steps);
+    reducer_.set_total_steps(reducer_.step() +
+                             static_cast<std::uint64_t>(std::max<std::int64_t>(0, left)));
     const auto saved_evaluation = read<std::int64_t>(meta, "evaluated_step", dir);
     const std::int64_t evaluated =
         saved_evaluation * training_ranks(options_, old_ranks) / ranks_;
@@ -692,6 +708,7 @@ class Run {
   Stragglers stragglers_;
   Watchdog watchdog_{options_.divergence_factor};
   bool diverged_ = false;  // the watchdog says so, and the other ranks do not know yet
+  bool round_is_finite_ = true;  // of local steps: no gradient of this rank had a NaN
   int rollbacks_ = 0;
   std::string checkpoint_, checkpoint_failure_;
   std::vector<StepReport> reports_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 
 namespace skim::train {
@@ -12,7 +13,8 @@ namespace skim::train {
 class Watchdog {
  public:
   static constexpr std::size_t kRecent = 10, kBefore = 200;
-  static constexpr std::size_t kFewest = 50;  // of the losses before, for a comparison
+  static constexpr std::int64_t kRollback = 2 * kRecent;  // a rollback goes back so many steps
+  static constexpr std::size_t kFewest = 50;              // of the losses before, for a comparison
 
   // factor > 1: how far above counts as diverged.
   explicit Watchdog(double factor) : factor_(factor) {}

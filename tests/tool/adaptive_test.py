@@ -6,6 +6,7 @@ Needs SKIM_TOOL (the binary), SKIM_VERSION and SKIM_PYTHON (with matplotlib); SK
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import unittest
@@ -112,6 +113,28 @@ class Rules(Case):
         run.communicate(timeout=LIMIT)
         self.assert_ok(skim("train", *SMALL, *case, "--resume"))
         self.assertEqual(steps(lines(parted)), steps(simulated))
+
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
+    def test_a_run_that_goes_on_with_another_number_of_ranks_spends_its_budget(self):
+        """A step of fewer ranks has fewer examples, so more steps are left than the old group had."""
+        for exchange, ranks, steps, then, of_all in (("allgather", 4, 12, 2, 48), ("gtopk", 2, 21, 3, 16)):
+            with self.subTest(ranks=ranks):
+                metrics, folder = self.dir / f"m{ranks}.jsonl", self.dir / f"c{ranks}"
+                budget = "300kB" if ranks == 4 else "60kB"
+                case = ["--threads", 1, "--model", "mlp-64", "--exchange", exchange, "--density", "adaptive",
+                        "--budget", budget, "--metrics", metrics, "--checkpoint", folder]
+                total = of_all * then // ranks  # of the old group
+                whole = self.start(*case, "--ranks", ranks, "--steps", total, "--checkpoint-steps", steps)
+                whole.communicate(timeout=LIMIT)
+                for checkpoint in folder.glob("step-*"):
+                    if checkpoint.name != f"step-{steps:08}":
+                        shutil.rmtree(checkpoint)
+                self.assert_ok(skim("train", *SMALL, *case, "--ranks", then, "--steps", of_all, "--resume"))
+                after = [s for s in lines(metrics) if "sent_bytes" in s and s["step"] > steps * ranks // then]
+                self.assertEqual(after[-1]["step"], of_all)
+                spent = [s["budget_spent"] for s in after]
+                self.assertLessEqual(max(spent), 1.0)
+                self.assertGreater(spent[-1], 0.9, spent)
 
     def test_one_rank(self):
         done = skim("train", *SMALL, *MODEL, "--density", "adaptive", "--budget", "1MB")

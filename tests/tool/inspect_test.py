@@ -117,6 +117,8 @@ class Files(Case):
         for shape in ["()", "(3, 1)", "(0,)", "(-3,)", "(99999999999999999999,)"]:
             npy(bad, u, shape=shape)
             refused("expected")
+        npy(bad, u, "<" + 2_000_000 * "4", version=2)  # which a regular expression would take a stack for
+        refused("a header of 2000055 bytes, expected at most 10000")
         npy(bad, [1.0, math.nan])
         refused("NaN")
         npy(bad, [1.0, 1e300], "<f8")  # infinity as float32
@@ -147,6 +149,13 @@ class Files(Case):
 
 
 class Training(Case):
+    @unittest.skipUnless(CAN_DRAW, "no matplotlib")
+    def test_pictures_of_a_density_that_is_a_rule(self):
+        done = skim("inspect", *self.MLP, "--density", "capture=0.9", "--every", 2, "--out", self.dir / "i")
+        self.assert_ok(done)
+        self.assertNotIn("no pictures", done.stdout + done.stderr)
+        self.assertTrue(PICTURES <= {path.name for path in (self.dir / "i").iterdir()})
+
     MLP = ["--model", "mlp", "--density", "0.01", "--steps", "4", *SMALL]
 
     def test_records_of_a_run_and_the_run_is_the_same_as_without(self):

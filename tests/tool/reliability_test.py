@@ -93,6 +93,21 @@ class Restarts(Reliability):
         self.assertEqual(len(said), 5, err)
         self.assert_as_undisturbed("c")
 
+    def test_a_restart_does_not_continue_another_run(self):
+        """The ranks of the first attempt have ended before one of them could put the old run aside."""
+        self.assert_ok(train(*RUN, *self.folder("c"), "--steps", 20))
+        once, wrapper = self.dir / "once", self.dir / "mpirun"
+        wrapper.write_text(f'#!/bin/sh\n[ -e "{once}" ] || {{ touch "{once}"; exit 1; }}\n'
+                           f'exec "{os.environ["SKIM_MPIRUN"]}" "$@"\n')
+        wrapper.chmod(0o755)
+        with unittest.mock.patch.dict(os.environ, SKIM_MPIRUN=str(wrapper)):
+            done = train(*RUN, *self.folder("c"), "--steps", 30, "--seed", 2, "--restarts", 1)
+        self.assert_ok(done)
+        self.assertIn("restart 1 from the beginning on 3 ranks", done.stderr)
+        self.assertEqual(newest_in(self.dir / "c.~1~").name, "step-00000020")
+        self.assertEqual(newest_in(self.dir / "c").name, "step-00000030")
+        self.assertEqual([line["step"] for line in lines(self.dir / "c.jsonl") if "k" in line], list(range(1, 31)))
+
     def test_on_the_ranks_that_are_left(self):
         run = self.start(*RUN, *self.folder("c"), "--steps", 1000000, "--restarts", 5, "--min-ranks", 2)
         self.wait_for_checkpoint(run, self.dir / "c")
@@ -558,6 +573,13 @@ class Divergence(Reliability):
     def test_usage(self):
         done = train("--model", "linear", "--steps", 3, "--on-divergence", "rollback", "--checkpoint", self.dir / "c")
         self.assert_refused(done, "--on-divergence rollback needs --checkpoint DIR, and --checkpoint-steps")
+        rollback = ["--model", "linear", "--steps", 3, "--on-divergence", "rollback", "--checkpoint", self.dir / "c"]
+        for steps, keep, least in ((5, 2, 5), (10, 2, 3), (1, 19, 20), (18, 2, 3)):
+            with self.subTest(steps=steps):
+                often = [*rollback, "--checkpoint-steps", steps, "--keep"]
+                text = f"goes back 20 steps: with --checkpoint-steps {steps} it needs --keep {least}"
+                self.assert_refused(train(*often, keep), text)
+                self.assert_ok(train(*often, least))
 
 
 @unittest.skipUnless(HAS_MPI, NEEDS_MPI)

@@ -381,6 +381,7 @@ class Usage(Case):
             "--compute 1ms": "--target-time", "--checkpoint-steps 9": "--checkpoint DIR",
             "--checkpoint-time 1s": "--checkpoint DIR", "--keep 9": "--checkpoint DIR",
             "--divergence-factor 9": "--on-divergence stop or rollback",
+            "--skip-limit 3 --non-finite raise": "--non-finite skip",
         }
         (self.dir / "fit").write_text(json.dumps(
             {"alpha_s": 1e-3, "beta_s_per_byte": 1e-9, "select_s": 1e-9, "merge_s": 0, "add_s": 0}))
@@ -1316,6 +1317,10 @@ class Checkpoints(Case):
             done = train("--ranks", ranks, "--model", "mlp", "--steps", 3, "--checkpoint", small / "run")
             self.assert_refused(done, "checkpoint", "has room for 1.0 MB", "takes at least", status=1)
             self.assertNotIn("train loss", done.stdout)
+        # A dense exchange has no residuals, so nothing is kept for each rank.
+        ranks = 5 if HAS_MPI else 1
+        self.assert_ok(train("--ranks", ranks, "--model", "mlp-64", "--exchange", "dense", "--steps", 3,
+                             "--checkpoint", small / "run"))
 
     def test_a_signal_between_two_runs_stops_all_ranks(self):
         """One rank gets it, while the first run writes its checkpoint: it has no step left to stop after."""
@@ -1501,6 +1506,20 @@ class Failures(Case):
                 self.assertEqual((run["steps_done"], run["stopped"]), (step, True))
                 self.assert_ok(train(*case, "--steps", step + 2, option, self.dir / pathlib.Path(path).name, "--resume"))
 
+    def test_a_gradient_that_is_not_finite_does_not_stay_in_the_optimizer(self):
+        """With local steps each rank moves by its own gradients, before the group has seen them."""
+        for optimizer in (["--momentum", 0.9], ["--optimizer", "adam"]):
+            for ranks in (1, 2) if HAS_MPI else (1,):
+                # A round of four steps at a rate that overflows, then others. Without a residual, the round is forgotten.
+                rate = ["--lr", 1e37, "--lr-schedule", "steps", "--lr-drops", 4 * 8 * ranks / 512, "--lr-gamma", 1e-39]
+                done = train("--ranks", ranks, "--model", "mlp-64", "--local-steps", 4, "--steps", 100, "--no-feedback",
+                             "--density", 0.5, *rate, *optimizer, "--summary", self.dir / "s.json")
+                self.assert_ok(done)
+                [run] = json.loads((self.dir / "s.json").read_text())
+                (self.dir / "s.json").unlink()
+                self.assertEqual(run["skipped_steps"], 1, optimizer)
+                self.assertGreater(run["test_accuracy"], 0.3, optimizer)
+
     def test_a_dead_run_is_no_success(self):
         for ranks in (1, 2) if HAS_MPI else (1,):
             dead = ["--ranks", ranks, "--model", "mlp-64", "--steps", 60, "--lr", "1e20"]
@@ -1581,6 +1600,15 @@ class Failures(Case):
             self.assertEqual((self.dir / f"{folder.name}.~1~/m.jsonl").read_text(), first)
             self.assertEqual(len([line for line in lines(folder / "m.jsonl") if "sent_bytes" in line]), 4)
             self.assertEqual(len(list(folder.iterdir())), len(files))
+
+    def test_a_folder_may_be_a_link(self):
+        (self.dir / "real").mkdir()
+        (self.dir / "link").symlink_to(self.dir / "real")
+        for _ in range(3):
+            self.assert_ok(train("--model", "linear", "--steps", 3, "--checkpoint", self.dir / "link"))
+        self.assertTrue((self.dir / "link").is_symlink())
+        for name in ("real", "real.~1~", "real.~2~"):
+            self.assertEqual(newest_in(self.dir / name).name, "step-00000003")
 
     def test_a_folder_is_not_renamed_for_a_file(self):
         metrics, folder = self.dir / "m.jsonl", self.dir / "folder"

@@ -118,9 +118,11 @@ def draw_histogram(axis, parts):
 
 
 def title_of(data):
+    density = data["density"]  # a number, or a rule such as "capture=0.9"
+    density = f"k/d = {density:g}" if isinstance(density, (int, float)) else f"density {density}"
     if data["source"] == "npy":
-        return f"saved gradients, k/d = {data['density']:g}"
-    return f"{data['model']}, {data['data']}, {data['ranks']} ranks, {data['select']}, k/d = {data['density']:g}"
+        return f"saved gradients, {density}"
+    return f"{data['model']}, {data['data']}, {data['ranks']} ranks, {data['select']}, {density}"
 
 
 def histograms(data, records):
@@ -319,7 +321,7 @@ def sensitivity(arguments):
     figure, axis = plt.subplots(figsize=(COLUMN + 1.2, 2.6))
     for i, (name, points) in enumerate(lines.items()):
         x, y, error = [], [], []
-        for _, same in sorted(points.items()):
+        for _, same in sorted(points.items(), key=lambda point: (isinstance(point[0], str), point[0])):
             values = [factor * r[key] for r in same]
             x.append(statistics.mean(r["sent_bytes_per_step"] for r in same) / 1e3)
             y.append(statistics.mean(values))
