@@ -543,6 +543,7 @@ class Run {
     loss_sum_ = 0.0;
     loss_count_ = 0;
     sent_bytes_ = received_bytes_ = union_entries_ = 0;
+    round_is_finite_ = true;
     try {
       torch::load(model_, (dir / "model.pt").string());
       if (replica_) {
