@@ -222,8 +222,9 @@ def case_backward_goes_on_while_a_module_is_exchanged():
 
         def exchange(*arguments):
             assert not holds or second.wait(30.0), "backward waits for the exchange"
-            reduce_part(*arguments)
+            report = reduce_part(*arguments)
             ended.append(True)
+            return report
 
         compression.reduce_bucket, compression.reduce_part = begin, exchange
         return returned
