@@ -884,7 +884,7 @@ TEST(adaptive, seconds_are_never_more_than_the_budget) {
   constexpr std::uint64_t kSteps = 20;
   const StepCost cost = [](double d) { return 0.1 + d; };
   const double budget = kSteps * cost(0.02);
-  // By slope, the density of the first steps is high, and that of the step before says little.
+  // A rate that jumps: a step may cost far more, or far less, than the one before.
   const auto rate = [](std::uint64_t step) { return step < 5 || step == 9 ? 1.0 : 0.01; };
   for (const AdaptiveForm form : kForms) {
     for (const Gap gap : {Gap::rolled_back, Gap::ended, Gap::abandoned}) {
@@ -904,9 +904,9 @@ TEST(adaptive, seconds_are_never_more_than_the_budget) {
           reducer.set_layout(buckets({1500}));
           reducer.set_total_steps(kSteps);
           for (std::uint64_t step = 0; step < kSteps; ++step) {
-            const double least = cost(reducer.density().up);
-            spent += least;
-            largest = std::max(largest, least);
+            const double step_cost = cost(reducer.density().up);
+            spent += step_cost;
+            largest = std::max(largest, step_cost);
             const bool is_gap = step == at || step == at + 1;
             if (!is_gap || gap == Gap::abandoned) {
               Floats g = test::normal(1500, 10 * step);

@@ -565,23 +565,18 @@ TEST(param_server, a_dense_step_that_is_taken_back_leaves_held_mass_what_it_was)
         });
         Reducer reducer(with_server(placement), std::move(parts), comm);
         reducer.set_layout(buckets({n}));
-        const auto step = [&](std::uint64_t s) {
+        const auto step = [&](std::uint64_t s, bool is_taken_back) {
           Floats g = test::integers(n, seed_of(me, s), 100);
           reducer.reduce(0, std::span(g));
+          is_taken_back ? reducer.rollback_step(0.0) : void(reducer.end_step(0.0));
         };
-        step(0);
-        reducer.end_step(0.0);
+        step(0, false);
         const bool holds = !reducer.held(0).mass.empty();
         EXPECT_EQ(holds, placement == ServerPlacement::sharded || comm.rank() == 0);
-        if (!holds) {
-          step(1);
-          rolls_back ? reducer.rollback_step(0.0) : void(reducer.end_step(0.0));
-          return;
-        }
-        EXPECT_FALSE(reducer.held(0).is_rounding);
+        EXPECT_FALSE(holds && reducer.held(0).is_rounding);
         const Floats before = test::whole(reducer.held(0), n);
-        step(1);
-        rolls_back ? reducer.rollback_step(0.0) : void(reducer.end_step(0.0));
+        step(1, rolls_back);
+        if (!holds) return;
         EXPECT_EQ(reducer.held(0).is_rounding, !rolls_back);
         EXPECT_EQ(test::whole(reducer.held(0), n), rolls_back ? before : Floats(n, 0.0F));
       });

@@ -126,7 +126,7 @@ class Aggregator(Compression):
         return ()
 
     def _apart(self, members: Sequence[int]) -> list[Sequence[int]]:
-        """Tensors of different parts do not get into one bucket."""
+        """The members of a fragment in parts. Members of different parts get into different buckets."""
         return [members]
 
     def step(self, *, scale: float = 1.0) -> bool:

@@ -219,11 +219,8 @@ class LocalSteps(InEpochs):
                 "skim.LocalSteps: the parameters are shards: give process_group= the ranks that have the same shards, one "
                 "in each island (not an ElasticGroup)"
             )
-        shard: dict[str, str] = {}
-        wholes: set[int] = set()
-        if self._shard is not None:
-            shard["shard"] = self._shard.described
-            wholes = self._shard.wholes(self._of_model)
+        shard = {} if self._shard is None else {"shard": self._shard.described}
+        wholes = set[int]() if self._shard is None else self._shard.wholes(self._of_model)
         if wholes and exchange == "auto":
             raise _core.InvalidArgument(
                 f"skim.LocalSteps: several ranks of an island have '{self._names[min(wholes)]}' whole, and exchange='auto' may "

@@ -116,7 +116,7 @@ class Rules(Case):
 
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: skim train cannot start ranks")
     def test_a_run_that_goes_on_with_another_number_of_ranks_spends_its_budget(self):
-        """A step of fewer ranks has fewer examples, so more steps are left than the old group had."""
+        """Its steps have another number of examples, so another number of them is left."""
         for exchange, ranks, steps, then, of_all in (("allgather", 4, 12, 2, 48), ("gtopk", 2, 21, 3, 16)):
             with self.subTest(ranks=ranks):
                 metrics, folder = self.dir / f"m{ranks}.jsonl", self.dir / f"c{ranks}"
