@@ -2,7 +2,7 @@
 //
 // A rank that fails sends the culprit's name, in place of a message, to the ranks that wait for it.
 // Then it closes its connections. Those ranks do the same. For ranks that do not wait, the
-// transport publishes the name in another way (a store).
+// transport of each of them publishes the name in another way (a store) before it closes.
 //
 // In such a transport the receiver names the length of a receive, and the message may be shorter.
 // So a message of L bytes travels in two parts: first L and up to kFirst bytes, then the rest, if
@@ -93,8 +93,7 @@ class TransportCommunicator final : public Communicator {
         } catch (const nb::python_error&) {  // the one that has gone
         }
       }
-      family_->transport.attr("abort")(word.culprit, std::string(word.phase.data()),
-                                       family_->word.has_value());
+      family_->transport.attr("abort")(word.culprit, std::string(word.phase.data()));
     } catch (...) {  // a peer that cannot be told will run into its timeout
     }
     end_transfers();  // they would keep connections open
@@ -286,12 +285,11 @@ void bind_transport(nb::module_& m) {
       "be\n"
       "                           shorter than the memory that receives it.\n"
       "  wait(work)               Returns when the transfer is done; raises if it fails.\n"
-      "  abort(culprit, phase, known)\n"
-      "                           Ends all open transfers of this rank, also for the ranks that "
-      "wait\n"
-      "                           for it. If not known, it also makes (culprit, phase) available "
-      "to\n"
-      "                           told() on all ranks. If known, another rank has done so.\n"
+      "  abort(culprit, phase)    Makes (culprit, phase) available to told() on all ranks, unless "
+      "an\n"
+      "                           earlier abort did. Then ends all open transfers of this rank, "
+      "also\n"
+      "                           for the ranks that wait for it.\n"
       "  waits(peer) -> list of int\n"
       "                           Optional. Called after a TimeoutError of this rank's wait for "
       "peer.\n"

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -119,6 +119,7 @@ class GlooTransport:
         self._timeout = timeout
         # Nothing else refers to it. Setting it to None closes its connections, which wakes waiting ranks.
         self._gloo: Any = None
+        self._has_listened = False  # to what a peer that is gone had to say
         self.host = rank
         if self.size == 1:
             return
@@ -149,16 +150,25 @@ class GlooTransport:
         return failure
 
     def send(self, memory: memoryview, to: int, tag: int) -> Any:
-        return self._open().send([torch.frombuffer(memory, dtype=torch.uint8)], to, tag), to
+        with self._explained(to):
+            return self._open().send([torch.frombuffer(memory, dtype=torch.uint8)], to, tag), to
 
     def receive(self, memory: memoryview, source: int, tag: int) -> Any:
-        return self._open().recv([torch.frombuffer(memory, dtype=torch.uint8)], source, tag), source
+        with self._explained(source):
+            return self._open().recv([torch.frombuffer(memory, dtype=torch.uint8)], source, tag), source
 
     def wait(self, work: Any) -> None:
         transfer, peer = work
         self._waits.begin(peer)
-        try:
+        with self._explained(peer):
             transfer.wait()
+        self._waits.end()
+
+    @contextlib.contextmanager
+    def _explained(self, peer: int) -> Iterator[None]:
+        """Raises the errors of gloo in words of its own. A transfer fails as it starts if its peer left earlier."""
+        try:
+            yield
         except RuntimeError as e:
             text = str(e)
             if "imed out" in text:
@@ -168,7 +178,6 @@ class GlooTransport:
                 self._hear_from(peer)
                 raise ConnectionError("its connection is closed: it has ended or failed") from None
             raise
-        self._waits.end()
 
     def _hear_from(self, peer: int) -> None:
         """Gives a peer that has closed its connection the time to say why, which told() then has.
@@ -176,13 +185,16 @@ class GlooTransport:
         Gloo closes all connections of a rank whose wait times out. The rank then takes three periods or more to find
         the one that all wait for. A rank that has died says nothing: one period is enough.
         """
+        if self._has_listened:  # it is about to abort, and sends a word to all, also to those that are gone
+            return
+        self._has_listened = True
         with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
             if self._waits.until(lambda: self._waits.has_run_out(peer) or self.told() is not None, 1):
                 self._waits.until(lambda: self.told() is not None, 8)
 
-    def abort(self, culprit: int, phase: str, known: bool) -> None:
+    def abort(self, culprit: int, phase: str) -> None:
         try:
-            if self.size > 1 and not known and self.told() is None:
+            if self.size > 1 and self.told() is None:
                 self._store.set("abort", f"{culprit} {phase}")
                 self._store.add("aborts", 1)
         finally:

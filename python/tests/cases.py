@@ -1,6 +1,8 @@
 """What all files of cases share. Under torchrun, they run every function case_* on all ranks, in order."""
 
 import contextlib
+import datetime
+import faulthandler
 import os
 import sys
 import traceback
@@ -8,6 +10,7 @@ import traceback
 import skim
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 
 def gathered(value):
@@ -64,8 +67,20 @@ def left_out(what, before=(2, 4)):
         print(f"left out, with PyTorch {torch.__version__}: {what}", flush=True)
 
 
+def verdicts_of(name, verdict):
+    """Those of all ranks, through the store: after a failure, the others may be in any collective. They have 60 s to come."""
+    store, keys = distributed_c10d._get_default_store(), [f"verdicts/{name}/{r}" for r in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], verdict)
+    try:
+        store.wait(keys, datetime.timedelta(seconds=500 if verdict == "ok" else 60))
+    except RuntimeError:
+        return ["not all ranks came"]
+    return [store.get(key).decode() for key in keys]
+
+
 def run(functions, wanted):
     """Runs the cases, or those whose names are wanted, and ends the process. Rank 0 prints a verdict for each."""
+    faulthandler.dump_traceback_later(570, exit=True)  # before the test that waits for this process gives up
     for name, case in list(functions.items()):
         if not name.startswith("case_") or (wanted and name.removeprefix("case_") not in wanted):
             continue
@@ -76,7 +91,7 @@ def run(functions, wanted):
         except Exception:
             verdict = "failed"
             print(f"rank {dist.get_rank()}: {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        verdicts = gathered(verdict)
+        verdicts = verdicts_of(name, verdict)
         if dist.get_rank() == 0:
             print(f"{name.removeprefix('case_')}: {'ok' if set(verdicts) == {'ok'} else 'failed'}", flush=True)
         if set(verdicts) != {"ok"}:

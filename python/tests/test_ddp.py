@@ -202,6 +202,43 @@ class Blame(unittest.TestCase):
         errors = self.broadcast_from_a_rank_that_stalls(late=2, timeout=3.0)
         self.assertRegex(str(errors[2]), "the group was aborted because of rank 3")
 
+    def two_ranks(self, of_rank_1):
+        """Returns rank 0's transport. of_rank_1(transport) runs in a thread, with rank 1's."""
+        import torch.distributed as dist
+
+        from skim._transport import GlooTransport
+
+        store = dist.HashStore()
+        other = threading.Thread(target=lambda: of_rank_1(GlooTransport(store, 1, 2, 10.0)))
+        other.start()
+        self.addCleanup(other.join)
+        return GlooTransport(store, 0, 2, 10.0)
+
+    def test_a_send_to_a_rank_that_has_ended_says_so(self):
+        transport = self.two_ranks(lambda other: None)
+        with self.assertRaisesRegex(ConnectionError, "its connection is closed: it has ended or failed"):
+            while True:  # until gloo sees it
+                transport.send(memoryview(bytearray(8)), 1, 0)
+
+    def test_a_rank_that_hears_of_a_failure_tells_it_before_it_closes_its_connections(self):
+        """The one that fails sends a word to the ranks that wait for it, before it tells the others."""
+        from skim import CommError, _core
+
+        heard = threading.Event()
+
+        def fails(transport):
+            tells = transport.abort
+            transport.abort = lambda *what: heard.wait() and tells(*what)
+            _core.communicator_over(transport).abort(1)
+
+        transport = self.two_ranks(fails)
+        self.addCleanup(heard.set)
+        comm = _core.communicator_over(transport)
+        with self.assertRaisesRegex(CommError, "was aborted because of rank 1"):
+            comm.broadcast(b"", 1)
+        comm.abort(1)
+        self.assertEqual(transport.told(), (1, ""))
+
     def test_a_wait_is_told_while_it_lasts(self):
         import torch.distributed as dist
 
