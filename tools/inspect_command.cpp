@@ -341,7 +341,8 @@ int inspect_command(int argc, char** argv) {
     line.plain(
         "--npy", o.files, "FILE...",
         "inspect these one-dimensional arrays instead of training; --density and --out apply");
-    line.option("--every", o.every, "N", "steps between records; the first step is also recorded")
+    line.option("--every", o.every, "N",
+                "steps (of local steps: rounds) between records; the first one is also recorded")
         ->check(positive());
     line.option("--out", o.out, "DIR", "folder for inspect.json and the pictures");
     line.option("--bins", o.bins, "N",

@@ -54,7 +54,7 @@ class RecordedRun {
   std::vector<nlohmann::json> decisions_;
   std::size_t left_out_decisions_ = 0;
   nlohmann::json beginnings_ = nlohmann::json::array();  // of the processes that did the run
-  std::vector<double> waited_ms_;                        // by training rank
+  std::vector<double> waited_ms_;                        // by rank
   double compared_ms_ = 0.0;
 };
 

@@ -1,5 +1,6 @@
 #include "train/checkpoint.hpp"
 
+#include <fcntl.h>
 #include <zlib.h>
 
 #include <algorithm>
@@ -121,6 +122,22 @@ void discard(const fs::path& checkpoint) {
   fs::remove_all(aside);
 }
 
+// Gives a folder its name. It replaces a checkpoint of that name, which a run has that was resumed
+// from an earlier step. There is a moment without both only if the file system cannot exchange two
+// names.
+void appear(const fs::path& aside, const fs::path& whole) {
+  if (!fs::exists(whole)) {
+    fs::rename(aside, whole);
+  } else if (renameat2(AT_FDCWD, aside.c_str(), AT_FDCWD, whole.c_str(), RENAME_EXCHANGE) == 0) {
+    sync_to_disk(whole.parent_path());
+    fs::remove_all(aside);
+  } else {
+    discard(whole);
+    fs::rename(aside, whole);
+  }
+  sync_to_disk(whole.parent_path());
+}
+
 // Removes all checkpoints but the newest `keep` up to this step, and what killed runs left aside.
 void prune(const fs::path& dir, std::int64_t step, std::int64_t keep) {
   for (const fs::path& c : checkpoints_of(dir)) {
@@ -207,9 +224,7 @@ fs::path CheckpointWriter::finish() {
         write_file(aside / kManifest,
                    [&](std::ostream& out) { out << manifest.dump(2) << '\n'; });
         sync_to_disk(aside);
-        if (fs::exists(whole)) discard(whole);  // of a run that was resumed from an earlier step
-        fs::rename(aside, whole);
-        sync_to_disk(dir_);
+        appear(aside, whole);
         if (!diverged_) prune(dir_, step_, keep_);
       });
     }

@@ -11,15 +11,17 @@ namespace skim::train {
 std::string Stragglers::add(std::span<const double> compute, double seconds) {
   seconds_ += seconds;
   waited_.resize(std::max(waited_.size(), compute.size()));
-  if (compute.size() < 2) return {};
-  const auto slowest = std::ranges::max_element(compute);
-  const auto rank = static_cast<std::size_t>(slowest - compute.begin());
-  std::vector<double> others(compute.begin(), compute.end());
-  others.erase(others.begin() + (slowest - compute.begin()));
+  const auto trained = compute.subspan(servers_);
+  std::vector<double> others(trained.begin(), trained.end());
+  if (others.size() < 2) return {};
+  const auto slowest = std::ranges::max_element(others);
+  const double longest = *slowest;
+  const auto rank = servers_ + static_cast<std::size_t>(slowest - others.begin());
+  others.erase(slowest);
   const double usual = median(others);
-  waited_[rank] += *slowest - usual;
+  waited_[rank] += longest - usual;
 
-  if (!(*slowest >= kSlow * usual)) {
+  if (!(longest >= kSlow * usual)) {
     slow_for_ = 0.0;
     return {};
   }
@@ -33,7 +35,7 @@ std::string Stragglers::add(std::span<const double> compute, double seconds) {
   std::snprintf(text, sizeof text,
                 "rank %zu has been slow for %.0f s: it computes %.1f times as long as the median "
                 "of the others",
-                rank, slow_for_, *slowest / usual);
+                rank, slow_for_, longest / usual);
   return text;
 }
 

@@ -246,8 +246,7 @@ class Run {
 
   void compare_times() {
     comm_.set_phase({"comparison of times"});
-    const std::vector<double> all = gather_values(compute_s_, comm_);
-    const std::vector<double> compute(all.end() - ranks_, all.end());
+    const std::vector<double> compute = gather_values(compute_s_, comm_);
     const auto now = Clock::now();
     const double seconds = 1e-3 * milliseconds(now - last_times_);
     std::vector<double> waited = stragglers_.waited();  // before this interval
@@ -618,13 +617,17 @@ class Run {
          std::to_string(length_.total) + " steps: nothing to train; give more --steps or --epochs");
   }
 
-  // The model holds the saved x. On another number of ranks, every rank starts from the mean of the
-  // old replicas, with the optimizer of one of them.
+  // The model holds the saved x. On another number of ranks, every rank that trains starts from the
+  // mean of the old replicas of such ranks, with the optimizer of one of them. A dedicated server
+  // goes on from its own: x, and an optimizer that has taken no step.
   void resume_replica(const fs::path& dir, int old_ranks) {
-    const bool same = old_ranks == comm_.size();
+    const bool goes_on = old_ranks == comm_.size() || rank_ < 0;
+    const int old_trained = training_ranks(options_, old_ranks);
+    const int begin = goes_on ? comm_.rank() : old_ranks - old_trained;
+    const int replicas = goes_on ? 1 : old_trained;
     const std::size_t first = 1 + model_->buffers().size();
     std::vector<torch::Tensor> mean;
-    for (int r = same ? comm_.rank() : 0; r < (same ? comm_.rank() + 1 : old_ranks); ++r) {
+    for (int r = begin; r < begin + replicas; ++r) {
       std::vector<torch::Tensor> tensors;
       torch::load(tensors, (dir / name_of(r, "pt")).string());
       for (std::size_t b = 0; b < buckets_.flat().buffers.size(); ++b) {
@@ -633,11 +636,12 @@ class Run {
           throw std::out_of_range("replica");
         }
         if (b == mean.size()) mean.push_back(torch::zeros_like(own));
-        mean[b] += same ? own : own / old_ranks;
+        mean[b] += own / replicas;
       }
     }
     replica_->resume(mean);
-    torch::load(*optimizer_, (dir / name_of(comm_.rank() % old_ranks, "optimizer.pt")).string());
+    const int of_rank = begin + std::max(0, rank_) % replicas;
+    torch::load(*optimizer_, (dir / name_of(of_rank, "optimizer.pt")).string());
     std::ifstream outer(dir / "outer", std::ios::binary);
     replica_->local().load(outer);
   }
@@ -706,7 +710,7 @@ class Run {
   Clock::time_point last_checkpoint_;  // when it began
   Clock::time_point last_times_;       // when the ranks last compared their times
   double compute_s_ = 0.0;             // of this rank since then
-  Stragglers stragglers_;
+  Stragglers stragglers_{static_cast<std::size_t>(comm_.size() - ranks_)};
   Watchdog watchdog_{options_.divergence_factor};
   bool diverged_ = false;  // the watchdog says so, and the other ranks do not know yet
   bool round_is_finite_ = true;  // of local steps: no gradient of this rank had a NaN

@@ -59,8 +59,8 @@ struct Summary {
   std::uint64_t peak_rss_bytes = 0;   // of the largest rank
   std::uint64_t skipped_steps = 0;
   int rollbacks = 0;
-  // By training rank: the seconds that the others waited for it (Stragglers::waited), out of
-  // compared_s. In a simulation, none.
+  // By rank: the seconds that the others waited for it (Stragglers::waited), out of compared_s. In
+  // a simulation, none.
   std::vector<double> waited_s{};
   double compared_s = 0.0;
   // With `automatic`, of the whole run. None if there were no choices, and if the run resumed or
@@ -100,8 +100,8 @@ struct Observer {
   // after its last one, which may come again.
   std::function<void(const Resumed&)> on_resume;
   OnDecision on_decision;
-  // The ranks have compared their times. waited_s: by training rank, the seconds that the others
-  // waited for it (Stragglers::waited) since the comparison before, which was `seconds` ago.
+  // The ranks have compared their times. waited_s: by rank, the seconds that the others waited for
+  // it (Stragglers::waited) since the comparison before, which was `seconds` ago.
   std::function<void(std::int64_t step, std::span<const double> waited_s, double seconds)>
       on_comparison{};
   // Something failed, and the run goes on. One line.

@@ -585,9 +585,15 @@ class Divergence(Reliability):
 @unittest.skipUnless(HAS_MPI, NEEDS_MPI)
 class Stragglers(Reliability):
     def test_the_table_names_the_rank_that_the_others_waited_for(self):
+        self.pause_rank_2()
+
+    def test_a_dedicated_server_counts_as_a_rank_in_the_table(self):
+        self.pause_rank_2("--exchange", "param-server", "--server", "dedicated")
+
+    def pause_rank_2(self, *options):
         # Many pauses fall into computing; those in an exchange do not count.
         run = self.start(*RUN, "--model", "lenet5", "--batch", 64, "--threads", 1, "--steps", 1000000,
-                         *self.folder("c"), "--summary", self.dir / "s.json")
+                         *self.folder("c"), "--summary", self.dir / "s.json", *options)
         self.wait_for_step_of(run, "c", 10)
         slow = pids_of(self.dir)[2]
         begin = time.monotonic()

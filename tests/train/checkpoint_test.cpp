@@ -1,10 +1,14 @@
 // Checkpoints: what is written, what is believed, and what happens if the disk fails.
 #include "train/checkpoint.hpp"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
+#include <torch/serialize.h>
 
 #include <atomic>
 #include <cctype>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -13,12 +17,14 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "group.hpp"
 #include "skim/error.hpp"
 #include "train/data.hpp"
+#include "train/loop.hpp"
 #include "train/trainer.hpp"
 
 namespace skim::train {
@@ -179,6 +185,26 @@ TEST_F(Checkpoints, so_many_stay_and_none_of_a_later_step) {
   EXPECT_EQ(names(), std::vector<std::string>{"step-00000025"});
 }
 
+TEST_F(Checkpoints, one_that_replaces_the_only_one_leaves_no_moment_without) {
+  const fs::path a = dir / "a", b = dir / "b";
+  for (const fs::path& folder : {a, b}) fs::create_directory(folder);
+  if (renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) != 0) {
+    GTEST_SKIP() << "the disk of " << dir << " cannot exchange two names";
+  }
+  write({7}, 1);
+  std::atomic<bool> ends{false};
+  int moments = 0;
+  std::thread watch([&] {
+    while (!ends) moments += fs::exists(dir / "step-00000007") ? 0 : 1;
+  });
+  write(std::vector<std::int64_t>(20, 7), 1);
+  ends = true;
+  watch.join();
+  EXPECT_EQ(moments, 0);
+  EXPECT_EQ(names(), std::vector<std::string>{"step-00000007"});
+  EXPECT_EQ(std::distance(fs::directory_iterator(dir), {}), 3) << "something is left";
+}
+
 TEST_F(Checkpoints, a_failure_of_one_rank_is_told_on_all_and_harms_nothing) {
   write({1});
   const std::string before = content(dir / "step-00000001/manifest.json");
@@ -232,13 +258,17 @@ TrainOptions options(const fs::path& dir) {
   return o;
 }
 
-// Trains on two ranks. Returns rank 0's summary.
+const Dataset& data() {
+  static const Dataset made = load_data({.generated_train = 512, .generated_test = 101});
+  return made;
+}
+
+// Returns rank 0's summary.
 Summary run(const TrainOptions& o, const Observer& observer = {},
-            const std::atomic<bool>& stop = kNoStop) {
-  static const Dataset data = load_data({.generated_train = 512, .generated_test = 101});
+            const std::atomic<bool>& stop = kNoStop, int ranks = 2) {
   Summary summary;
-  test::run_threads(2, [&](Communicator& comm) {
-    const Summary mine = train(o, data, comm, stop, observer);
+  test::run_threads(ranks, [&](Communicator& comm) {
+    const Summary mine = train(o, data(), comm, stop, observer);
     if (comm.rank() == 0) summary = mine;
   });
   return summary;
@@ -279,6 +309,67 @@ TEST_F(Checkpoints, a_run_stopped_before_its_last_evaluation_ends_as_an_undistur
   EXPECT_NE(final_state(stopped), undisturbed);
   o.resume = true;
   EXPECT_TRUE(final_state(run(o)) == undisturbed);
+}
+
+// The replica's buckets in a rank's file of a run without buffers.
+std::vector<torch::Tensor> replica_in(const fs::path& checkpoint, int rank) {
+  std::vector<torch::Tensor> tensors;
+  torch::load(tensors, (checkpoint / ("rank-" + std::to_string(rank) + ".pt")).string());
+  return {tensors.begin() + 1, tensors.end()};
+}
+
+// How many steps a rank's AdamW has taken.
+std::int64_t steps_of(const TrainOptions& o, const fs::path& checkpoint, int rank) {
+  const std::shared_ptr<Model> model = make_model(o, data().info());
+  const std::unique_ptr<torch::optim::Optimizer> optimizer = make_optimizer(o, *model);
+  const std::string name = "rank-" + std::to_string(rank) + ".optimizer.pt";
+  torch::load(*optimizer, (checkpoint / name).string());
+  if (optimizer->state().empty()) return 0;
+  return dynamic_cast<torch::optim::AdamWParamState&>(*optimizer->state().begin()->second).step();
+}
+
+TEST_F(Checkpoints, replicas_of_local_steps_go_on_from_the_mean_of_those_that_trained) {
+  TrainOptions o = options(dir);
+  o.exchange.kind = ExchangeKind::param_server;
+  o.exchange.server.placement = ServerPlacement::dedicated;
+  o.optimizer = OptimizerKind::adamw;
+  o.momentum = 0.0;
+  o.local_steps = 5;
+  o.checkpoint_steps = 6;           // in the middle of a round
+  o.learning_rate = {.base = 0.01,  // from step 6 on nothing moves
+                     .kind = LearningRateKind::steps,
+                     .drop_epochs = {5.5 / 64},
+                     .gamma = 1e-30};
+  run(o, {}, kNoStop, 3);
+  fs::remove_all(dir / "step-00000012");
+  const fs::path from = dir / "step-00000006";
+  const std::vector<torch::Tensor> x = replica_in(from, 0);
+  std::vector<torch::Tensor> mean;
+  for (std::size_t b = 0; b < x.size(); ++b) {
+    mean.push_back((replica_in(from, 1)[b] + replica_in(from, 2)[b]) / 2);
+    ASSERT_FALSE(torch::equal(mean[b], x[b]));
+  }
+  const fs::path kept = dir.string() + ".kept";
+  fs::rename(dir, kept);
+  // Step 6 of two ranks that train is step 12 of one, and step 3 of four.
+  for (const auto& [ranks, step] : std::map<int, int>{{2, 12 + 1}, {5, 3 + 1}}) {
+    SCOPED_TRACE(ranks);
+    fs::copy(kept, dir, fs::copy_options::recursive);
+    o.resume = true;
+    o.checkpoint_steps = step;
+    o.steps = step + 2;
+    run(o, {}, kNoStop, ranks);
+    const fs::path to = dir / (step == 4 ? "step-00000004" : "step-00000013");
+    for (std::size_t b = 0; b < x.size(); ++b) {
+      EXPECT_TRUE(torch::equal(replica_in(to, 0)[b], x[b])) << "the server moved";
+      for (int r = 1; r < ranks; ++r) {
+        EXPECT_TRUE(torch::allclose(replica_in(to, r)[b], mean[b], 0.0, 1e-7)) << r;
+      }
+    }
+    for (int r = 0; r < ranks; ++r) EXPECT_EQ(steps_of(o, to, r), r == 0 ? 0 : 7) << r;
+    fs::remove_all(dir);
+  }
+  fs::remove_all(kept);
 }
 
 TEST_F(Checkpoints, one_that_a_killed_run_began_is_removed) {

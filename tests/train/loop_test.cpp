@@ -98,6 +98,19 @@ TEST(Stragglers, a_lasting_one_is_named_once) {
   EXPECT_NE(s.add(slow, 10.0), "");
 }
 
+TEST(Stragglers, a_server_is_no_rank_that_computes_less) {
+  Stragglers s(1);
+  const std::vector compute{0.5, 1.0, 3.0, 1.0};
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(s.add(compute, 10.0), "");
+  const std::string told = s.add(compute, 10.0);
+  EXPECT_NE(told.find("rank 2 has been slow"), std::string::npos) << told;
+  EXPECT_NE(told.find("3.0 times"), std::string::npos) << told;
+  EXPECT_EQ(s.waited(), (std::vector{0.0, 0.0, 12.0, 0.0}));
+  Stragglers alone(1);
+  EXPECT_EQ(alone.add(std::vector{0.5, 1.0}, 10.0), "");
+  EXPECT_EQ(alone.waited(), (std::vector{0.0, 0.0}));
+}
+
 TEST(Stragglers, one_rank_waits_for_nobody) {
   Stragglers s;
   for (int i = 0; i < 20; ++i) EXPECT_EQ(s.add(std::vector{3.0}, 10.0), "");
