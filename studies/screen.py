@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Tries variants of sparse training before anyone builds them, and prints a line of JSON.
 
   screen.py gpt --lr 0.01 --density 0.0135 --over-senders

@@ -106,18 +106,50 @@ class Links(unittest.TestCase):
 
 
 class Places(unittest.TestCase):
-    def test_a_folder_with_a_space(self):
-        environment = os.environ | {"SKIM_CLUSTER": "space" + "".join(random.choices(string.ascii_lowercase, k=3))}
-        once = ["once", "2", "none", "hostname"]
-        there = cluster(*once, env=environment)
+    def setUp(self):
+        self.environment = os.environ | {"SKIM_CLUSTER": "space" + "".join(random.choices(string.ascii_lowercase, k=3))}
+
+    def usual(self, *once):
+        there = cluster(*once, env=self.environment)
         if there.returncode:
             self.skipTest(f"no hosts here: {there.stderr.strip().splitlines()[-1]}")
+        return sorted(there.stdout.split())
+
+    def test_a_folder_with_a_space(self):
+        once = ["once", "2", "none", "hostname"]
+        hosts = self.usual(*once)
         with tempfile.TemporaryDirectory() as folder:
             copy = pathlib.Path(folder, "with a space")
             shutil.copytree(SCRIPT.parent, copy)
-            done = cluster(*once, script=copy / "cluster", env=environment)
+            done = cluster(*once, script=copy / "cluster", env=self.environment)
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertEqual(sorted(done.stdout.split()), sorted(there.stdout.split()))
+        self.assertEqual(sorted(done.stdout.split()), hosts)
+
+    def once_where(self, folder, options, *once, **environment):
+        """once with a file system of its own for a folder."""
+        mount = f"mount -t tmpfs -o {options} tmpfs {folder} && exec /bin/bash \"$@\""
+        command = ["unshare", "--mount", "sh", "-c", mount, "sh", str(SCRIPT), *once]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=self.environment | environment)
+
+    def test_no_program_may_be_in_run(self):
+        """Debian mounts it so."""
+        once = ["once", "2", "none+1ms", "hostname"]
+        hosts = self.usual(*once)
+        with tempfile.TemporaryDirectory() as folder:
+            done = self.once_where("/run", "nodev,nosuid,noexec", *once, TMPDIR=folder)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            self.assertEqual(sorted(done.stdout.split()), hosts)
+            self.assertEqual(os.listdir(folder), [], "something is left")
+
+    def test_no_program_may_be_among_temporary_files(self):
+        self.usual("once", "2", "none", "hostname")
+        with tempfile.TemporaryDirectory() as folder:
+            for rate in "none", "none+1ms":
+                with self.subTest(rate):
+                    done = self.once_where(folder, "noexec", "once", "2", rate, "hostname", TMPDIR=folder)
+                    self.assertEqual((done.returncode, done.stdout), (1, ""))
+                    self.assertEqual(done.stderr, f"cluster: programs in {folder} cannot run, as on a disk mounted noexec; "
+                                                  "TMPDIR names another folder for them\n")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,15 @@ Usage: scripts_test.py -v
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 import unittest
 
+from blocks import ROOT, blocks
+
+PAGES = [str(page.relative_to(ROOT)) for pattern in ("*.md", "docs/**/*.md", "studies/*.md") for page in ROOT.glob(pattern)]
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / "scripts"
 
 
@@ -28,7 +32,28 @@ class Help(unittest.TestCase):
                     self.assertEqual(done.stdout.splitlines(), comment)
 
 
+class Pages(unittest.TestCase):
+    def test_programs_that_they_call_by_path_are_executable(self):
+        called = {}
+        for page in PAGES:
+            for block in blocks(page):
+                for line in block.text.splitlines() if block.language == "sh" else []:
+                    if program := re.match(r"(?:[A-Z_]+=\S+ )*((?:scripts|studies|tools)/\S+)", line):
+                        called.setdefault(program[1], page)
+        self.assertGreater(len(called), 10)
+        wrong = {f"{page}: {program}" for program, page in called.items()
+                 if not os.access(ROOT / program, os.X_OK) or not (ROOT / program).read_text().startswith("#!")}
+        self.assertEqual(wrong, set())
+
+
 class Soak(unittest.TestCase):
+    def test_one_rank_is_refused(self):
+        """It has no launcher, which tells the ranks' processes."""
+        done = subprocess.run([sys.executable, SCRIPTS / "soak", "--ranks", "1"], capture_output=True, text=True,
+                              env=os.environ | {"SKIM_TOOL": "/bin/false"}, timeout=30)
+        self.assertEqual((done.returncode, done.stderr.splitlines()[-1]),
+                         (2, "soak: error: --ranks: must be 2 or more, not 1"))
+
     def test_its_file_has_the_lines_of_one_run(self):
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder, "soak.jsonl")

@@ -19,6 +19,7 @@ class BucketReport:
     n: int = 0  # entries
     steps: int = 0
     reduced: int = 0  # entries, summed over the steps
+    dense_bytes: float = 0.0  # of a ring all-reduce of float32 in each of these steps
     dense_steps: int = 0
     k: int = 0  # entries asked for in the last step
     sent_bytes: int = 0
@@ -29,11 +30,12 @@ class BucketReport:
     capture: float = 0.0  # fraction of |residual + gradient|^2 that was sent, summed over the steps
     decision: str = ""
 
-    def add(self, r: _core.StepReport, decision: str) -> None:
-        """Adds a step of this bucket. decision: Reducer.decision of its slot."""
+    def add(self, r: _core.StepReport, decision: str, ranks: int) -> None:
+        """Adds a step of this bucket, among so many ranks. decision: Reducer.decision of its slot."""
         self.n = r.n
         self.steps += 1
         self.reduced += r.n
+        self.dense_bytes += 2 * (ranks - 1) / ranks * 4 * r.n
         self.dense_steps += r.dense
         self.k = r.k
         self.sent_bytes += r.sent_bytes
@@ -79,6 +81,7 @@ class BucketReport:
 
     def _add_costs(self, other: BucketReport) -> None:
         self.reduced += other.reduced
+        self.dense_bytes += other.dense_bytes
         self.sent_bytes += other.sent_bytes
         self.received_bytes += other.received_bytes
         self.select_s += other.select_s
@@ -98,7 +101,9 @@ class Report:
     # state with other buckets was loaded.
     forming: BucketReport = dataclasses.field(default_factory=BucketReport)
     moved_bytes: int = 0  # between device and host, if the residuals are on a device
-    exposed_s: float = 0.0  # total time from the last gradient of a step to the end of its exchange
+    # Total time from the last gradient of a step to the end of its exchange. Of an Aggregator, all of reduce(). On a GPU it
+    # also has what the device still had to do when the last gradient was queued there.
+    exposed_s: float = 0.0
     buckets: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
     # By rank: the seconds that the median of the others waited for it, at least, out of compared_s. Of DDP and
     # LocalSteps, up to the last comparison.
@@ -135,7 +140,7 @@ class Report:
 
     def add(self, slot: int, r: _core.StepReport, decision: str) -> None:
         """Adds a step of one bucket. slot: the bucket's number. decision: Reducer.decision of its slot."""
-        self.buckets.setdefault(slot, BucketReport()).add(r, decision)
+        self.buckets.setdefault(slot, BucketReport()).add(r, decision, self.size)
 
     def buckets_stand(self) -> None:
         """Call it when the buckets are settled. The statistics so far then count as `forming`."""
@@ -154,8 +159,7 @@ class Report:
     @property
     def dense_bytes(self) -> float:
         """The bytes that ring all-reduces of float32 would have sent in these steps."""
-        share = 2 * (self.size - 1) / self.size * 4
-        return share * sum(b.reduced for b in self._parts())
+        return sum(b.dense_bytes for b in self._parts())
 
     def _parts(self) -> list[BucketReport]:
         return [self.forming, *self.buckets.values()]

@@ -123,21 +123,23 @@ class GlooTransport:
         self.host = rank
         if self.size == 1:
             return
+        began = time.monotonic()
         try:
             store.add(f"came{rank}", 1)
             self._gloo = dist.ProcessGroupGloo(store, rank, self.size, datetime.timedelta(seconds=timeout))
         except RuntimeError as e:
-            raise self._not_connected(e) from None
+            raise self._not_connected(e, time.monotonic() - began) from None
         self._waits = _Waits(store, rank, size, timeout)
         weakref.finalize(self, self._waits.close)
         store.set(f"host{rank}", socket.gethostname())  # after what _Waits has set
         hosts = [store.get(f"host{r}") for r in range(self.size)]
         self.host = hosts.index(hosts[rank])
 
-    def _not_connected(self, error: RuntimeError) -> _core.CommError:
+    def _not_connected(self, error: RuntimeError, waited_s: float) -> _core.CommError:
         missing = []
-        with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
-            missing = [r for r in range(self.size) if self._store.add(f"came{r}", 0) == 0]
+        if waited_s > 0.9 * self._timeout:  # otherwise it is not for a rank that gloo gave up
+            with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
+                missing = [r for r in range(self.size) if self._store.add(f"came{r}", 0) == 0]
         if missing:
             why = (
                 f"rank {missing[0]} did not make this group in {self._timeout:g} s; all ranks make their groups of Skim in "

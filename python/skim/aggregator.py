@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -121,6 +122,8 @@ class Aggregator(Compression):
             )
         self.take_over_momentum()
 
+    _is_exposed = True  # whether reduce() runs while nothing else goes on; if not, its caller counts what is not hidden
+
     def _described(self) -> Sequence[str]:
         """Options of a derived class, as "name=value", that must be equal on all ranks."""
         return ()
@@ -167,11 +170,14 @@ class Aggregator(Compression):
         self.expect_no_gradient_of_a_server(tensors)
         tensor_of = dict(zip(self.fragments[fragment], tensors))
         with self.lock:
+            began = time.perf_counter()
             try:
                 self.reduce_buckets(self._buckets_of[fragment], tensor_of, scale)
             except BaseException as e:
                 self.fail(e)
                 raise
+            if self._is_exposed:
+                self.statistics.exposed_s += time.perf_counter() - began
             self.end_of_step()
             self.finish_step()
             self.raise_if_not_finite()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from skim import _core
 from skim._checks import expect_steps_of_run
 from skim._hook import set_hook
-from skim._options import Options
+from skim._options import DEFAULTS, Options
 from skim._parameters import array
 from skim._transport import connect
 from skim.tensor_half import wait_for
@@ -145,7 +145,7 @@ class DryRun:
             for name in totals:
                 cost = _core.predict(
                     name, ranks=self.comm.size, n=g.numel(), k=reports[0].k, link=self.link,
-                    local_speeds=_core.typical_local_speeds,
+                    local_speeds=_core.typical_local_speeds, **DEFAULTS,
                 )  # fmt: skip
                 totals[name] += cost.exchange_s
         best = min(totals, key=totals.__getitem__)

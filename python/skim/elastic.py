@@ -89,12 +89,12 @@ class _Store:
             try:
                 socket.create_connection((host, port), patience).close()
                 return
-            except OSError as e:
+            except (OSError, UnicodeError) as e:  # a name that cannot be one
                 if isinstance(e, ConnectionRefusedError) and time.monotonic() < ends:
                     time.sleep(0.1)  # it may be about to start
                     continue
                 raise _core.CommError(
-                    f"skim.ElasticGroup: no store at {host}:{port} ({e.strerror}); start one with: "
+                    f"skim.ElasticGroup: no store at {host}:{port} ({getattr(e, 'strerror', None) or e}); start one with: "
                     f"python -m skim.store {port}"
                 ) from None
 
@@ -418,10 +418,12 @@ class ElasticGroup:
         return self._store.get(key) == "yes"
 
     def was_taken(self, leaver: str, taker: str) -> bool:
-        """Whether one rank has handed over to the other, when that is decided. If both are gone, nobody has taken it."""
+        """Whether one rank has handed over to the other, when that is decided. If nobody is left to decide it, the
+        residual was not taken."""
         key, watch = TAKEN.format(self.generation, leaver), self._new_watch()
+        failed = PRESENT.format(self.generation + 1, taker)  # by a taker, after it has decided what it takes
         while not self._has(key):
-            if watch.is_gone(leaver) and watch.is_gone(taker):
+            if watch.is_gone(leaver) and (watch.is_gone(taker) or self._store.has(failed)):
                 self._store.decide(key, "no")
         return self._store.get(key) == "yes"
 

@@ -70,6 +70,8 @@ class _UpdateAggregator(Aggregator):
         self._wholes = wholes
         super().__init__(*arguments, **keywords)
 
+    _is_exposed = False  # it may run beside training
+
     def _described(self) -> Sequence[str]:
         return self._of_local_steps
 

@@ -50,6 +50,7 @@ from exact_training import (
     train,
 )
 from numpy_local_half import NumpyLocalHalf
+from skim._options import DEFAULTS
 from skim.ddp import DdpCompression
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -1414,6 +1415,48 @@ def case_files_beside_the_checkpoint_of_a_framework():
         shutil.rmtree(folder[0])
 
 
+def case_an_accelerator_keeps_several_models():
+    from skim.integrations.accelerate import keep_with
+
+    class Accelerator:
+        """What keep_with uses of it."""
+
+        def __init__(self):
+            self.saves, self.loads = [], []
+
+        def register_save_state_pre_hook(self, hook):
+            self.saves.append(hook)
+
+        def register_load_state_pre_hook(self, hook):
+            self.loads.append(hook)
+
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder)
+
+    def made():
+        models, accelerator = [attached(Named(**BODY)), attached(Named(**BODY))], Accelerator()
+        for model in models:
+            keep_with(accelerator, model)
+        return models, accelerator
+
+    olds, accelerator = made()
+    for model, steps in zip(olds, (range(3), range(5))):
+        steps_of(model, BODY, steps)
+    for _ in range(2):  # the second time over what is there
+        for save in accelerator.saves:
+            save([], [], folder[0])
+        dist.barrier()
+    news, accelerator = made()
+    for load in accelerator.loads:
+        load([], folder[0])
+    for old, new in zip(olds, news):
+        assert torch.equal(kept(new), kept(old)) and kept(old).any()
+    assert not torch.equal(kept(olds[0]), kept(olds[1]))
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(folder[0])
+
+
 def case_state_of_other_parameters_on_another_number_of_ranks():
     old = attached(Named(**BODY, **HEAD), attach={"dense_below": 0})
     steps_of(old, BODY | HEAD, range(4))
@@ -1725,11 +1768,14 @@ def case_dry_run_trains_as_before():
     plain = DDP(Linear())
     dry = DDP(Linear())
     watcher = skim.attach(dry, dry_run=3)
-    for step in range(11):
-        c = gradients(step)
-        plain(c).backward()
-        dry(c).backward()
-        assert torch.equal(means(plain), means(dry))
+    with unittest.mock.patch.object(skim._core, "predict", wraps=skim._core.predict) as predict:
+        for step in range(11):
+            c = gradients(step)
+            plain(c).backward()
+            dry(c).backward()
+            assert torch.equal(means(plain), means(dry))
+    codes = {call.kwargs.get("value_code", "f32") for call in predict.call_args_list}
+    assert codes == {DEFAULTS["value_code"]}, "not of the call that the verdict names"
     assert watcher.verdict.startswith("verdict: it would"), watcher.verdict
     assert [p.density for p in watcher.predictions] == [1.0, 0.001, 0.01, 0.1]
     captured = [p.captured for p in watcher.predictions]

@@ -229,6 +229,8 @@ class Refusals(unittest.TestCase):
             (["ddp", "--density", "nan"], "'nan'"),
             (["ddp", "--bucket-mb", "1e6"], "above 0 and below 1e6, got '1e6'"),
             (["ddp", "--exchange", "telepathy"], "'telepathy'"),
+            (["ddp", "--hooks", "none,gtopk"], "no hook 'gtopk'; there are: "),
+            (["ddp", "--hooks", "none,auto@device"], "no hook 'auto@device'"),
             (["ddp", "--value-code", "q3"], "'q3'"),
             (["ddp", "--json", "/nowhere/x.json"], "/nowhere/x.json"),
         ):

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import unittest
 import unittest.mock
 
@@ -326,6 +327,36 @@ class Groups(unittest.TestCase):
         self.assertEqual({r: e.peer for r, e in errors.items()}, {0: 2, 1: 2, 3: 2})
         self.assertIn("rank 0: rank 2 did not make this group in 2 s", str(errors[0]))
         self.assertNotIn("\n", str(errors[0]))
+
+    def test_a_rank_that_cannot_begin_to_connect_says_why(self):
+        import torch.distributed as dist
+
+        from skim import CommError
+        from skim._transport import GlooTransport
+
+        with unittest.mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="eth-none"):
+            with self.assertRaisesRegex(CommError, "could not connect: .*eth-none") as caught:
+                GlooTransport(dist.HashStore(), 0, 2, 60.0)
+        self.assertEqual(caught.exception.peer, -1)
+
+
+class Dense(unittest.TestCase):
+    @unittest.skipUnless(HAS_TORCH, "torch is not installed")
+    def test_each_step_counts_with_its_number_of_ranks(self):
+        from skim._report import Report
+
+        step = types.SimpleNamespace(
+            n=100, dense=False, k=1, sent_bytes=8, received_bytes=8, select_ns=0, exchange_ns=0, apply_ns=0, capture=0.5
+        )
+        report = Report(0, 4)
+        report.add(0, step, "")
+        report.size = 1  # an ElasticGroup, which the others leave
+        report.add(0, step, "")
+        report.buckets_stand()
+        self.assertEqual(report.dense_bytes, 2 * 3 / 4 * 4 * 100)
+        report.size = 2
+        report.add(0, step, "")
+        self.assertEqual(report.dense_bytes, 2 * 3 / 4 * 4 * 100 + 4 * 100)
 
 
 class Waits(unittest.TestCase):

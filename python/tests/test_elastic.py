@@ -667,6 +667,26 @@ class Elastic(unittest.TestCase):
                     missing = self.check_law(run, [joined])
                     self.assertLess((missing - lost.kept / 3).abs().max().item(), CLOSE)
 
+    def test_a_rank_is_lost_while_it_leaves(self):
+        """At any of its messages. Lost at the third, it may leave behind one that knows that it leaves, and a taker that
+        does not."""
+        for sends in range(6):
+            with self.subTest(sends=sends):
+                run, ranks = begun(4, then=1)
+                run.let_be_quiet()
+                lost = max(ranks, key=lambda r: r.group.rank)
+                lost.be_lost_while_it_leaves(sends)
+                lost.is_to_leave = True
+                run.wait_until(lambda: lost.has_ended)
+                then = max(r.progress["step"] for r in ranks)
+                stay = [r for r in ranks if r is not lost]
+                run.wait_until(lambda: all(r.progress["step"] > then + 2 for r in stay))
+                run.end()
+                self.assertEqual([r.group.size for r in stay], [3, 3, 3])
+                missing = self.check_law(run, stay)
+                either = [missing, missing - lost.kept / 4]  # it had handed over, or not
+                self.assertLess(min(m.abs().max().item() for m in either), CLOSE)
+
     def test_who_leaves_with_too_few_ranks_waits_for_nobody(self):
         run, ranks = begun(3)
         ranks[0].be_lost_while_it_leaves(1)
@@ -830,6 +850,7 @@ class Elastic(unittest.TestCase):
         for error, message, make, how in (
             (skim.InvalidArgument, "address: must be 'host:port', not 'x'", group, {"address": "x"}),
             (skim.CommError, "no store at localhost:1 .*; start one", group, {"address": "localhost:1", "timeout": 1}),
+            (skim.CommError, r"no store at a\.\.b:1 \(.*label", group, {"address": "a..b:1", "timeout": 1}),
             (skim.InvalidArgument, "min_ranks: must be a whole number of at least 1, not 0", group, {"min_ranks": 0}),
             (skim.InvalidArgument, "min_ranks: must be a whole number of at least 1, not 2.5", group, {"min_ranks": 2.5}),
             (skim.InvalidArgument, "timeout: must be a number above 0, not '9'", group, {"timeout": "9"}),

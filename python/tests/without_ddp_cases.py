@@ -941,6 +941,17 @@ def case_a_state_from_the_middle_of_a_round_keeps_what_ranks_moved_with_other_op
         same(total(moved), total(flat(again.residuals().values())) - SIZE * flat(other.parameters()))
 
 
+def case_all_of_an_exchange_is_exposed_that_training_waits_for():
+    model, local = local_steps(every=1)
+    apart = skim.Aggregator([torch.zeros(3000), torch.zeros(50, 20)], **EXACT, density=0.02, timeout=60.0)
+    for step in range(3):
+        one_local_step(model, local, step)
+        apart.reduce([torch.ones_like(t) for t in apart.tensors])
+    for report in (apart.report(), local.report()):
+        parts = sum(b.select_s + b.exchange_s + b.apply_s for b in report.buckets.values())
+        assert 0 < parts <= report.exposed_s, (parts, report.exposed_s)
+
+
 def case_a_state_from_late_in_a_longer_round_ends_it_at_the_next_step():
     model, local = local_steps(every=4)
     for step in range(3):

@@ -69,8 +69,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.command == "ddp":
         _check_ddp(arguments)
-    folder = os.path.dirname(arguments.json or "") or "."
-    if arguments.json and (os.path.isdir(arguments.json) or not os.access(folder, os.W_OK)):
+    file = arguments.json
+    written = file if file and os.path.exists(file) else os.path.dirname(file or "") or "."
+    if file and (os.path.isdir(file) or not os.access(written, os.W_OK)):
         _refuse(f"--json {arguments.json}: cannot write there")
     try:
         import torch.distributed
@@ -191,7 +192,7 @@ def _hooks(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         base = name.removesuffix("@device")
-        if name not in HOOKS and base != "skim" and base.removeprefix("skim-") not in EXCHANGES:
+        if name not in HOOKS and base != "skim" and base not in [f"skim-{kind}" for kind in EXCHANGES]:
             raise argparse.ArgumentTypeError(
                 f"no hook '{name}'; there are: {', '.join(HOOKS)}, "
                 + ", ".join(f"skim-{kind}" for kind in EXCHANGES)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import skim
+from skim.tensor_half import wait_for
 
 
 SIDE = 8192  # of the matrices of --matmuls
@@ -72,7 +73,7 @@ def _rows(device: torch.device, n: int, density: float, arguments: argparse.Name
                 work()
                 of_select.append(run(slot))
             ends.get(what, lambda: None)()
-            _wait(device)
+            wait_for(device)
             if i >= arguments.warm_up:
                 seconds[what].append(time.perf_counter() - begin)
                 selecting[what] += [s for s in of_select if s is not None]
@@ -94,11 +95,6 @@ def _rows(device: torch.device, n: int, density: float, arguments: argparse.Name
 
 def _nothing(_result: Any) -> None:
     """A time that is not known."""
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -205,10 +205,9 @@ class _Trainer:
         decisions: list[str] = []
         if measured is not None:
             report = measured.report()
-            steps = max(1, report.steps)
-            for part in ("select", "exchange", "apply"):
-                parts[part] = sum(getattr(b, f"{part}_s") for b in report.buckets.values()) / steps
-            parts["exposed"] = report.exposed_s / steps
+            for part in ("select", "exchange", "apply"):  # of the steps since the buckets have stood
+                parts[part] = sum(getattr(b, f"{part}_s") / max(1, b.steps) for b in report.buckets.values())
+            parts["exposed"] = report.exposed_s / max(1, report.steps)
             decisions = [b.decision for _, b in sorted(report.buckets.items())]
         return Outcome(digest.hexdigest(), self.buckets, parts, decisions)
 
