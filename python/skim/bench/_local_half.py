@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import skim
-from skim.tensor_half import wait_for
 
 
 SIDE = 8192  # of the matrices of --matmuls
@@ -73,7 +72,7 @@ def _rows(device: torch.device, n: int, density: float, arguments: argparse.Name
                 work()
                 of_select.append(run(slot))
             ends.get(what, lambda: None)()
-            wait_for(device)
+            _wait(device)
             if i >= arguments.warm_up:
                 seconds[what].append(time.perf_counter() - begin)
                 selecting[what] += [s for s in of_select if s is not None]
@@ -95,6 +94,11 @@ def _rows(device: torch.device, n: int, density: float, arguments: argparse.Name
 
 def _nothing(_result: Any) -> None:
     """A time that is not known."""
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(*([device] if device.index is not None else []))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
