@@ -174,7 +174,6 @@ bool has_density_limits(const TrainOptions& o) {
   return o.density.kind != Kind::constant && o.density.kind != Kind::accordion;
 }
 bool is_auto(const TrainOptions& o) { return o.automatic; }
-bool is_generated(const TrainOptions& o) { return o.data.name == "generated"; }
 bool is_lstm(const TrainOptions& o) { return o.model == "lstm"; }
 bool is_gpt(const TrainOptions& o) { return o.model == "gpt"; }
 bool is_lstm_or_gpt(const TrainOptions& o) { return is_lstm(o) || is_gpt(o); }
@@ -200,8 +199,6 @@ constexpr Effect kEffects[] = {
      [](const TrainOptions& o) { return o.non_finite == NonFinite::skip; }},
     {"--sequence-length", "--data text",
      [](const TrainOptions& o) { return o.data.name == "text"; }},
-    {"--generated-train", "--data generated", is_generated},
-    {"--generated-test", "--data generated", is_generated},
     {"--layers", "--model lstm or gpt", is_lstm_or_gpt},
     {"--hidden", "--model lstm", is_lstm},
     {"--embedding", "--model lstm or gpt", is_lstm_or_gpt},

@@ -130,7 +130,8 @@ void expect_cut(const TrainOptions& o, ReducerOptions& r) {
 
 std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                                                std::vector<std::size_t> lengths,
-                                               const RunLength& run) {
+                                               const RunLength& run,
+                                               std::shared_ptr<const std::int64_t> shift) {
   const ReducerOptions r = reducer_options(o);
   expect_possible(o, r);
   using Kind = DensityRule::Kind;
@@ -152,9 +153,11 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                     .density_max = o.density_max,
                     .contraction = o.contraction,
                     .learning_rate =
-                        [run, rate = o.learning_rate,
-                         every = std::max<std::int64_t>(1, o.local_steps)](std::uint64_t exchange) {
-                          return run.rate(rate, every * static_cast<std::int64_t>(exchange));
+                        [run, shift = std::move(shift), rate = o.learning_rate,
+                         every = std::max<std::int64_t>(1, o.local_steps)](std::uint64_t counted) {
+                          const auto exchange =
+                              static_cast<std::int64_t>(counted) + (shift ? *shift : 0);
+                          return run.rate(rate, every * exchange);
                         },
                     .norms_of_updates = holds_updates(o),
                     .n = std::max<std::size_t>(1, n),
@@ -166,10 +169,12 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
 }
 
 std::unique_ptr<DensitySchedule> up_schedule(const TrainOptions& o, int ranks,
-                                             std::vector<std::size_t> lengths,
-                                             const RunLength& run) {
+                                             std::vector<std::size_t> lengths, const RunLength& run,
+                                             std::shared_ptr<const std::int64_t> shift) {
   if (is_dense(o)) return constant_density(1.0);
-  if (!o.density.is_constant()) return rule_schedule(o, ranks, std::move(lengths), run);
+  if (!o.density.is_constant()) {
+    return rule_schedule(o, ranks, std::move(lengths), run, std::move(shift));
+  }
   const double last = o.density.value;
   switch (o.density_warmup.kind) {
     case WarmUp::Kind::none:
@@ -450,8 +455,9 @@ double largest_density(const TrainOptions& o) {
 
 std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& o, int ranks,
                                                   std::vector<std::size_t> lengths,
-                                                  const RunLength& run) {
-  auto up = up_schedule(o, ranks, std::move(lengths), run);
+                                                  const RunLength& run,
+                                                  std::shared_ptr<const std::int64_t> shift) {
+  auto up = up_schedule(o, ranks, std::move(lengths), run, std::move(shift));
   return o.down_density > 0.0 ? with_down_density(std::move(up), o.down_density) : std::move(up);
 }
 

@@ -194,10 +194,13 @@ int training_ranks(const TrainOptions& options, int ranks);
 float gradient_scale(const TrainOptions& options, double learning_rate);
 
 // The schedule for a group, buckets of these lengths and a run of this length.
+// shift: the exchanges of the run minus those that the reducer counts, which differ after a resume
+// on another number of ranks; null: 0. The schedule reads it in every step.
 // Throws: InvalidArgument, also for options that do not go together.
 std::unique_ptr<DensitySchedule> density_schedule(const TrainOptions& options, int ranks = 1,
                                                   std::vector<std::size_t> lengths = {},
-                                                  const RunLength& run = {});
+                                                  const RunLength& run = {},
+                                                  std::shared_ptr<const std::int64_t> shift = {});
 // The form of --density adaptive: the named one, or the form whose bound fits the run's feedback.
 AdaptiveForm form_of(const TrainOptions& options);
 // The named one, gradients or updates. With local steps it is updates. If none is named: updates,

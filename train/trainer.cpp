@@ -122,7 +122,7 @@ class Run {
                  {.schedule = density_schedule(
                       options, comm.size(),
                       bucket_lengths(*model_, static_cast<std::size_t>(options.bucket_mb * 1e6)),
-                      length_),
+                      length_, shift_),
                   .selector = comm.rank() == 0 && observer.selector ? observer.selector() : nullptr,
                   .exchange = nullptr,
                   .chooser = replay_of(options, reducer_options(options, comm.rank()), comm.size()),
@@ -593,8 +593,9 @@ class Run {
     done_ = read<std::int64_t>(meta, "examples", dir) / (ranks_ * options_.batch);
     left_out_ = read<std::int64_t>(meta, "left_out_examples", dir) / (ranks_ * options_.batch);
     first_ = old_ranks == comm_.size() ? 0 : done_;
-    const std::int64_t left = exchanges_of(options_, length_.total) -
-                              done_ / std::max<std::int64_t>(1, options_.local_steps);
+    const std::int64_t exchanged = done_ / std::max<std::int64_t>(1, options_.local_steps);
+    *shift_ = exchanged - static_cast<std::int64_t>(reducer_.step());
+    const std::int64_t left = exchanges_of(options_, length_.total) - exchanged;
     reducer_.set_total_steps(reducer_.step() +
                              static_cast<std::uint64_t>(std::max<std::int64_t>(0, left)));
     const auto saved_evaluation = read<std::int64_t>(meta, "evaluated_step", dir);
@@ -693,6 +694,7 @@ class Run {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   Sampler sampler_;
   RunLength length_;
+  std::shared_ptr<std::int64_t> shift_ = std::make_shared<std::int64_t>(0);  // density_schedule
   Reducer reducer_;
   GradientBuckets buckets_;  // after reducer_, because its destructor waits for buckets there
   CheckpointWriter writer_;

@@ -362,8 +362,7 @@ class Usage(Case):
     def test_an_option_without_effect_is_refused(self):
         needs = {
             "--shards-per-rank 3": "--split shards", "--augment": "--data cifar10",
-            "--sequence-length 9": "--data text", "--generated-train 9 --data mnist": "--data generated",
-            "--layers 2": "--model lstm or gpt", "--hidden 9": "--model lstm",
+            "--sequence-length 9": "--data text", "--layers 2": "--model lstm or gpt", "--hidden 9": "--model lstm",
             "--embedding 9": "--model lstm or gpt", "--heads 2": "--model gpt", "--lr-drops 1": "--lr-schedule steps",
             "--lr-gamma 0.5": "--lr-schedule steps",
             "--ahead 0.5": "--local-steps H", "--outer-lr 1": "--local-steps H",

@@ -372,6 +372,37 @@ TEST_F(Checkpoints, replicas_of_local_steps_go_on_from_the_mean_of_those_that_tr
   fs::remove_all(kept);
 }
 
+TEST_F(Checkpoints, an_adaptive_density_knows_the_learning_rates_of_a_resumed_run) {
+  TrainOptions o = options(dir);
+  o.exchange.kind = ExchangeKind::allgather;
+  o.density.kind = DensityRule::Kind::adaptive;
+  o.budget.bytes = 200e3;
+  o.learning_rate = {.base = 0.05,
+                     .kind = LearningRateKind::steps,
+                     .drop_epochs = {0.5},  // at step 16 of 4 ranks, and 32 of 2
+                     .gamma = 0.01};
+  o.steps = 32;
+  o.checkpoint_steps = 8;
+  run(o, {}, kNoStop, 4);
+  for (const fs::path& c : checkpoints_of(dir)) {
+    if (c.filename() != "step-00000008") fs::remove_all(c);
+  }
+  o.resume = true;
+  o.steps = 64;
+  std::map<std::int64_t, double> density;
+  Observer observer;
+  observer.on_step = [&](const StepRecord& r) { density[r.step] = r.density; };
+  run(o, observer);
+  double fall = 0.0;
+  std::int64_t falls_after = 0;
+  for (std::int64_t step = 17; step < 60; ++step) {
+    const double here = density.at(step) / density.at(step + 1);
+    if (here > fall) falls_after = step;
+    fall = std::max(fall, here);
+  }
+  EXPECT_EQ(falls_after, 32) << fall;
+}
+
 TEST_F(Checkpoints, one_that_a_killed_run_began_is_removed) {
   fs::create_directories(dir / ".step-00000005");
   std::ofstream(dir / ".step-00000005" / "model.pt") << "the beginning";
