@@ -149,6 +149,7 @@ void RecordedRun::forget_after(std::int64_t step) {
 json RecordedRun::to_json() const {
   json points{{"step", json::array()}, {"seconds", json::array()}, {"sent_bytes", json::array()},
               {"skipped", json::array()}};
+  for (const char* key : kKeys) points[key] = json::array();
   Point all;
   for (const Point& p : points_) {
     points["step"].push_back(p.step);

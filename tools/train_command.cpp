@@ -77,6 +77,12 @@ void on_stop(int signal) {
   g_deadline_ns.store(std::min(g_deadline_ns.load(), steady_ns() + grace.load()));
 }
 
+// The reader of the output is gone, which every write would say again.
+std::atomic_flag g_is_output_closed;
+void on_closed_output(int signal) {
+  if (!g_is_output_closed.test_and_set()) on_stop(signal);
+}
+
 // Before ranks are started, and in each of them.
 bool is_started_by_srun() {
   return std::getenv("SLURM_PROCID") != nullptr && std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr;
@@ -86,6 +92,7 @@ void stop_at_signals(double grace, bool is_alone) {
   if (is_alone) {
     g_grace_alone_s.store(static_cast<unsigned>(std::clamp(std::ceil(grace), 1.0, 1e9)));
     handle_signals({SIGALRM}, end_at_once);
+    handle_signals({SIGPIPE}, on_closed_output, SA_RESTART);
   }
   const auto ns = [](double seconds) { return static_cast<std::int64_t>(1e9 * seconds); };
   const double of_ranks = 0.9 * grace;  // so that they can still say why

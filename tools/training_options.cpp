@@ -267,15 +267,15 @@ void check_training_options(const train::TrainOptions& t) {
         "--checkpoint-time");
   }
   // The oldest checkpoint that is kept is at least so many steps old.
-  constexpr std::int64_t kBack = train::Watchdog::kRollback;
+  const std::int64_t back = train::rollback_steps(t);
   const std::int64_t least_age =
-      std::min(t.keep - 1, kBack) * std::min(t.checkpoint_steps, kBack) + 1;
+      std::min(t.keep - 1, back) * std::min(t.checkpoint_steps, back) + 1;
   if (t.on_divergence == train::OnDivergence::rollback && t.checkpoint_time.seconds <= 0.0 &&
-      least_age < kBack) {
+      least_age < back) {
     throw InvalidArgument(fmt::format(
         "--on-divergence rollback goes back {} steps: with --checkpoint-steps {} it needs --keep "
         "{}",
-        kBack, t.checkpoint_steps, 1 + (kBack - 2 + t.checkpoint_steps) / t.checkpoint_steps));
+        back, t.checkpoint_steps, 1 + (back - 2 + t.checkpoint_steps) / t.checkpoint_steps));
   }
   const bool has_steps = t.learning_rate.kind == train::LearningRateKind::steps;
   if (has_steps && t.learning_rate.drop_epochs.empty()) {

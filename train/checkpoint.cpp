@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 namespace skim::train {
 namespace {
 
-constexpr int kFormat = 3;
+constexpr int kFormat = 4;
 constexpr std::string_view kPrefix = "step-", kDiverged = "diverged-";
 constexpr const char* kManifest = "manifest.json";
 
@@ -237,6 +237,19 @@ fs::path CheckpointWriter::finish() {
     throw;
   }
   return whole;
+}
+
+void CheckpointWriter::remove_newer_than(const fs::path& checkpoint) {
+  comm_.set_phase({"checkpoint"});
+  std::string failure;
+  if (comm_.rank() == 0) {
+    failure = failure_of([&] {
+      for (const fs::path& c : checkpoints_of(dir_)) {
+        if (*step_of(c) > *step_of(checkpoint)) discard(c);
+      }
+    });
+  }
+  agree(failure, comm_);
 }
 
 bool is_checkpoint(const fs::path& folder) {

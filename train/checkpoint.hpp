@@ -57,6 +57,9 @@ class CheckpointWriter {
   // Returns the checkpoint's folder. Throws: Error on all ranks, with the first failing rank's
   // reason. The checkpoints before are untouched then.
   std::filesystem::path finish();
+  // Removes the checkpoints of later steps than this one's. A run that has gone back to it must not
+  // continue from them. Needs !is_open(). Throws: Error on all ranks.
+  void remove_newer_than(const std::filesystem::path& checkpoint);
 
  private:
   std::filesystem::path dir_;

@@ -165,7 +165,12 @@ void add_reports(std::span<const StepReport> reports, StepRecord& r) {
 }
 
 void StepTimes::add(const StepRecord& step) {
-  if (steps_++ % every_ != 0) return;
+  if (summed_ == together_) {
+    sums_ = {};
+    summed_ = 0;
+  }
+  for (std::size_t t = 0; t < kTimes.size(); ++t) sums_[t] += step.*kTimes[t];
+  if (++summed_ < together_ || steps_++ % every_ != 0) return;
   if (of_[0].size() == kMost) {
     for (std::vector<double>& times : of_) {
       for (std::size_t i = 0; i < kMost / 2; ++i) times[i] = times[2 * i];
@@ -173,10 +178,15 @@ void StepTimes::add(const StepRecord& step) {
     }
     every_ *= 2;
   }
-  for (std::size_t t = 0; t < kTimes.size(); ++t) of_[t].push_back(step.*kTimes[t]);
+  for (std::size_t t = 0; t < kTimes.size(); ++t) {
+    of_[t].push_back(sums_[t] / static_cast<double>(together_));
+  }
 }
 void StepTimes::medians(StepRecord& to) {
-  for (std::size_t t = 0; t < kTimes.size(); ++t) to.*kTimes[t] = median(of_[t]);
+  for (std::size_t t = 0; t < kTimes.size(); ++t) {
+    const double mean = sums_[t] / static_cast<double>(std::max<std::int64_t>(1, summed_));
+    to.*kTimes[t] = of_[t].empty() ? mean : median(of_[t]);
+  }
 }
 
 void Decisions::tell(std::int64_t step, std::span<const StepReport> reports, const Reducer& reducer,

@@ -81,6 +81,9 @@ void add_reports(std::span<const StepReport> reports, StepRecord& record);
 // Its memory is bounded.
 class StepTimes {
  public:
+  // together: the mean of so many steps in a row counts as a step, because one of them exchanges
+  // for all.
+  explicit StepTimes(std::int64_t together = 1) : together_(together) {}
   void add(const StepRecord& step);
   // Writes the median of each time.
   void medians(StepRecord& to);
@@ -91,7 +94,9 @@ class StepTimes {
                                      &StepRecord::exposed_ms,  &StepRecord::optimizer_ms,
                                      &StepRecord::step_ms};
   static constexpr std::size_t kMost = 8192;  // steps in the sample
-  std::array<std::vector<double>, kTimes.size()> of_;  // as kTimes
+  std::int64_t together_, summed_ = 0;        // summed_: steps in sums_
+  std::array<double, kTimes.size()> sums_{};  // as kTimes
+  std::array<std::vector<double>, kTimes.size()> of_;
   std::uint64_t steps_ = 0, every_ = 1;
 };
 

@@ -12,6 +12,7 @@
 
 #include "skim/error.hpp"
 #include "train/random.hpp"
+#include "train/watchdog.hpp"
 
 namespace skim::train {
 namespace {
@@ -144,7 +145,13 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                                    o.density_min, o.density_max);
   }
   const bool in_bytes = o.budget.bytes > 0.0;
+  const std::int64_t every = std::max<std::int64_t>(1, o.local_steps);  // steps of an exchange
   const std::size_t n = std::accumulate(lengths.begin(), lengths.end(), std::size_t{0});
+  const auto rate_at = [run, shift = std::move(shift), rate = o.learning_rate,
+                        every](std::uint64_t counted) {
+    const auto exchange = static_cast<std::int64_t>(counted) + (shift ? *shift : 0);
+    return run.rate(rate, every * exchange);
+  };
   AdaptiveOptions a{.form = form_of(o),
                     .budget = in_bytes ? o.budget.bytes : o.target_time.seconds,
                     .cost = {},
@@ -152,18 +159,12 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                     .density_min = o.density_min,
                     .density_max = o.density_max,
                     .contraction = o.contraction,
-                    .learning_rate =
-                        [run, shift = std::move(shift), rate = o.learning_rate,
-                         every = std::max<std::int64_t>(1, o.local_steps)](std::uint64_t counted) {
-                          const auto exchange =
-                              static_cast<std::int64_t>(counted) + (shift ? *shift : 0);
-                          return run.rate(rate, every * exchange);
-                        },
+                    .learning_rate = rate_at,
                     .norms_of_updates = holds_updates(o),
                     .n = std::max<std::size_t>(1, n),
                     .ranks = ranks};
   a.cost = in_bytes ? max_step_bytes(r, ranks, std::move(lengths), o.down_density)
-                    : predicted_seconds(r, ranks, std::move(lengths), o.compute->seconds,
+                    : predicted_seconds(r, ranks, std::move(lengths), static_cast<double>(every) * o.compute->seconds,
                                         *o.chooser.link, o.chooser.local_speeds, o.down_density);
   return adaptive_density(std::move(a));
 }
@@ -309,6 +310,8 @@ ReducerOptions reducer_options(const TrainOptions& o, int rank) {
   r.non_finite = o.non_finite;
   return r;
 }
+
+std::int64_t rollback_steps(const TrainOptions& o) { return Watchdog::kRollback + o.local_steps; }
 
 int training_ranks(const TrainOptions& o, int ranks) {
   if (o.automatic || !row_of(o.exchange.kind).holds_mass) return ranks;

@@ -188,6 +188,10 @@ ReducerOptions reducer_options(const TrainOptions& options, int rank = 0);
 // The number of ranks that have gradients: all of them, except for a dedicated server (rank 0).
 int training_ranks(const TrainOptions& options, int ranks);
 
+// A rollback goes back at least so many steps: to before the recent losses that the watchdog took
+// for diverged, which the ranks tell one another at the end of a round of local steps.
+std::int64_t rollback_steps(const TrainOptions& options);
+
 // GradView::scale of this step's gradients. Residuals of updates hold gradient times rate, as if
 // the gradient were in units of 1 / rate. A rate of 0 counts as a very small rate. With local steps
 // it is 1, because what is exchanged are the updates themselves.

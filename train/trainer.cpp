@@ -419,7 +419,7 @@ class Run {
   // The newest one from before the watchdog's recent losses; none: `what` tells why.
   std::optional<GoodCheckpoint> checkpoint_before_divergence(std::ostream& what) {
     try {
-      return newest_checkpoint(options_.checkpoint, comm_, done_ - Watchdog::kRollback);
+      return newest_checkpoint(options_.checkpoint, comm_, done_ - rollback_steps(options_));
     } catch (const StateError& e) {
       what << "; " << e.what();
       return std::nullopt;
@@ -430,6 +430,7 @@ class Run {
   void roll_back(const GoodCheckpoint& to, const std::string& what) {
     const std::int64_t from = done_, next_examples = done_ + left_out_;
     resume(to);
+    writer_.remove_newer_than(to.folder);
     left_out_ = next_examples - done_;
     watchdog_.forget(static_cast<std::size_t>(from - done_));
     ++rollbacks_;
@@ -476,6 +477,7 @@ class Run {
       const nlohmann::json meta{{"identity", identity(options_)},
                                 {"ranks", comm_.size()},
                                 {"step", done_},
+                                {"counted_from", first_},
                                 {"examples", done_ * ranks_ * options_.batch},
                                 {"left_out_examples", left_out_ * ranks_ * options_.batch},
                                 {"evaluated_step", evaluation_.step},
@@ -487,7 +489,8 @@ class Run {
     }
     const std::vector<double> sums{
         loss_sum_, static_cast<double>(loss_count_), static_cast<double>(sent_bytes_),
-        static_cast<double>(received_bytes_), static_cast<double>(union_entries_)};
+        static_cast<double>(received_bytes_), static_cast<double>(union_entries_),
+        round_is_finite_ ? 1.0 : 0.0};
     std::vector<torch::Tensor> tensors{torch::tensor(sums, torch::kFloat64)};
     tensors.insert(tensors.end(), own_buffers.begin(), own_buffers.end());
     if (replica_) {
@@ -592,7 +595,7 @@ class Run {
     const auto saved = read<std::int64_t>(meta, "step", dir);
     done_ = read<std::int64_t>(meta, "examples", dir) / (ranks_ * options_.batch);
     left_out_ = read<std::int64_t>(meta, "left_out_examples", dir) / (ranks_ * options_.batch);
-    first_ = old_ranks == comm_.size() ? 0 : done_;
+    first_ = old_ranks == comm_.size() ? read<std::int64_t>(meta, "counted_from", dir) : done_;
     const std::int64_t exchanged = done_ / std::max<std::int64_t>(1, options_.local_steps);
     *shift_ = exchanged - static_cast<std::int64_t>(reducer_.step());
     const std::int64_t left = exchanges_of(options_, length_.total) - exchanged;
@@ -631,6 +634,7 @@ class Run {
     for (int r = begin; r < begin + replicas; ++r) {
       std::vector<torch::Tensor> tensors;
       torch::load(tensors, (dir / name_of(r, "pt")).string());
+      round_is_finite_ = round_is_finite_ && tensors.at(0).accessor<double, 1>()[5] != 0.0;
       for (std::size_t b = 0; b < buckets_.flat().buffers.size(); ++b) {
         const torch::Tensor& own = tensors.at(first + b);
         if (own.numel() != buckets_.flat().buffers[b].numel()) {
@@ -721,7 +725,8 @@ class Run {
   std::vector<StepReport> reports_;
   Decisions decisions_;
   std::optional<Choices> choices_;  // none if not automatic, resumed or rolled back
-  StepTimes times_;  // of the steps that this process did
+  // Of the steps that this process did.
+  StepTimes times_{std::max<std::int64_t>(1, options_.local_steps)};
 };
 
 }  // namespace

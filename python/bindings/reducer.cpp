@@ -50,9 +50,9 @@ class AnnotatedReducer final : public Reducer {
       throw nb::type_error(why.c_str());
     }
     listener_ = std::move(listener);
-    const bool listening = !listener_.is_none();
+    listening_ = !listener_.is_none();
+    const Forgets forgets(*this);  // the listener may refer to this object
     const nb::gil_scoped_release no_gil;
-    listening_ = listening;
     const StepReport report = reduce(slot, view);
     choices_.add(report);
     return report;
@@ -103,6 +103,17 @@ class AnnotatedReducer final : public Reducer {
   }
 
  private:
+  struct Forgets {
+    explicit Forgets(AnnotatedReducer& reducer) : of(reducer) {}
+    ~Forgets() {
+      of.listening_ = false;
+      of.listener_ = nb::none();
+    }
+    Forgets(const Forgets&) = delete;
+    Forgets& operator=(const Forgets&) = delete;
+    AnnotatedReducer& of;
+  };
+
   static OwnParts own_parts(PyObject* self) {
     return nb::inst_ready(self) ? nb::inst_ptr<AnnotatedReducer>(self)->own_ : OwnParts{};
   }

@@ -17,6 +17,7 @@ import threading
 import time
 import types
 import typing
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -85,6 +86,10 @@ class Unit:
         """What must be equal on all ranks."""
         given = {"updates_of": self._updates_of, "scaler": self._scaler}
         return [f"{name}={None if part is None else type(part).__name__}" for name, part in given.items()]
+
+    @property
+    def holds_updates(self) -> bool:
+        return self._updates_of is not None
 
     def scale(self) -> float:
         """The gradients of this step divided by the unit: loss scale / learning rate, if set. On a GPU it waits."""
@@ -610,7 +615,15 @@ class Compression(InEpochs):
         with self.lock:
             report = self.reducer.load([array(s.detach().cpu().contiguous()) for s in states], strict=strict)
             self.unit = unit
-            return report
+        if (RATE in state) != unit.holds_updates and rank == 0:
+            kinds = ("gradients", "updates")
+            warnings.warn(
+                f"skim: the residuals of this state are {kinds[RATE in state]}, and this run takes them for "
+                f"{kinds[unit.holds_updates]}, which differ by the factor of the learning rate; give optimizer=, local_clip= "
+                "and updates_of= as in the saved run, or do not load this state",
+                stacklevel=4,
+            )
+        return report
 
     # ---- the end --------------------------------------------------------------------------------
 

@@ -75,7 +75,10 @@ def make_equal(model: torch.nn.Module, group: dist.ProcessGroup | None, comm: _c
         if p.is_meta or not local(p).numel():
             continue
         if p.requires_grad and takes(group, local(p).device):
-            dist.broadcast(local(p), first, group=group)
+            told = local(p).contiguous()  # gloo sends memory as it lies, with its gaps
+            dist.broadcast(told, first, group=group)
+            if told.data_ptr() != local(p).data_ptr():
+                local(p).copy_(told)
         else:
             others.append(p)
     others = [_without_repeats(local(t)) for t in others if not t.is_meta and local(t).numel()]

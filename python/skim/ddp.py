@@ -420,7 +420,7 @@ class DdpCompression(Compression):
         # a step may have to be taken twice, and DDP's buckets may differ between ranks. After load_state_dict, until DDP has
         # the buckets of the saved run.
         self._collects = elastic is not None
-        self._gradients: dict[int, torch.Tensor] = {}  # by the index of the parameter
+        self._gradients: dict[int, torch.Tensor] = {}  # of this step, by the index of the parameter
         # What DDP waits for, with its result, until the step is reduced.
         self.held_back: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         if elastic is not None:
@@ -429,7 +429,7 @@ class DdpCompression(Compression):
         self._ddp = weakref.ref(ddp)
         set_hook(ddp, self._on_bucket)
         self._notes = [
-            p.register_hook(_noting(i, self._used)) for i, p in enumerate(named.values()) if self._finds_unused
+            _accumulator(p).register_prehook(_noting(i, self._used)) for i, p in enumerate(named.values()) if self._finds_unused
         ]
         for note in self._notes:  # the parameters may outlive DDP
             weakref.finalize(self, note.remove).atexit = False
@@ -477,12 +477,13 @@ class DdpCompression(Compression):
             self._used.update(self._used_before)
 
         def end() -> None:
-            """Completes the futures, whether or not the bucket was reduced. Otherwise backward would wait for ever."""
-            if last:
-                self._used.clear()
+            """After the last bucket, completes the futures, whether or not the buckets were reduced. Otherwise backward would
+            wait for ever. Not earlier, because only then is it known whether the means must have a NaN, and backward
+            looks at none of them before."""
             self.held_back.append((done, flat))
-            if self._collects and not last:
+            if not last:
                 return
+            self._used.clear()
             # If a signal handler raises here, end() runs again. So all futures stay in the list until they are done.
             for future, mean in self.held_back:
                 if future.done():
@@ -598,16 +599,15 @@ class DdpCompression(Compression):
     def _reduce_bucket(self, index: int, last: bool, members: tuple[int, ...], flat: torch.Tensor) -> None:
         if index == 0:
             self.finish_step()
+            self._gradients.clear()
         self.expect_no_gradient_of_a_server([flat])
         if self._collects:
             self._seen.append(members)
             self._gradients.update(zip(members, torch.split(flat, [self.lengths[i] for i in members])))
             if last:
-                gradients, self._gradients = self._gradients, {}
                 with self.lock:
-                    self._reduce_collected(gradients)
-                    self.end_of_step()
-                    self.take_back_if_not_finite()
+                    self._reduce_collected(self._gradients)
+                    self._end_step()
             return
         with self.lock:
             self.begin_bucket(index, members, opens_step=index == 0)
@@ -616,14 +616,22 @@ class DdpCompression(Compression):
             self._seen.append(members)
             scale = self._scale_now
             gradients = dict(zip(members, torch.split(flat, [self.lengths[i] for i in members])))
+            self._gradients.update(gradients)
             unused = self._unused_by_all(gradients)
             for slot, offset, length in self.slots_of(members, index):
                 self.reduce_part(slot, flat[offset : offset + length], scale)
                 of_slot = members if self.buckets is not None else (slot,)
                 self._give_back_unused(slot, of_slot, gradients, unused, scale)
             if last:
-                self.end_of_step()
-                self.take_back_if_not_finite()
+                self._end_step()
+
+    def _end_step(self) -> None:
+        self.end_of_step()
+        self.take_back_if_not_finite()
+        if not self._finite:  # each optimizer, and GradScaler for each, looks at its own parameters only
+            for gradient in self._gradients.values():
+                gradient[:1] = torch.nan
+        self._gradients.clear()
 
     def _reduce_collected(self, gradients: dict[int, torch.Tensor]) -> None:
         assert self.buckets is not None
@@ -689,11 +697,18 @@ def _expect_found_by(ddp: DistributedDataParallel, trainable: Mapping[str, torch
     )
 
 
-def _noting(i: int, used: set[int]) -> Callable[[torch.Tensor | None], None]:
-    """A hook of parameter i, which says that it was used, also where its gradient has zeros only."""
+@torch.enable_grad()
+def _accumulator(p: torch.Tensor) -> Any:
+    """What adds to the parameter's gradient. DDP keeps it. Hooks of the parameter would run in torch.autograd.grad, too,
+    which adds to no gradient."""
+    return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
-    def note(gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
+
+def _noting(i: int, used: set[int]) -> Callable[[Sequence[torch.Tensor | None]], None]:
+    """A hook of parameter i's accumulator, which says that it was used, also where its gradient has zeros only."""
+
+    def note(gradients: Sequence[torch.Tensor | None]) -> None:
+        if gradients[0] is not None:
             used.add(i)
 
     return note

@@ -186,13 +186,13 @@ class FsdpCompression(Compression):
             self._show_that_not_finite()
 
     def _show_that_not_finite(self) -> None:
-        """A rank whose gradients are finite gets a NaN, so that its loop sees that another shard's are not."""
+        """Every gradient gets a NaN: other shards may have been the ones that are not finite, and each optimizer looks at its
+        own parameters only."""
         for group in self._groups:
             for p in _trainable(group):
                 grad = p.sharded_param.grad
                 if grad is not None and (own := grad.to_local()).numel() > 0:
                     own[(0,) * own.dim()] = math.nan
-                    return
 
     def _reduce(self, name: str, index: int, flat: torch.Tensor) -> None:
         assert self.buckets is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import re
 import time
 import warnings
@@ -243,6 +244,7 @@ class LocalSteps(InEpochs):
         self._steps = 0  # of the open round
         self._own: list[torch.Tensor] | None = None  # inside shared(): this rank's replica
         self._finished = False
+        self._has_forgotten = False  # what the optimizer had of a parameter that was not finite
         self._hooks: list[RemovableHandle] = []
         try:
             self._place_momentum()
@@ -457,6 +459,8 @@ class LocalSteps(InEpochs):
                 p = local(self._of_model[i])
                 if arrived.applied:
                     self._outer_step(i, mean)
+                elif not p.isfinite().all():
+                    self._forget_state(i)
                 if flight.sent_from is None:
                     p.copy_(self._start(i, e, p))
                     continue
@@ -470,6 +474,21 @@ class LocalSteps(InEpochs):
         if error is not None:
             raise error
         return applied
+
+    def _forget_state(self, i: int) -> None:
+        """The optimizer forgets what it has of a parameter that is not finite: a moment with NaN would stay so for ever."""
+        state = self.optimizer.state.get(self._of_model[i], {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                local(value).zero_()
+            elif name == "step":  # of optimizers that count in Python
+                state[name] = 0
+        if not self._has_forgotten:
+            self._has_forgotten = True
+            logging.getLogger("skim").warning(
+                "skim.LocalSteps: parameters of this rank are NaN or infinite, so the round was taken back on all ranks; the "
+                "optimizer's state of these parameters begins anew (said once)"
+            )
 
     def _outer_step(self, i: int, mean: torch.Tensor) -> None:
         if self._momentum:
@@ -691,7 +710,13 @@ class LocalSteps(InEpochs):
             comm = self._aggregator.comm
             self._expect_in_state(state, {f"sent_from_{comm.rank}_{comm.size}": under_way})
         self._await_exchanges()
-        report = self._aggregator.load_state_dict(state, strict)
+        try:
+            report = self._aggregator.load_state_dict(state, strict)
+        except BaseException:
+            for f, flight in self._flights.items():  # the residuals are back, but maybe in other memory
+                if flight.arrived.exception() is None:
+                    flight.arrived.result().residuals = self._residuals(f)
+            raise
         self._flights.clear()  # their means belong to the x that is replaced
         _into(self._shared, state["shared"])
         if self._momentum and "outer_momentum" in state:

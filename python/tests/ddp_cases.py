@@ -11,6 +11,7 @@ import pickle
 import shutil
 import tempfile
 import threading
+import types
 import unittest.mock
 import warnings
 import weakref
@@ -118,8 +119,8 @@ def case_a_model_that_nobody_uses_is_freed():
     module = Linear()
     for _ in range(2):
         model = DDP(module, find_unused_parameters=True)
-        hooks = sum(len(p._backward_hooks or ()) for p in module.parameters())
-        assert hooks == 0, f"{hooks} hooks of a DDP that is gone"
+        hooks = [o for o in gc.get_objects() if isinstance(o, types.FunctionType) and o.__qualname__.startswith("_noting.")]
+        assert not hooks, f"{len(hooks)} hooks of a DDP that is gone"
         number(model)
         del model
         gc.collect()
@@ -540,6 +541,33 @@ def case_uneven_inputs_that_leave_parameters_unused():
     everywhere = [torch.zeros_like(got) for _ in range(SIZE)]
     dist.all_gather(everywhere, got)
     same(total(given), SIZE * everywhere[-1] + total(kept(model)))
+
+
+def case_a_step_that_is_taken_back_shows_in_every_parameter():
+    """An optimizer, or a GradScaler for one, looks at its own parameters only, and there may be several."""
+    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        model = attached(**options)
+        for step in range(9):
+            c = gradients(step)
+            if (place := {0: 1, 4: 0, 7: len(c) - 1}.get(step)) is not None and RANK == SIZE - 1:
+                c[place][3] = torch.inf
+            model(c).backward()
+            assert all(p.grad.isnan().any() == (place is not None) for p in model.parameters()), step
+            model.zero_grad()
+        assert skim.report(model).skipped == 3 and kept(model).isfinite().all()
+
+
+def case_a_parameter_that_only_autograd_grad_reaches_is_unused():
+    model = attached(find_unused_parameters=True)
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in range(8):
+        unused = {4} if step > 3 else set()
+        torch.autograd.grad(model.module(gradients(step)), model.module.w[4])
+        c = [0 * g if i in unused else g for i, g in enumerate(gradients(step))]
+        model(c, set(range(len(LENGTHS))) - unused).backward()
+        given += flat(c)
+        got += means(model)
+    same(total(given), SIZE * got + total(kept(model)))
 
 
 def case_options_of_the_hierarchical_exchange():
@@ -1228,9 +1256,16 @@ def case_residuals_of_updates_resume_at_a_rate_of_0():
         expect(skim.StateError, "one learning rate above 0", skim.load_state_dict, again[0], {**state, "rate": wrong})
     assert torch.equal(kept(again[0]), had)
     without = {key: value for key, value in state.items() if key != "rate"}  # as old states are
-    skim.load_state_dict(again[0], without)
     of_gradients = attached()
-    skim.load_state_dict(of_gradients, state)
+    for model, of_other, text in (
+        (again[0], without, "are gradients, and this run takes them for updates"),
+        (of_gradients, state, "are updates, and this run takes them for gradients"),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            skim.load_state_dict(model, of_other)
+        told = [str(w.message) for w in caught if "skim" in str(w.message)]
+        assert len(told) == (RANK == 0) and all(text in one for one in told), told
     for model in (again[0], of_gradients):
         assert torch.equal(kept(model), resumed)
     of_all = skim.state_dict(first[0], gather=True)

@@ -1,6 +1,8 @@
 """Ranks as threads: the reducer keeps its laws through Python's arrays."""
 
+import gc
 import unittest
+import weakref
 
 import numpy as np
 import skim
@@ -127,6 +129,25 @@ class Options(unittest.TestCase):
         ):
             with self.subTest(why=why), self.assertRaisesRegex(skim.InvalidArgument, f"^{why}[^\n]*$"):
                 skim.Reducer(self.comm, **options)
+
+
+class Listeners(unittest.TestCase):
+    def test_one_that_refers_to_the_reducer_keeps_nothing(self):
+        class Owner:
+            def __init__(self):
+                self.phases = []
+                self.reducer = skim.Reducer(skim.in_process_group(1)[0], dense_below=0)
+                self.reducer.set_layout([(0, [("w", 50)])])
+                self.reducer.reduce(0, np.ones(50, np.float32), on_phase=self.hear)
+
+            def hear(self, phase):
+                self.phases.append(phase)
+
+        owner = Owner()
+        self.assertTrue(owner.phases)
+        owner = weakref.ref(owner)
+        gc.collect()
+        self.assertIsNone(owner())
 
 
 class Errors(unittest.TestCase):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import logging
 import math
 import pickle
 import threading
@@ -291,6 +292,47 @@ def shared(local):
         return flat(model.parameters())
 
 
+def case_a_refused_state_does_not_touch_an_exchange_under_way():
+    lengths, ends = [400_000, 50], []
+    for is_refused in (False, True):
+        model, local = local_steps(Linear(lengths), every=2, delay=2)
+        for step in range(10):
+            local.optimizer.zero_grad()
+            model(gradients(step, lengths=lengths)).backward()
+            local.step()
+            if is_refused and step == 3:
+                state = local.state_dict()
+                key = f"rank_{RANK}_of_{SIZE}"
+                state[key] = state[key].clone()
+                state[key][len(state[key]) // 2] ^= 64
+                expect(skim.StateError, "its checksum does not fit", local.load_state_dict, state)
+        ends.append(shared(local))
+    assert torch.equal(*ends)
+
+
+def case_local_steps_go_on_after_a_gradient_with_nan():
+    """Also the optimizer, which keeps a NaN in its state for ever."""
+    for make in (lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)):
+        for options in ({"every": 2}, {"every": 2, "delay": 1}, {"every": 2, "fragments": 2, "delay": 1}):
+            model, local = local_steps(make_optimizer=make, **options)
+            seen = []
+            with unittest.mock.patch.object(logging.getLogger("skim"), "warning", seen.append):
+                for step in range(16):
+                    local.optimizer.zero_grad()
+                    model(gradients(step)).backward()
+                    if step == 4 and RANK == SIZE - 1:
+                        for p in model.parameters():
+                            p.grad[3] = math.nan
+                    local.step()
+                local.finish()
+            assert flat(model.parameters()).isfinite().all()
+            for state in local.optimizer.state.values():
+                assert all(torch.as_tensor(value).isfinite().all() for value in state.values())
+            report = local.report()
+            assert 1 <= report.skipped <= 2 * options.get("fragments", 1) < report.steps, report
+            assert len(seen) == (RANK == SIZE - 1) and all("begins anew" in text for text in seen), seen
+
+
 def case_local_steps_conserve_what_ranks_moved():
     # The gradients do not depend on the parameters, so each rank moves by their sum, wherever it starts.
     for options in ({"every": 1, "ahead": 0.0}, {"every": 1}, {"every": 3, "ahead": 0.5}, {"every": 2, "exchange": "gtopk"}):
@@ -378,6 +420,11 @@ def case_local_steps_begin_with_one_model():
     model.register_buffer("spread", torch.randn(10, device=DEVICE)[::2])
     model.register_buffer("conjugate", torch.randn(4, dtype=torch.complex64, device=DEVICE).conj())
     model.register_buffer("negative", torch.randn(4, dtype=torch.complex64, device=DEVICE).conj().imag)
+    # A parameter with gaps, whose memory others may use, and one with another order in memory on each rank.
+    beside = torch.full((3, 4), 100.0 + RANK, device=DEVICE)
+    model.gaps = nn.Parameter(beside[:, ::2])
+    images = torch.randn(2, 3, 4, 4, device=DEVICE)
+    model.images = nn.Parameter(images.to(memory_format=torch.channels_last) if RANK % 2 else images)
     model.to(DEVICE)
     skim.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=1.0), timeout=60.0)
     state = {name: t.cpu() for name, t in model.state_dict().items()}
@@ -386,6 +433,7 @@ def case_local_steps_begin_with_one_model():
     for name, of_first in of_ranks[0].items():
         assert torch.equal(state[name], of_first), name
     assert state["count"] == 10
+    assert beside[:, 1::2].eq(100.0 + RANK).all() and beside[:, ::2].eq(100.0).all()
 
 
 def case_local_steps_that_could_not_be_made_leave_model_and_optimizer_as_they_were():

@@ -580,6 +580,9 @@ class Divergence(Reliability):
                 text = f"goes back 20 steps: with --checkpoint-steps {steps} it needs --keep {least}"
                 self.assert_refused(train(*often, keep), text)
                 self.assert_ok(train(*often, least))
+        in_rounds = [*rollback, "--local-steps", 50, "--checkpoint-steps", 10, "--keep"]
+        self.assert_refused(train(*in_rounds, 7), "goes back 70 steps: with --checkpoint-steps 10 it needs --keep 8")
+        self.assert_ok(train(*in_rounds, 8))
 
 
 @unittest.skipUnless(HAS_MPI, NEEDS_MPI)

@@ -414,6 +414,16 @@ class Drawn(Case):
         self.assertEqual(len(chart.all("circle", "skipped")), 1)
         self.assertIn("1 of 8 steps were skipped", root.words())
 
+    def test_a_run_without_a_step_does_not_hide_the_others(self):
+        metrics, page = self.dir / "m.jsonl", self.dir / "page.html"
+        begins = {"run": "refused", "step": 0, "ranks": 2, "model": "linear", "data": "generated", "version": "0.1.0",
+                  "command": "skim train"}
+        metrics.write_text("".join(json.dumps(one) + "\n" for one in [*(record(i) for i in range(1, 5)), begins]))
+        self.assert_ok(skim("report", metrics, "--out", page))
+        root, console = self.browse(page, "--dump-dom")
+        self.assertEqual(console, [])
+        self.assertEqual([points_of(path) for path in root.all("figure")[0].all("path")][:1], [4])
+
     def test_long_names_stay_inside_a_narrow_page(self):
         metrics, page = self.dir / "m.jsonl", self.dir / "page.html"
         metrics.write_text(json.dumps(record(1, run="long" * 30)) + "\n")

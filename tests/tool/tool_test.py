@@ -191,23 +191,24 @@ class Usage(Case):
                 self.assertRegex(done.stderr, "^skim: cannot write to standard output(: Bad file descriptor)?\n$")
                 self.assertEqual([line["step"] for line in lines(metrics) if "k" in line], [1, 2, 3])
 
-    @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
     def test_a_reader_that_goes_away_stops_the_ranks_in_order(self):
         """As head does. Nothing is left of the run, and it goes on from its checkpoint."""
-        folder = self.dir / "c"
-        environment = os.environ | {"TMPDIR": str(self.dir)}
-        arguments = ["--model", "linear", "--ranks", 2, "--metrics", "-", "--checkpoint", folder]
-        run = subprocess.Popen([TOOL, "train", *SMALL, *map(str, [*arguments, "--steps", 1000000])], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-        self.addCleanup(run.kill)
-        self.addCleanup(run.stderr.close)
-        run.stdout.readline()
-        run.stdout.close()
-        self.assertEqual(run.wait(timeout=LIMIT), 128 + signal.SIGPIPE)
-        self.assertIn("--resume continues", run.stderr.read())
-        self.assertEqual(list(self.dir.glob("skim-*")), [])
-        steps = int(newest_in(folder).name.removeprefix("step-")) + 1
-        self.assert_ok(train(*arguments, "--steps", steps, "--resume"))
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            with self.subTest(ranks=ranks):
+                folder = self.dir / f"c{ranks}"
+                environment = os.environ | {"TMPDIR": str(self.dir)}
+                arguments = ["--model", "linear", "--ranks", ranks, "--metrics", "-", "--checkpoint", folder]
+                run = subprocess.Popen([TOOL, "train", *SMALL, *map(str, [*arguments, "--steps", 1000000])], text=True,
+                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+                self.addCleanup(run.kill)
+                self.addCleanup(run.stderr.close)
+                run.stdout.readline()
+                run.stdout.close()
+                self.assertEqual(run.wait(timeout=LIMIT), 128 + signal.SIGPIPE if ranks > 1 else 1)
+                self.assertIn("--resume continues", run.stderr.read())
+                self.assertEqual(list(self.dir.glob("skim-*")), [])
+                steps = int(newest_in(folder).name.removeprefix("step-")) + 1
+                self.assert_ok(train(*arguments, "--steps", steps, "--resume"))
 
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
     def test_metrics_that_standard_output_does_not_take_stop_the_ranks_in_order(self):

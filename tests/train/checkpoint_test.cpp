@@ -152,7 +152,7 @@ TEST_F(Checkpoints, what_is_cut_off_or_missing_or_of_another_step_is_a_fault) {
   EXPECT_EQ(with("manifest.json", content(old / "manifest.json")), "manifest.json is of step 7");
   EXPECT_EQ(with("manifest.json", "{}"), "manifest.json is damaged");
   EXPECT_EQ(with("manifest.json", R"({"format": 2})"),
-            "manifest.json is of format 2; this version reads format 3");
+            "manifest.json is of format 2; this version reads format 4");
   fs::remove(checkpoint / "rank-2");
   EXPECT_EQ(fault_of(checkpoint), "rank-2 is missing or cannot be read");
   fs::remove(checkpoint / "manifest.json");
@@ -401,6 +401,41 @@ TEST_F(Checkpoints, an_adaptive_density_knows_the_learning_rates_of_a_resumed_ru
     fall = std::max(fall, here);
   }
   EXPECT_EQ(falls_after, 32) << fall;
+}
+
+TEST_F(Checkpoints, those_of_a_diverged_run_are_gone_after_its_rollback) {
+  TrainOptions o = options(dir);
+  o.steps = 300;
+  o.checkpoint_steps = 10;
+  o.on_divergence = OnDivergence::rollback;
+  o.clip_norm = 1.0;
+  o.learning_rate = {
+      .base = 0.1, .kind = LearningRateKind::steps, .drop_epochs = {96.0 / 64}, .gamma = 300.0};
+  int rollbacks = 0;
+  Observer observer;
+  observer.on_warning = [&](const std::string& what) {
+    const std::size_t at = what.find("back to step ");
+    if (at == std::string::npos) return;
+    ++rollbacks;
+    const int step = std::stoi(what.substr(at + 13));
+    EXPECT_EQ(names()[0], "step-000000" + std::to_string(step)) << what;
+  };
+  EXPECT_THROW(run(o, observer), Error);
+  EXPECT_EQ(rollbacks, 3);
+}
+
+TEST_F(Checkpoints, bytes_of_a_step_are_means_over_the_steps_that_were_counted) {
+  TrainOptions o = options(dir);
+  o.exchange.kind = ExchangeKind::dense;
+  o.steps = 8;
+  run(o, {}, kNoStop, 3);
+  o.resume = true;
+  Summary s;
+  for (const std::int64_t steps : {16, 20}) {  // on two ranks from step 12 on
+    o.steps = steps;
+    s = run(o);
+  }
+  EXPECT_NEAR(s.sent_bytes_per_step, s.dense_bytes_per_step, 0.01 * s.dense_bytes_per_step);
 }
 
 TEST_F(Checkpoints, one_that_a_killed_run_began_is_removed) {

@@ -144,6 +144,39 @@ TEST(StepTimes, medians_of_a_short_run_are_exact) {
   EXPECT_EQ(medians.step_ms, 5.0);
 }
 
+TEST(StepTimes, a_round_counts_as_its_mean_step) {
+  const auto of_steps = [](std::initializer_list<double> all, StepTimes times) {
+    for (const double ms : all) {
+      StepRecord r;
+      r.exchange_ms = ms;
+      times.add(r);
+    }
+    StepRecord medians;
+    times.medians(medians);
+    return medians.exchange_ms;
+  };
+  EXPECT_EQ(of_steps({0, 0, 3, 0, 0, 6, 0, 0, 30, 0, 0}, StepTimes(3)), 2.0);
+  EXPECT_EQ(of_steps({0, 5}, StepTimes(3)), 2.5) << "no round has ended";
+  EXPECT_EQ(of_steps({}, StepTimes(3)), 0.0);
+}
+
+TEST(TargetTime, counts_the_computing_of_all_steps_of_a_round) {
+  TrainOptions o;
+  o.exchange.kind = ExchangeKind::allgather;
+  o.density.kind = DensityRule::Kind::adaptive;
+  o.local_steps = 8;
+  o.steps = 80;
+  o.compute = Duration{0.02};
+  o.chooser.link = Link{};
+  const auto first = [&](double seconds) {
+    o.target_time.seconds = seconds;
+    const auto schedule = density_schedule(o, 4, {1000}, run_length(o, 100));
+    return schedule->density({.step = 0, .total_steps = 10}).up;
+  };
+  EXPECT_GT(first(1.61), 0.0);
+  EXPECT_THROW(first(1.59), InvalidArgument);
+}
+
 TEST(RunLength, more_epochs_than_steps_can_count_are_no_short_run) {
   TrainOptions o;
   o.epochs = o.eval_epochs = 1e300;
