@@ -240,7 +240,7 @@ int run(const SimulateOptions& o) {
       const bool selects = name != name_of(ExchangeKind::dense);
       double select_s = selects && time.processor_time ? selections.seconds : 0.0;
       const Outcome got = simulate(o, name, selections, k, time, select_s);
-      if (got.decision.starts_with("dense ")) select_s = 0.0;
+      if (got.decision.starts_with("dense ")) select_s = 0.0;  // the choice of auto
       fmt::print(people, "{:>6} {:<14} {:>12} {:>8} {:>12.4g} {:>12.4g} {:>12.4g}\n", ranks, name,
                  got.most.sent_bytes, got.most.rounds, 1e3 * got.exchange_s, 1e3 * select_s,
                  1e3 * (got.exchange_s + select_s));

@@ -77,10 +77,9 @@ void on_stop(int signal) {
   g_deadline_ns.store(std::min(g_deadline_ns.load(), steady_ns() + grace.load()));
 }
 
-// The reader of the output is gone, which every write would say again.
-std::atomic_flag g_is_output_closed;
+// The reader of the output is gone, which every write says again.
 void on_closed_output(int signal) {
-  if (!g_is_output_closed.test_and_set()) on_stop(signal);
+  if (g_signal.load() == 0) on_stop(signal);
 }
 
 // Before ranks are started, and in each of them.
