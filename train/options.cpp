@@ -164,7 +164,8 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                     .n = std::max<std::size_t>(1, n),
                     .ranks = ranks};
   a.cost = in_bytes ? max_step_bytes(r, ranks, std::move(lengths), o.down_density)
-                    : predicted_seconds(r, ranks, std::move(lengths), static_cast<double>(every) * o.compute->seconds,
+                    : predicted_seconds(r, ranks, std::move(lengths),
+                                        static_cast<double>(every) * o.compute->seconds,
                                         *o.chooser.link, o.chooser.local_speeds, o.down_density);
   return adaptive_density(std::move(a));
 }
