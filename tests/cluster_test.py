@@ -126,8 +126,8 @@ class Places(unittest.TestCase):
         self.assertEqual(sorted(done.stdout.split()), hosts)
 
     def once_where(self, folder, options, *once, **environment):
-        """once with a file system of its own for a folder."""
-        mount = f"mount -t tmpfs -o {options} tmpfs {folder} && exec /bin/bash \"$@\""
+        """once with a file system of its own for a folder, and for /run, where other clusters come and go meanwhile."""
+        mount = f"mount -t tmpfs tmpfs /run && mount -t tmpfs -o {options} tmpfs {folder} && exec /bin/bash \"$@\""
         command = ["unshare", "--mount", "sh", "-c", mount, "sh", str(SCRIPT), *once]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, env=self.environment | environment)
 
