@@ -131,11 +131,11 @@ inline MedianInterval median_interval(std::vector<double> x) {
   std::ranges::sort(x);
   const auto n = static_cast<double>(x.size());
   MedianInterval best;
-  double probability = std::exp2(-n), below = 0.0;  // of i, and of less than j = i + 1
+  double log_probability = -n * std::log(2.0), below = 0.0;  // of i, and of less than j = i + 1
   for (std::size_t j = 1; 2 * j <= x.size() + 1; ++j) {
-    below += probability;
+    below += std::exp(log_probability);
     const double i = static_cast<double>(j) - 1.0;
-    probability *= (n - i) / (i + 1.0);
+    log_probability += std::log((n - i) / (i + 1.0));
     const double coverage = 1.0 - 2.0 * below;
     if (j > 1 && coverage < 0.95) break;
     best = {.j = j, .low = x[j - 1], .high = x[x.size() - j], .coverage = std::max(0.0, coverage)};

@@ -510,15 +510,15 @@ Outcome launch(const LaunchOptions& options) {
     }
     const int signals = g_signals.load();
     if (signals > seen_signals) {
-      if (seen_signals == 0) {
+      if (seen_signals == 0 && options.has_steps) {
         erase(live);
         std::fputs("\nskim: stopping after this step; once more to end at once\n", stderr);
         std::ofstream(dir.path() / kStopping) << '\n';
         signal_ranks(dir, ranks, SIGUSR1);
         deadline = Clock::now() + options.grace;
       }
-      if (signals > 1) deadline = Clock::now();
-      seen_signals = signals;
+      if (signals > 1 || !options.has_steps) deadline = Clock::now();
+      seen_signals = options.has_steps ? signals : std::max(2, signals);
     }
     if (Clock::now() >= deadline) {
       is_grace_over = is_grace_over || (!ending && seen_signals == 1);

@@ -31,6 +31,7 @@ struct LaunchOptions {
   // Between a signal and the end of the run.
   std::chrono::milliseconds grace{20'000};
   std::string to_output{};  // the option that writes to standard output; empty: none has to
+  bool has_steps = true;    // false: there is no step to end, so the first signal ends the ranks
 };
 
 struct Outcome {

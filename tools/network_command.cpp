@@ -111,7 +111,10 @@ int bench_network_command(int argc, char** argv) {
     }
     std::vector<std::string> arguments{"bench", "network"};
     arguments.insert(arguments.end(), argv + 1, argv + argc);
-    return conclude(launch({.ranks = o.ranks, .arguments = arguments, .start_limit = kStartLimit}));
+    return conclude(launch({.ranks = o.ranks,
+                            .arguments = arguments,
+                            .start_limit = kStartLimit,
+                            .has_steps = false}));
   });
 }
 

@@ -14,12 +14,18 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
+#include <optional>
+#include <ranges>
+#include <span>
 #include <thread>
+#include <vector>
 
 #include "skim/error.hpp"
 #include "skim/version.hpp"
 #include "tools/commands.hpp"
 #include "tools/failure.hpp"
+#include "tools/folder_lock.hpp"
 #include "tools/json_file.hpp"
 #include "tools/keep_beside.hpp"
 #include "tools/launcher.hpp"
@@ -348,14 +354,62 @@ std::string how_to_continue(const Arguments& a, const Row& row, std::size_t plan
   return "to continue this run, give " + options + " in place of --compare, and " + folder;
 }
 
-// Of runs that do not continue.
-void keep_old_checkpoints(const std::vector<Row>& rows) {
+// Locks the folders of checkpoints. Keeps old ones beside them, of runs that do not continue.
+std::vector<FolderLock> take_folders(const std::vector<Row>& rows) {
+  std::vector<FolderLock> locks;
   for (const Row& r : rows) {
     const std::filesystem::path& folder = r.options.checkpoint;
-    if (r.options.resume || train::checkpoints_of(folder).empty()) continue;
-    put_beside("--checkpoint", folder);  // with the files of the last run that are in it
-    expect_writable_folder("--checkpoint", folder);
+    if (folder.empty()) continue;
+    FolderLock lock("--checkpoint", folder);
+    if (!r.options.resume && !train::checkpoints_of(folder).empty()) {
+      put_beside("--checkpoint", folder);  // with the files of the last run that are in it
+      expect_writable_folder("--checkpoint", folder);
+      locks.emplace_back("--checkpoint", folder);
+    } else {
+      locks.push_back(std::move(lock));
+    }
   }
+  return locks;
+}
+
+// The data set of one run after another. It is loaded again only for a run that has other data.
+class Data {
+ public:
+  // comm: null: there are no ranks yet.
+  explicit Data(Communicator* comm) : comm_(comm) {}
+
+  // Collective. Throws: train::DataError: cannot be loaded; Error: differs between ranks.
+  const train::Dataset& of(const Row& row) {
+    train::DataOptions options = row.options.data;
+    options.seed = row.options.seed;
+    if (loaded_ && options == options_) return *loaded_;
+    loaded_.reset();  // before the next one takes memory
+    const train::Dataset& now = loaded_.emplace(train::load_data(options));
+    options_ = std::move(options);
+    if (comm_ != nullptr) {
+      train::expect_equal_on_all_ranks(
+          {{"examples",
+            fmt::format("{} to train, {} to test", now.info().train_size, now.info().test_size)},
+           {"hash", fmt::format("{:016x}", now.hash())}},
+          "data set", *comm_);
+    }
+    return now;
+  }
+
+ private:
+  Communicator* comm_;
+  train::DataOptions options_;
+  std::optional<train::Dataset> loaded_;
+};
+
+// Loads the data of every run, those of the first run last. Throws: train::DataError: cannot be
+// loaded; InvalidArgument: runs on images and on text.
+void expect_data(std::span<const Row> rows, Data& data) {
+  std::vector<train::InputKind> kinds;
+  for (const Row& r : std::views::reverse(rows)) kinds.push_back(data.of(r).info().kind);
+  if (std::ranges::adjacent_find(kinds, std::ranges::not_equal_to()) == kinds.end()) return;
+  throw InvalidArgument(
+      "--config: it has runs on images and runs on text; give each kind its own file");
 }
 
 // All runs of one rank. Returns the exit status.
@@ -369,19 +423,14 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   for (const Row& r : rows) session["runs"].push_back(r.name);
   session["trace"] = !a.trace.empty();
   train::expect_equal_on_all_ranks(session, "version or command line", comm);
-  const int threads = a.train.threads > 0 ? a.train.threads : threads_per_rank(comm);
-
-  a.train.data.seed = a.train.seed;
-  const train::Dataset data = train::load_data(a.train.data);
-  train::expect_equal_on_all_ranks(
-      {{"examples",
-        fmt::format("{} to train, {} to test", data.info().train_size, data.info().test_size)},
-       {"hash", fmt::format("{:016x}", data.hash())}},
-      "data set", comm);
-  const bool text = data.info().kind == train::InputKind::text;
+  const int threads = threads_per_rank(comm);
+  Data loaded(&comm);
+  expect_data(rows, loaded);
+  const bool text = loaded.of(rows[0]).info().kind == train::InputKind::text;
+  std::vector<FolderLock> folders;
   if (first) {
     expect_writable_outputs(a, rows);
-    keep_old_checkpoints(rows);
+    folders = take_folders(rows);
   }
   const std::filesystem::path none;
   MetricsFile metrics(first ? a.train.metrics : none, a.train.resume, g_stop,
@@ -406,8 +455,9 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
 
   for (std::size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
-    row.options.data = a.train.data;
-    row.options.threads = threads;
+    const train::Dataset& data = loaded.of(row);
+    row.options.data.seed = row.options.seed;
+    if (row.options.threads == 0) row.options.threads = threads;
     Progress progress(people, row.name, text);
     train::Observer observer;
     observer.on_step = [&](const train::StepRecord& r) {
@@ -497,11 +547,11 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
 // themselves, too, because no launcher starts those on other machines.
 void expect_to_start(const Arguments& a, const std::vector<Row>& rows) {
   expect_writable_outputs(a, rows);
-  train::DataOptions options = a.train.data;
-  options.seed = a.train.seed;
+  Data loaded(nullptr);
   try {
-    const train::DataInfo data = train::load_data(options).info();
+    expect_data(rows, loaded);
     for (const Row& r : rows) {
+      const train::DataInfo& data = loaded.of(r).info();
       if (r.options.checkpoint.empty()) continue;
       const std::uint64_t parameters = torch_part().count_parameters(r.options, data);
       const FeedbackOptions f = train::reducer_options(r.options).feedback;
@@ -605,6 +655,12 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
       declare(again, one, command);
       again.parse(static_cast<int>(arguments.size()), arguments.data());
       choose_length(again, one.train);
+      check_training_options(one.train);
+      if (one.ranks != a.ranks) {
+        throw InvalidArgument(
+            fmt::format("{}: its runs are of {} and {} ranks; give --ranks P for all of them",
+                        repetition.who(), a.ranks, one.ranks));
+      }
       if (const auto& run = repetition.runs[i];
           run.contains("choices") && again.count("--exchange") == 0) {
         one.train.replay = train::choices_of(run["choices"], repetition.who() + ": choices");
@@ -641,7 +697,7 @@ int run_training_command(const TrainingCommand& command, int argc, char** argv) 
                                  .grace = milliseconds_of(a.grace),
                                  .to_output = a.train.metrics == "-" ? "--metrics" : ""};
     if (!restarts) return conclude(launch(launched));
-    keep_old_checkpoints(rows);  // now, or a restart would continue another run
+    take_folders(rows);  // keeps old ones now, or a restart would continue another run
     return launch_with_restarts(launched, a.restarts, a.train.checkpoint);
   });
 }

@@ -35,6 +35,8 @@ struct DataOptions {
 
   std::int64_t generated_train = 20000, generated_test = 4000;
   std::uint64_t generated_seed = 1;  // for the images, so that runs with other seeds share them
+
+  bool operator==(const DataOptions&) const = default;
 };
 
 struct DataInfo {

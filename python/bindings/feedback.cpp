@@ -31,7 +31,14 @@ Array<float> view_of(nb::handle_t<Feedback> self, const DenseView& v) {
 // The gradient and scale to pass to a selector in place of grad and scale.
 nb::object begin(Feedback& self, Slot slot, const nb::object& grad, double norm2, int ranks,
                  float scale) {
-  const GradView given = grad_view(AnyArray(nb::cast<Numbers>(grad).array), scale);
+  Numbers numbers;
+  if (!nb::try_cast(grad, numbers)) {
+    const std::string why =
+        std::string("begin: grad must be an array of one dimension in host memory, and this ") +
+        Py_TYPE(grad.ptr())->tp_name + " is none";
+    throw nb::type_error(why.c_str());
+  }
+  const GradView given = grad_view(AnyArray(numbers.array), scale);
   const GradView got = self.feedback.begin(slot, given, norm2, ranks);
   if (got.data == given.data) return nb::make_tuple(grad, got.scale);
   return nb::make_tuple(to_array(std::span<const float>(got.f32())), got.scale);
@@ -94,8 +101,9 @@ void bind_feedback(nb::module_& m) {
           },
           "slot"_a,
           "The slot's residual, float32 [n]; [0] if feedback is off. It is not a copy: "
-          "Selector.select adds the gradient to it. With another residual_code than f32, raises "
-          "BufferError while another array of residual() or velocity() is in use.")
+          "Selector.select adds the gradient to it. With another residual_code than f32 it is valid "
+          "until any other call; raises BufferError while another array of residual() or velocity() "
+          "is in use.")
       .def(
           "velocity",
           [](nb::handle_t<Feedback> self, Slot slot) {

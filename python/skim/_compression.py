@@ -17,7 +17,6 @@ import threading
 import time
 import types
 import typing
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -107,8 +106,7 @@ class Unit:
         return {} if self._updates_of is None else {RATE: torch.tensor([self._rate], dtype=torch.float64, device="cpu")}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Without the key, as in old states, nothing changes. Raises StateError if its value is no rate; nothing has
-        changed then."""
+        """Without the key nothing changes. Raises StateError if its value is no rate; nothing has changed then."""
         if self._updates_of is None or RATE not in state:
             return
         value = state[RATE]
@@ -609,20 +607,19 @@ class Compression(InEpochs):
                     f"{old_size} ranks in one dict ({missing[0]} is missing)"
                 )
             states = [by_rank[r] for r in range(old_size)]
+        if (RATE in state) != self.unit.holds_updates:
+            kinds = ("gradients", "updates")
+            raise _core.StateError(
+                f"skim: the residuals of this state are {kinds[RATE in state]}, those of this run are "
+                f"{kinds[self.unit.holds_updates]}, which differ by the factor of the learning rate; give optimizer=, local_clip= "
+                "and updates_of= as in the saved run, or do not load this state, so that residuals begin at 0"
+            )
         self.finish_step()
         unit = copy.copy(self.unit)
         unit.load_state_dict(state)
         with self.lock:
             report = self.reducer.load([array(s.detach().cpu().contiguous()) for s in states], strict=strict)
             self.unit = unit
-        if (RATE in state) != unit.holds_updates and rank == 0:
-            kinds = ("gradients", "updates")
-            warnings.warn(
-                f"skim: the residuals of this state are {kinds[RATE in state]}, and this run takes them for "
-                f"{kinds[unit.holds_updates]}, which differ by the factor of the learning rate; give optimizer=, local_clip= "
-                "and updates_of= as in the saved run, or do not load this state",
-                stacklevel=4,
-            )
         return report
 
     # ---- the end --------------------------------------------------------------------------------

@@ -122,8 +122,9 @@ def attach(
         to dense training (docs/pytorch.md). Momentum correction replaces its momentum (Adam: its first
         moment). The optimizer's own momentum becomes 0, so that no momentum counts twice. For SGD,
         residuals also hold updates (updates_of), and weight_decay is multiplied by
-        (1 - dampening) / (1 - momentum), because momentum no longer sums it up. Not together with
-        momentum_correction, momentum_dampening, nesterov_correction and a local half of your own.
+        (1 - dampening) / (1 - momentum), because momentum no longer sums it up. Multiply a weight_decay
+        that you set later by it, too. Not together with momentum_correction, momentum_dampening,
+        nesterov_correction and a local half of your own.
     scaler: the GradScaler, if you use one. Residuals are then kept unscaled.
     updates_of: the optimizer (SGD). Residuals then hold updates: gradients times the largest learning
         rate of its groups. A learning rate that falls then does not shrink entries that wait.

@@ -104,6 +104,13 @@ class Steps(unittest.TestCase):
         self.assertAlmostEqual(scale, 20**0.5 / (5 / (4 * 9)) ** 0.5, places=5)
 
 
+    def test_what_is_no_gradient_is_refused(self):
+        f = feedback()
+        for wrong in ("abc", [1.0] * 5, np.ones((5, 1), np.float32)):
+            with self.assertRaisesRegex(TypeError, "^begin: grad must be an array of one dimension"):
+                f.begin(0, wrong)
+
+
 class States(unittest.TestCase):
     def test_come_back(self):
         f, g = feedback(), feedback()

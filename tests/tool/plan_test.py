@@ -5,9 +5,10 @@ Needs SKIM_TOOL (the binary); SKIM_HAS_MPI=1 where the build has MPI.
 
 import json
 import re
+import signal
 import unittest
 
-from tool_test import HAS_MPI, Case, skim
+from tool_test import HAS_MPI, LIMIT, Case, is_running, pids_of, skim
 
 FIELDS = {"exchange", "density", "step_s", "exchange_s", "speed_up", "bytes", "advised", "entry_sends"}
 PAPER = ["--link", "1gbit", "--latency", "0.4ms", "--compute", "0.2s"]
@@ -251,6 +252,19 @@ class Network(Case):
         for speed in ("select_s", "merge_s", "add_s"):
             self.assertGreater(fit[speed], 0)
         self.assert_ok(plan("--parameters", "1e6", "--ranks", 2, "--compute", "1ms", "--fit", path))
+
+    @unittest.skipUnless(HAS_MPI, "this build has no MPI")
+    def test_a_signal_ends_it_at_once(self):
+        for signal_, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+            path = self.dir / "fit.json"
+            run = self.start_skim("bench", "network", "--largest", 1 << 30, "--json", path)
+            self.wait_until(run, lambda: len(pids_of(self.dir)) == 2, "the ranks did not start")
+            ranks = pids_of(self.dir).values()
+            run.send_signal(signal_)
+            self.assertEqual(run.communicate(timeout=LIMIT), ("", ""))
+            self.assertEqual(run.returncode, status)
+            self.assertFalse([pid for pid in ranks if is_running(pid)])
+            self.assertFalse(path.exists())
 
     @unittest.skipIf(HAS_MPI, "this build has MPI")
     def test_without_mpi(self):

@@ -95,9 +95,12 @@ class Case(unittest.TestCase):
             self.assertIn(word, done.stderr)
 
     def start(self, *arguments, **options):
-        """A run in the background, with a folder for temporary files of its own."""
+        """A training run in the background, with a folder for temporary files of its own."""
+        return self.start_skim("train", *SMALL, *arguments, **options)
+
+    def start_skim(self, *arguments, **options):
         environment = dict(os.environ, TMPDIR=str(self.dir))
-        run = subprocess.Popen([TOOL, "train", *SMALL, *map(str, arguments)], text=True,
+        run = subprocess.Popen([TOOL, *map(str, arguments)], text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options)
         self.addCleanup(run.kill)
         return run
@@ -473,6 +476,32 @@ class Usage(Case):
         both.write_text(json.dumps([runs[0], runs[1] | {"run": "again"}]))
         self.assert_ok(train("--config", both, "--checkpoint", folder))
         self.assertEqual(sorted(path.name for path in folder.iterdir()), ["again", "gtopk"])
+
+    def test_every_run_of_a_summary_has_the_data_of_its_own(self):
+        both, again = self.dir / "both.json", self.dir / "again.json"
+        runs = []
+        for name, changes in (("first", []), ("order", ["--seed", 2]), ("fewer", ["--generated-train", 64]),
+                              ("threads", ["--threads", 1])):
+            summary = self.dir / f"{name}.json"
+            self.assert_ok(skim("train", *SMALL, "--model", "linear", "--steps", 12, *changes, "--summary", summary))
+            runs.append(json.loads(summary.read_text())[0] | {"run": name})
+        both.write_text(json.dumps(runs))
+        self.assert_ok(skim("train", "--config", both, "--summary", again))
+        for ours, theirs in zip(runs, json.loads(again.read_text()), strict=True):
+            for key in ("run", "seed", "epochs", "threads", "train_loss", "test_loss"):
+                self.assertEqual(theirs[key], ours[key], (ours["run"], key))
+
+    def test_runs_that_cannot_be_repeated_together_are_refused(self):
+        (self.dir / "text").write_text("To be, or not to be. " * 100)
+        one = {"run": "one", "exchange": "gtopk", "model": "linear", "steps": 2}
+        for other, words in (
+            ({"ranks": 2}, ["ranks", "1 and 2", "--ranks"]),
+            ({"model": "gpt", "data": "text", "data_dir": str(self.dir / "text")}, ["text", "images", "own file"]),
+            ({"data": "mnist", "data_dir": str(self.dir)}, ["mnist"]),
+        ):
+            both = self.dir / "both.json"
+            both.write_text(json.dumps([one, one | other | {"run": "two"}]))
+            self.assert_refused(skim("train", "--config", both), *words)
 
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
     def test_a_run_with_auto_is_repeated_with_its_choices(self):
@@ -1411,6 +1440,24 @@ class Checkpoints(Case):
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("no checkpoint", done.stderr)
         self.assertFalse((self.dir / "none").exists())
+
+    def test_two_runs_do_not_write_into_one_folder(self):
+        """The one would remove checkpoints of the other, or rename its folder."""
+        folder, metrics = self.dir / "c", self.dir / "m"
+        base = ["--model", "linear", "--checkpoint", folder, "--checkpoint-steps", 1]
+        for ranks in (1, 2) if HAS_MPI else (1,):
+            run = self.start(*base, "--ranks", ranks, "--steps", 1000000, "--metrics", metrics)
+            self.wait_for_checkpoint(run, folder)
+            for resume in ([], ["--resume"]):
+                refused = train(*base, "--ranks", ranks, "--steps", 2, *resume)
+                self.assert_refused(refused, "--checkpoint", str(folder), "another run")
+            self.assertEqual([path.name for path in self.dir.iterdir() if path.name.startswith("c.")], [])
+            run.send_signal(signal.SIGINT)
+            run.communicate(timeout=LIMIT)
+            self.assertEqual(run.returncode, 130)
+            self.assert_ok(train(*base, "--ranks", ranks, "--resume", "--steps", len(lines(metrics)) + 2))
+            shutil.rmtree(folder)
+            metrics.unlink()
 
 
 @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
