@@ -45,6 +45,20 @@ def hosts(ranks, link):
         cluster("down", start_new_session=True)  # out of reach of a second Ctrl-C
 
 
+@contextlib.contextmanager
+def signals_later():
+    """SIGINT and SIGTERM raise KeyboardInterrupt behind the block, not inside it."""
+    came = []
+    before = {number: signal.signal(number, lambda *_: came.append(True)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 def run(arguments, ranks):
     """The row of one run."""
     environment = os.environ | HOSTS | {
@@ -52,9 +66,12 @@ def run(arguments, ranks):
         "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "e0", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     script = [sys.executable, str(quality.SCRIPT), *arguments]
-    started = [subprocess.Popen(["bash", CLUSTER, "enter", str(rank), *script], stdout=subprocess.PIPE, text=True,
-                                env=environment | {"RANK": str(rank), "LOCAL_RANK": "0"}) for rank in range(ranks)]
+    started = []
     try:
+        with signals_later():  # so that every process that has started is known
+            for rank in range(ranks):
+                started.append(subprocess.Popen(["bash", CLUSTER, "enter", str(rank), *script], stdout=subprocess.PIPE,
+                                                text=True, env=environment | {"RANK": str(rank), "LOCAL_RANK": "0"}))
         out = [process.communicate()[0] for process in started]
     finally:
         for process in started:

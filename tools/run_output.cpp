@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -398,7 +399,11 @@ double least_step_ms(const train::Summary& s, double bits_per_s) {
          8e3 * s.sent_bytes_per_step / bits_per_s;
 }
 
+// Whether this process has taken a step of the run.
+bool is_trained(const Row& row) { return row.summary.median.step_ms > 0.0; }
+
 // What --compare says in the end: how long steps take in comparison, here and on slower links.
+// rows: the trained ones.
 void print_conclusion(std::FILE* out, const std::vector<Row>& rows, bool text) {
   const auto dense =
       std::ranges::find_if(rows, [](const Row& r) { return train::is_dense(r.options); });
@@ -440,14 +445,18 @@ void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool t
                    "step ms", "compute", "select", "exchange", "apply", "exposed"});
   for (const Row& row : rows) {
     const train::Summary& s = row.summary;
-    const auto ms = [](double x) { return fmt::format("{:.2f}", x); };
+    // Not of a run that was done when it was resumed.
+    const auto if_trained = [&row](std::string cell) {
+      return is_trained(row) ? std::move(cell) : "-";
+    };
+    const auto ms = [&](double x) { return if_trained(fmt::format("{:.2f}", x)); };
     cells.push_back(
         {row.name, s.evaluated() ? fmt::format("{:.4f}", unsigned_nan(s.last.train_loss)) : "-",
          !s.evaluated() ? "-"
          : text         ? fmt::format("{:.4f}", unsigned_nan(s.last.test_loss))
                         : percent(s.last.test_accuracy),
-         human_bytes(s.sent_bytes_per_step),
-         s.dense_bytes_per_step > 0.0
+         if_trained(human_bytes(s.sent_bytes_per_step)),
+         s.dense_bytes_per_step > 0.0 && is_trained(row)
              ? fmt::format("{:.3g} %", 100.0 * s.sent_bytes_per_step / s.dense_bytes_per_step)
              : "-",
          ms(s.median.step_ms), ms(s.median.compute_ms), ms(s.median.select_ms),
@@ -480,7 +489,9 @@ void print_table(std::FILE* out, const std::vector<Row>& rows, int ranks, bool t
     const std::string line = line_on_waiting(row.summary);
     if (!line.empty()) print(out, "{}: {}\n", row.name, line);
   }
-  if (rows.size() > 1) print_conclusion(out, rows, text);
+  std::vector<Row> trained;
+  std::ranges::copy_if(rows, std::back_inserter(trained), is_trained);
+  if (trained.size() > 1) print_conclusion(out, trained, text);
   std::fflush(out);
 }
 

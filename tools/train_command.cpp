@@ -267,9 +267,6 @@ std::array<std::pair<const char*, std::filesystem::path>, 4> files_of(const Argu
 
 void check(const Arguments& a) {
   check_training_options(a.train);
-  if (a.train.resume && !a.compare.empty()) {
-    throw InvalidArgument("--resume and --compare exclude each other");
-  }
   check_restarts(a);
   if (a.report == "-") throw InvalidArgument("--report: expected a file, got '-'");
   if (a.trace == "-") throw InvalidArgument("--trace: expected a file, got '-'");
@@ -335,23 +332,16 @@ nlohmann::json summary_of(const std::vector<Row>& rows, int ranks) {
   return all;
 }
 
-// How to continue a run that was stopped, out of so many planned ones.
-std::string how_to_continue(const Arguments& a, const Row& row, std::size_t planned) {
-  if (planned == 1 && a.compare.empty()) return "--resume continues";
-  const std::string folder = "--checkpoint '" + row.options.checkpoint.string() + "' --resume";
-  if (a.compare.empty()) {
-    return "to continue this run, leave it alone in the file of --config, with " + folder;
+// Of several runs, those without a checkpoint begin anew, as rank 0 sees it. If none has one, the
+// first says so when it is resumed. Collective.
+void resume_those_with_checkpoints(std::vector<Row>& rows, Communicator& comm) {
+  std::string found;
+  for (const Row& r : rows) {
+    found += train::checkpoints_of(r.options.checkpoint).empty() ? '0' : '1';
   }
-  std::string options = "--exchange";
-  std::size_t begin = 0;
-  for (const char* next : {"--density", "--select", ""}) {
-    const std::size_t end = std::min(row.name.find(':', begin), row.name.size());
-    options += " " + row.name.substr(begin, end - begin);
-    if (end == row.name.size()) break;
-    options += std::string(" ") + next;
-    begin = end + 1;
-  }
-  return "to continue this run, give " + options + " in place of --compare, and " + folder;
+  found = train::gather_texts(found, comm)[0];
+  if (found.find('1') == std::string::npos) return;
+  for (std::size_t i = 0; i < rows.size(); ++i) rows[i].options.resume = found[i] == '1';
 }
 
 // Locks the folders of checkpoints. Keeps old ones beside them, of runs that do not continue.
@@ -427,6 +417,7 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   Data loaded(&comm);
   expect_data(rows, loaded);
   const bool text = loaded.of(rows[0]).info().kind == train::InputKind::text;
+  if (a.train.resume && rows.size() > 1) resume_those_with_checkpoints(rows, comm);
   std::vector<FolderLock> folders;
   if (first) {
     expect_writable_outputs(a, rows);
@@ -451,7 +442,6 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
   };
   int signal = 0;  // that a rank got; 0: none
   bool stopped = false;
-  const std::size_t planned = rows.size();
 
   for (std::size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
@@ -474,7 +464,11 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
       if (first) metrics.write(beginning_json(row, step, comm.size(), a.command));
       begun = step;
     };
-    if (!row.options.resume) begin(0);
+    if (!row.options.resume) {
+      // Lines of a process that left no checkpoint.
+      if (a.train.resume) metrics.forget_after(row.name, {.step = 0, .saved_step = -1});
+      begin(0);
+    }
     observer.on_resume = [&](const train::Resumed& from) {
       metrics.forget_after(row.name, from);
       // To a checkpoint of an earlier process, whose records are all that is left.
@@ -522,12 +516,12 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     attempt([&] { write_trace(a.trace, traces); });
   }
   const std::string where =
-      !last.stopped ? fmt::format("stopped after {}, before the next run", rows.back().name)
-                    : fmt::format("stopped after step {}; {}", last.steps,
-                                  last.checkpoint.empty()
-                                      ? "no checkpoint was asked for"
-                                      : "checkpoint " + last.checkpoint + "; " +
-                                            how_to_continue(a, rows.back(), planned));
+      !last.stopped
+          ? fmt::format("stopped after {}, before the next run", rows.back().name)
+          : fmt::format("stopped after step {}; {}", last.steps,
+                        last.checkpoint.empty()
+                            ? "no checkpoint was asked for"
+                            : "checkpoint " + last.checkpoint + "; " + "--resume continues");
   if (!last.checkpoint_failure.empty()) {
     add_failure(last.checkpoint_failure);
   } else if (!failure.empty() && stopped) {

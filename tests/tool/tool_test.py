@@ -1367,42 +1367,47 @@ class Checkpoints(Case):
                 self.assertIn("skim: stopped after", err)
                 self.assertEqual(len(json.loads(summary.read_text())), 1)
 
-    def test_a_stopped_comparison_says_how_its_run_continues(self):
-        case = ["--model", "mlp-64", "--eval-epochs", 0, "--momentum", 0.9]
-        straight, folder, summary = self.dir / "straight", self.dir / "c", self.dir / "s.json"
+    def test_a_stopped_comparison_continues(self):
+        case = ["--ranks", 2, "--model", "mlp-64", "--eval-epochs", 0.25, "--momentum", 0.9, "--steps", 160]
+        runs = ["dense", "allgather:0.05:blocktopk", "gtopk:0.1"]
+        compare = [*case, "--compare", ",".join(runs)]
+        summary, straight = self.dir / "s.json", self.dir / "straight.jsonl"
+        self.assert_ok(train(*compare, "--metrics", straight, "--summary", summary))
+        of_run = {run["run"]: run for run in json.loads(summary.read_text())}
+        for form, again in (("compare", compare), ("config", ["--config", summary])):
+            for signal_, run_to_stop in ((signal.SIGTERM, runs[0]), (signal.SIGKILL, runs[1])):
+                name = f"{form}-{run_to_stop}"
+                metrics, folder, after = self.dir / f"{name}.jsonl", self.dir / name, self.dir / "after.json"
+                arguments = [*again, "--metrics", metrics, "--checkpoint", folder, "--checkpoint-steps", 3]
+                run = self.start(*arguments)
+                self.wait_for_checkpoint(run, folder / run_to_stop)
+                if signal_ == signal.SIGTERM:
+                    run.send_signal(signal_)
+                    _, err = run.communicate(timeout=LIMIT)
+                    self.assertEqual(run.returncode, 128 + signal_, err)
+                    self.assertIn("--resume continues", err)
+                else:
+                    for pid in [run.pid, *pids_of(self.dir).values()]:
+                        os.kill(pid, signal_)
+                    run.communicate(timeout=LIMIT)
+                ended = [r for r in runs if (folder / r / "step-00000160").exists()]
+                self.assertLess(len(ended), len(runs))
+                done = train(*arguments, "--resume", "--summary", after)
+                self.assert_ok(done)
+                for found in json.loads(after.read_text()):
+                    for key in ("steps", "train_loss", "test_loss", "test_accuracy"):
+                        self.assertEqual(found[key], of_run[found["run"]][key], (name, found["run"], key))
+                for key in runs:
+                    self.assertEqual([line for line in self.timeless(metrics) if line["run"] == key],
+                                     [line for line in self.timeless(straight) if line["run"] == key], (name, key))
+                # A run that was done before has no bytes and times, and is compared with no other.
+                for key in runs:
+                    [row] = [line.split() for line in done.stdout.splitlines() if re.match(key + " +[0-9]", line)]
+                    self.assertEqual(row.count("-"), 8 if key in ended else 0, row)
+                if len(ended) < 2:
+                    self.assertIn(f"relative to {runs[len(ended)]}:", done.stdout)
 
-        def stop(name, *arguments):
-            metrics = self.dir / name
-            run = self.start(*arguments, "--checkpoint", folder, "--metrics", metrics)
-            self.wait_for_step(run, metrics, 3)
-            run.send_signal(signal.SIGTERM)
-            _, err = run.communicate(timeout=LIMIT)
-            self.assertEqual(run.returncode, 128 + signal.SIGTERM, err)
-            self.assertNotIn("--resume continues", err)
-            return err
-
-        def words(text):
-            return [word.strip("'") for word in text.split()]
-
-        entry = "allgather:0.05:blocktopk"
-        err = stop("m1", *case, "--steps", 1000000, "--compare", f"{entry},dense")
-        found = re.search(r"to continue this run, give (--exchange .*) in place of --compare, and (.*)\n", err)
-        step = int(newest_in(folder / entry).name[5:])
-        options = [*words(found[1]), *words(found[2])]
-        self.assert_ok(train(*case, "--steps", step + 5, *options))
-        del options[options.index("--checkpoint"):]
-        self.assert_ok(train(*case, "--steps", step + 5, *options, "--checkpoint", straight))
-        for name, content in self.state_and_model(straight).items():
-            self.assertTrue(self.state_and_model(folder / entry)[name] == content, f"{name} differs")
-
-        self.assert_ok(train(*case, "--steps", 2, "--compare", "gtopk:0.1,dense", "--summary", summary))
-        err = stop("m2", "--config", summary, "--steps", 1000000)
-        found = re.search(r"to continue this run, leave it alone in the file of --config, with (.*)\n", err)
-        summary.write_text(json.dumps(json.loads(summary.read_text())[:1]))
-        step = int(newest_in(folder / "gtopk:0.1").name[5:])
-        done = train("--config", summary, "--steps", step + 5, *words(found[1]))
-        self.assert_ok(done)
-        self.assertIn(f"resumed after step {step}", done.stdout)
+        self.assert_refused(train(*compare, "--checkpoint", self.dir / "none", "--resume"), "no checkpoint", "none/dense")
 
     @unittest.skipUnless(HAS_MPI, "this build has no MPI: it cannot start several ranks")
     def test_what_cannot_work_is_found_before_any_rank_starts(self):
