@@ -33,6 +33,7 @@
 #include <fstream>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -487,18 +488,21 @@ Outcome launch(const LaunchOptions& options) {
 
   std::array<LiveLines, 2> live_lines;
   StderrFilter filter;
-  std::array<pollfd, 2> fds{{{out[0], POLLIN, 0}, {err[0], POLLIN, 0}}};
+  // The ranks' output, which waits until what came before is written.
+  std::array<pollfd, 3> fds{{{out[0], POLLIN, 0}, {err[0], POLLIN, 0}, {-1, POLLOUT, 0}}};
+  pollfd &from_out = fds[0], &to_out = fds[2];
+  std::string unwritten;
   std::array<char, 1 << 16> chunk{};
   int open = 2, seen_signals = 0;
   int live = -1;  // the stream that ends with a live line
-  bool ending = false, all_started = false, over = false;
+  bool is_out_open = true, ending = false, all_started = false, over = false;
   bool is_grace_over = false;  // ranks were ended because they did not stop in time
   using Clock = std::chrono::steady_clock;
   Clock::time_point deadline = Clock::time_point::max();
   const Clock::time_point must_have_started = Clock::now() + options.start_limit;
   std::string late;  // why the run was ended before it began
   std::vector<std::string> pids;
-  while (open > 0) {
+  while (open > 0 || !unwritten.empty()) {
     if (!all_started && started(dir, ranks) == ranks) {
       all_started = true;
       pids = pids_of(dir, ranks);
@@ -524,32 +528,39 @@ Outcome launch(const LaunchOptions& options) {
       is_grace_over = is_grace_over || (!ending && seen_signals == 1);
       kill(child, ending ? SIGKILL : SIGTERM);
       if (ending) signal_ranks(dir, ranks, SIGKILL);
+      if (ending && seen_signals > 0) unwritten.clear();  // nobody reads it
       ending = true;
       deadline = Clock::now() + kToEnd;
     }
+    from_out.fd = unwritten.empty() && is_out_open ? out[0] : -1;
+    to_out.fd = unwritten.empty() ? -1 : STDOUT_FILENO;
     if (poll(fds.data(), fds.size(), 200) <= 0) {
-      if (!over && all_started && is_over(dir, ranks)) {
+      if (!over && unwritten.empty() && all_started && is_over(dir, ranks)) {
         over = ending = true;
         deadline = std::min(deadline, Clock::now() + kToEnd);
       }
       continue;
     }
-    for (pollfd& fd : fds) {
+    if (to_out.fd >= 0 && to_out.revents != 0) {
+      unwritten.erase(0, write_to_standard_output(unwritten));
+      if (!options.to_output.empty() && standard_output_error() != 0) on_closed_output(SIGPIPE);
+    }
+    for (pollfd& fd : std::span(fds).first(2)) {
       if (fd.fd < 0 || fd.revents == 0) continue;
       const ssize_t got = read(fd.fd, chunk.data(), chunk.size());
       if (got > 0) {
-        LiveLines& lines = live_lines[&fd == &fds[0] ? 0 : 1];
+        LiveLines& lines = live_lines[&fd == &from_out ? 0 : 1];
         const std::size_t size = lines.strip(chunk.data(), static_cast<std::size_t>(got));
         if (size == 0) continue;
-        live = chunk[size - 1] != '\r' ? -1 : &fd == &fds[0] ? STDOUT_FILENO : STDERR_FILENO;
-        if (&fd == &fds[0]) {
-          write_to_standard_output(chunk.data(), size);
-          if (!options.to_output.empty() && standard_output_error() != 0) on_closed_output(SIGPIPE);
+        live = chunk[size - 1] != '\r' ? -1 : &fd == &from_out ? STDOUT_FILENO : STDERR_FILENO;
+        if (&fd == &from_out) {
+          unwritten.assign(chunk.data(), size);
         } else {
           filter.pass(chunk.data(), size);
         }
       } else if (got == 0 || errno != EINTR) {
         close(fd.fd);
+        if (&fd == &from_out) is_out_open = false;
         fd.fd = -1;
         --open;
       }

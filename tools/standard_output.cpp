@@ -3,7 +3,9 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstdio>
 #include <cstring>
 #include <initializer_list>
@@ -22,16 +24,14 @@ void hold_standard_descriptors() {
   }
 }
 
-void write_to_standard_output(const char* data, std::size_t size) {
-  while (size > 0 && g_error != EPIPE) {
-    const ssize_t written = ::write(STDOUT_FILENO, data, size);
-    if (written < 0) {
-      if (errno != EINTR && g_error == 0) g_error = errno;
-      return;
-    }
-    data += written;
-    size -= static_cast<std::size_t>(written);
-  }
+std::size_t write_to_standard_output(std::string_view data) {
+  if (g_error == EPIPE) return data.size();
+  const ssize_t written =
+      ::write(STDOUT_FILENO, data.data(), std::min<std::size_t>(data.size(), PIPE_BUF));
+  if (written >= 0) return static_cast<std::size_t>(written);
+  if (errno == EINTR || errno == EAGAIN) return 0;
+  if (g_error == 0) g_error = errno;
+  return data.size();
 }
 
 int standard_output_error() { return g_error; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string_view>
 
 namespace skim::tool {
 
@@ -9,8 +10,10 @@ namespace skim::tool {
 // next file that is opened would take their place. Writing to standard output still fails.
 void hold_standard_descriptors();
 
-// Writes past stdio. It ends early if a signal interrupts it, and the rest is lost.
-void write_to_standard_output(const char* data, std::size_t size);
+// Writes past stdio, at most PIPE_BUF bytes. If poll() has said that standard output takes some, it
+// does not wait. Returns how many bytes are done with: written, or lost because writing fails; 0: a
+// signal came first.
+std::size_t write_to_standard_output(std::string_view data);
 
 // errno of the first such write that failed; 0: none has.
 int standard_output_error();

@@ -3,12 +3,15 @@
 Needs SKIM_TOOL (the binary) and SKIM_VERSION; SKIM_HAS_MPI=1 where the build has MPI.
 """
 
+import array
+import fcntl
 import gzip
 import json
 import os
 import pathlib
 import re
 import resource
+import select
 import shlex
 import shutil
 import signal
@@ -17,6 +20,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 import unittest
 import zlib
@@ -1445,6 +1449,28 @@ class Checkpoints(Case):
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("no checkpoint", done.stderr)
         self.assertFalse((self.dir / "none").exists())
+
+    def test_a_reader_that_waits_gets_every_line_of_a_run_that_is_stopped(self):
+        for ranks in (1, 2):
+            run = self.start("--ranks", ranks, "--model", "linear", "--steps", 1000000, "--metrics", "-",
+                             "--checkpoint", self.dir / f"c{ranks}")
+            seen = [0] * 10  # bytes in the pipe; when they stay the same, it is full
+
+            def is_full():
+                waiting = array.array("i", [0])
+                fcntl.ioctl(run.stdout, termios.FIONREAD, waiting)
+                seen.append(waiting[0])
+                return seen[-1] > 1 << 15 and len(set(seen[-10:])) == 1
+
+            self.wait_until(run, is_full, "the pipe was not filled")
+            run.send_signal(signal.SIGINT)
+            if ranks > 1:  # the ranks are told before anybody reads
+                self.assertEqual(select.select([run.stderr], [], [], LIMIT)[0], [run.stderr], "the signal was not heard")
+            out, err = run.communicate(timeout=LIMIT)
+            self.assertEqual(run.returncode, 130, err)
+            steps = [line["step"] for line in map(json.loads, out.splitlines()) if "sent_bytes" in line]
+            self.assertEqual(steps, list(range(1, len(steps) + 1)))
+            self.assertEqual(newest_in(self.dir / f"c{ranks}").name, f"step-{len(steps):08}")
 
     def test_two_runs_do_not_write_into_one_folder(self):
         """The one would remove checkpoints of the other, or rename its folder."""
