@@ -58,7 +58,7 @@ double bell_contraction(std::size_t k, std::size_t d) {
 
 double normal_ratio(double kappa) {
   expect_fraction(kappa, "normal_ratio");
-  if (kappa == 0.0) return 1.0;
+  if (0.5 * kappa == 0.0) return 1.0;
   const double z = normal_upper_quantile(0.5 * kappa);
   const double density = std::exp(-0.5 * z * z) / std::sqrt(2.0 * std::numbers::pi);
   return 1.0 - (kappa + 2.0 * z * density);
@@ -68,7 +68,7 @@ double laplace_ratio(double kappa) {
   expect_fraction(kappa, "laplace_ratio");
   if (kappa == 0.0) return 1.0;
   const double tau = -std::log(kappa);
-  return 1.0 - kappa * (1.0 + tau + 0.5 * tau * tau);
+  return std::max(0.0, 1.0 - kappa * (1.0 + tau + 0.5 * tau * tau));
 }
 
 double convergence_bound(const Convergence& c) {
@@ -243,9 +243,10 @@ double Histogram::edge(std::size_t b) const {
 }
 
 Histogram histogram(std::span<const float> u, double low, double high, std::size_t bins) {
-  SKIM_EXPECTS(std::isfinite(low) && std::isfinite(high) && low < high && bins > 0,
-               "histogram: low must be < high, and bins > 0 (low=" + std::to_string(low) +
-                   ", high=" + std::to_string(high) + ", bins=" + std::to_string(bins) + ")");
+  SKIM_EXPECTS(
+      low < high && std::isfinite(high - low) && bins > 0,
+      "histogram: low must be < high, high - low finite, and bins > 0 (low=" + std::to_string(low) +
+          ", high=" + std::to_string(high) + ", bins=" + std::to_string(bins) + ")");
   expect_finite(u, "histogram");
   Histogram h{.low = low, .high = high, .below = 0, .above = 0, .count = {}};
   h.count.assign(bins, 0);

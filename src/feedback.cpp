@@ -523,6 +523,12 @@ void ErrorFeedback::save(std::ostream& out) const {
 LoadReport ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int rank, int size,
                                const LoadOptions& options) {
   SKIM_EXPECTS(!of_old_ranks.empty(), "load: needs the state of at least one rank");
+  SKIM_EXPECTS(size == 0 || (rank >= 0 && rank < size),
+               "load: rank must be in [0, size) (rank=" + std::to_string(rank) +
+                   ", size=" + std::to_string(size) + ")");
+  SKIM_EXPECTS(
+      !options.share || (std::isfinite(*options.share) && *options.share >= 0.0F),
+      "load: share must be finite and >= 0 (share=" + std::to_string(*options.share) + ")");
   SKIM_EXPECTS(!impl_->open(), "load: a step is open; call end_step or rollback_step first");
   const OldRanks old_ranks{of_old_ranks, rank, size};
   const float share = old_ranks.same_group()
@@ -570,7 +576,9 @@ LoadReport ErrorFeedback::load(std::span<std::istream* const> of_old_ranks, int 
             to = without_place->data() + first;
           }
           if (to == nullptr) continue;
-          for (std::size_t j = 0; j < piece.size(); ++j) to[j] += share * piece[j];
+          for (std::size_t j = 0; j < piece.size(); ++j) {
+            to[j] = clamped(to[j] + clamped(share * piece[j]));
+          }
         }
       }
     }

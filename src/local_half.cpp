@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "half.hpp"
+#include "select/kernels.hpp"
+#include "select/selectors.hpp"
 #include "skim/error.hpp"
 #include "state.hpp"
 
@@ -55,12 +57,10 @@ class AtMost {
   void cut(std::size_t k, SparseBuffer& mine, SelectReport& report) {
     split_top_k(mine.view(), k, kept_, dropped_, scratch_);
     std::swap(mine, kept_);
-    report.kept_norm2 = 0.0;
-    report.threshold = std::numeric_limits<float>::max();
-    for (const float v : mine.view().value) {
-      report.kept_norm2 += double{v} * double{v};
-      report.threshold = std::min(report.threshold, std::abs(v));
-    }
+    const std::span<const float> kept = mine.view().value;
+    report.kept_norm2 = kernels::norm2(kept.data(), kept.size());
+    report.threshold =
+        kept.empty() ? 0.0F : selectors::magnitude_of(kernels::smallest(kept.data(), kept.size()));
   }
 
  private:
@@ -128,7 +128,7 @@ class HostLocalHalf final : public LocalHalf {
       std::memcpy(data.data(), residual.data, data.size_bytes());
     } else if (grad.dtype != DType::f32 || accumulated_.scale != 1.0F) {
       for (std::size_t i = 0; i < grad.n; ++i) {
-        data[i] = entry(grad.dtype, grad.data, i) / accumulated_.scale;
+        data[i] = product(entry(grad.dtype, grad.data, i), 1.0F / accumulated_.scale);
       }
     }
     return data;

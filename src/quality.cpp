@@ -1,6 +1,7 @@
 // The measured distance to dense training, and its text.
 #include "skim/quality.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <iomanip>
@@ -22,6 +23,11 @@ constexpr std::array<MeasuredQuality, 5> kMeasured{{
     {.entry_sends = 100.0, .correction = -0.03, .step_ahead = 0.01, .after_sum = 0.04},
 }};
 
+void expect_density(double density, const std::string& who) {
+  SKIM_EXPECTS(density > 0.0 && density <= 1.0,
+               who + ": density must be in (0, 1] (density=" + std::to_string(density) + ")");
+}
+
 }  // namespace
 
 std::span<const MeasuredQuality> measured_quality() noexcept { return kMeasured; }
@@ -29,8 +35,10 @@ std::span<const MeasuredQuality> measured_quality() noexcept { return kMeasured;
 bool reaches(double sends, double goal) noexcept { return sends >= goal * (1.0 - kRounding); }
 
 std::uint64_t steps_of_sends(double sends, double density) {
-  SKIM_EXPECTS(density > 0.0 && density <= 1.0, "steps_of_sends: density must be in (0, 1]");
-  return static_cast<std::uint64_t>(std::ceil(sends / density * (1.0 - kRounding)));
+  expect_density(density, "steps_of_sends");
+  constexpr double kMost = 0x1p63;  // above it a double may not fit
+  return static_cast<std::uint64_t>(
+      std::ceil(std::min(sends / density * (1.0 - kRounding), kMost)));
 }
 
 std::optional<double> density_of_sends(double sends, std::uint64_t steps) {
@@ -42,6 +50,7 @@ std::optional<double> density_of_sends(double sends, std::uint64_t steps) {
 }
 
 std::string quality_note(double density, std::uint64_t steps) {
+  expect_density(density, "quality_note");
   SKIM_EXPECTS(steps > 0, "quality_note: steps must be > 0");
   const double sends = density * static_cast<double>(steps);
   std::ostringstream note;
@@ -53,7 +62,7 @@ std::string quality_note(double density, std::uint64_t steps) {
          << kLevelSends << '.';
     return note.str();
   }
-  // The largest measured S that the run reaches.
+  // The largest measured S that the run reaches, or the least of all.
   const MeasuredQuality* at = &kMeasured.front();
   for (const MeasuredQuality& m : kMeasured) {
     if (reaches(sends, m.entry_sends)) at = &m;
@@ -66,8 +75,11 @@ std::string quality_note(double density, std::uint64_t steps) {
   if (const std::optional<double> level = density_of_sends(kLevelSends, steps)) {
     note << "At S = " << kLevelSends << ", which needs density " << *level
          << ", momentum correction was level with dense.";
-  } else {
+  } else if (reaches(static_cast<double>(steps), kLevelSends)) {
     note << "Only dense exchange reaches S = " << kLevelSends << " in so few steps.";
+  } else {
+    note << "Momentum correction was level with dense from S = " << kLevelSends
+         << " on, which takes more steps.";
   }
   return note.str();
 }

@@ -308,6 +308,21 @@ TEST(moments_of, known_distributions) {
   EXPECT_NEAR(l.excess_kurtosis, 3.0, 0.2);
 }
 
+TEST(bounds, stay_ratios_next_to_the_ends) {
+  for (const auto f : {normal_ratio, laplace_ratio}) {
+    for (const double least : {5e-324, 1e-310, 1e-300}) EXPECT_EQ(f(least), 1.0) << least;
+    for (double kappa = 1.0; kappa > 1.0 - 1e-12; kappa = std::nextafter(kappa, 0.0)) {
+      ASSERT_GE(f(kappa), 0.0) << kappa;
+    }
+  }
+}
+
+TEST(histogram_of, a_range_that_overflows_is_refused) {
+  const std::vector<float> u{1.0F};
+  EXPECT_THROW(histogram(u, -1e308, 1e308, 4), InvalidArgument);
+  EXPECT_THROW(histogram(u, 0.0, std::numeric_limits<double>::infinity(), 4), InvalidArgument);
+}
+
 TEST(histogram_of, every_entry_is_in_the_bin_of_its_edges) {
   std::vector<float> u = test::normal(20'000, 6);
   for (const float edge : {-0.7F, -0.1F, 0.0F, 0.3F, 0.7F}) u.push_back(edge);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -41,12 +42,12 @@ std::string saved(const ErrorFeedback& f) {
 
 // As a run of old.size() ranks saved it; `rank` of `size` loads.
 LoadReport load(ErrorFeedback& f, const std::vector<std::string>& old, int rank, int size,
-                bool strict = true) {
+                bool strict = true, std::optional<float> share = {}) {
   std::vector<std::istringstream> streams;
   for (const auto& s : old) streams.emplace_back(s);
   std::vector<std::istream*> in;
   for (auto& s : streams) in.push_back(&s);
-  return f.load(in, rank, size, {.share = {}, .strict = strict});
+  return f.load(in, rank, size, {.share = share, .strict = strict});
 }
 
 // Two buckets of 40 and 7 entries, with whole numbers in them.
@@ -332,6 +333,32 @@ TEST(feedback, another_number_of_ranks_takes_the_mean) {
             << old_ranks << " ranks, entry " << i;
       }
     }
+  }
+}
+
+TEST(feedback, a_rank_outside_the_group_and_an_impossible_share_are_refused) {
+  const std::vector<std::string> all{saved(example(1)), saved(example(2))};
+  ErrorFeedback f = example(3);
+  const std::string had = saved(f);
+  const float inf = std::numeric_limits<float>::infinity();
+  for (const int rank : {-1, 2, 700000}) EXPECT_THROW(load(f, all, rank, 2), InvalidArgument);
+  for (const float share : {-1.0F, inf, std::numeric_limits<float>::quiet_NaN()}) {
+    EXPECT_THROW(load(f, all, 0, 3, true, share), InvalidArgument) << share;
+  }
+  EXPECT_EQ(saved(f), had);
+}
+
+TEST(feedback, a_sum_of_old_ranks_that_overflows_becomes_the_largest_float) {
+  const float max = std::numeric_limits<float>::max();
+  ErrorFeedback was;
+  was.set_layout(buckets({3}));
+  fill(was, 0, {max, -max, 1.0F});
+  const std::vector<std::string> all(2, saved(was));
+  for (const float share : {1.0F, 4.0F}) {
+    ErrorFeedback f;
+    f.set_layout(buckets({3}));
+    load(f, all, 0, 3, true, share);
+    EXPECT_EQ(residual(f, 0), (Floats{max, -max, 2.0F * share}));
   }
 }
 

@@ -4,11 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "local_half_cases.hpp"
@@ -164,6 +166,43 @@ std::unique_ptr<LocalHalf> oracle() { return std::make_unique<OracleHalf>(); }
 TEST(local_half, another_one_gives_the_same) { test::gives_the_same(oracle, test::group_sizes()); }
 TEST(local_half, a_new_layout_and_a_saved_state) { test::moves_and_saves(oracle); }
 TEST(local_half, non_finite_gradients_roll_the_step_back) { test::rolls_back(oracle); }
+
+// Without a residual, overflow of grad / scale is clamped in a dense sum as in a selection.
+TEST(local_half, a_dense_sum_without_a_residual_stays_finite) {
+  const auto half = make_local_half({}, {.enabled = false});
+  half->set_layout(std::vector<Bucket>{{0, {{"a", 0, 2}}}});
+  const float max = std::numeric_limits<float>::max();
+  Floats grad{2e38F, -3.0F};
+  GradView view{std::span(grad)};
+  view.scale = 0.25F;
+  half->accumulate({.id = {0, 0}, .grad = view, .keep = {}});
+  const std::span<float> whole = half->whole({0, 0}, view);
+  EXPECT_EQ(Floats(whole.begin(), whole.end()), (Floats{max, -12.0F}));
+}
+
+TEST(local_half, the_report_of_a_cut_selection_is_that_of_what_is_left) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (const std::size_t nans : {1U, 5U}) {
+    Floats grad(8, 5.0F);
+    std::fill_n(grad.begin(), nans, nan);
+    SelectReport cut, exact;
+    for (const auto& [rule, report] :
+         {std::pair(SelectRule::redsync, &cut), std::pair(SelectRule::exact, &exact)}) {
+      const auto half = make_local_half({.rule = rule}, {.enabled = false});
+      half->set_layout(std::vector<Bucket>{{0, {{"a", 0, 8}}}});
+      Floats own = grad;
+      SparseBuffer mine;
+      *report = half->select(
+          {.id = {0, 0}, .grad = std::span(own), .keep = {.k = 2}, .at_most_k = true}, mine);
+      EXPECT_EQ(mine.nnz(), 2U);
+    }
+    EXPECT_EQ(cut.kept_norm2, exact.kept_norm2) << nans;
+    EXPECT_EQ(std::isnan(cut.threshold), std::isnan(exact.threshold)) << nans;
+    if (!std::isnan(exact.threshold)) {
+      EXPECT_EQ(cut.threshold, exact.threshold);
+    }
+  }
+}
 
 TEST(local_half, refuses_what_it_cannot_read) {
   test::run_group(1, [](Communicator& comm) {

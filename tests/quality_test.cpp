@@ -41,6 +41,7 @@ TEST(quality, the_steps_of_sends_are_the_fewest) {
   EXPECT_EQ(steps_of_sends(28.0, 0.028), 1000U);  // 28 / 0.028 is a little more in floating point
   EXPECT_EQ(steps_of_sends(28.0, 0.03), 934U);    // 933.3
   EXPECT_EQ(steps_of_sends(28.0, 1.0), 28U);
+  EXPECT_GT(steps_of_sends(28.0, 1e-19), std::uint64_t{1} << 62);  // no overflow
   EXPECT_TRUE(reaches(0.07 * 400.0, 28.0));
   EXPECT_TRUE(reaches(0.03 * 934.0, 28.0));
   EXPECT_FALSE(reaches(0.03 * 933.0, 28.0));
@@ -60,7 +61,12 @@ TEST(quality, the_note_goes_by_the_largest_measured_s_that_the_run_reaches) {
   const std::string level = quality_note(0.028, 1000);
   EXPECT_TRUE(contains(level, "level with dense at S = 28")) << level;
   EXPECT_FALSE(contains(level, "needs density")) << level;
-  EXPECT_TRUE(contains(quality_note(0.5, 20), "Only dense exchange"));
+  EXPECT_TRUE(contains(quality_note(0.5, 28), "Only dense exchange reaches S = 28"));
+  const std::string short_run = quality_note(0.5, 27);  // no density reaches it
+  EXPECT_FALSE(contains(short_run, "Only dense exchange")) << short_run;
+  EXPECT_TRUE(short_run.ends_with("from S = 28 on, which takes more steps.")) << short_run;
+  EXPECT_THROW(static_cast<void>(quality_note(2.0, 100)), InvalidArgument);
+  EXPECT_THROW(static_cast<void>(quality_note(0.0, 100)), InvalidArgument);
 }
 
 TEST(quality, lines_fit_a_terminal) {

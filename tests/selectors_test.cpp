@@ -795,6 +795,23 @@ TEST(sidco, adapts_its_stages_to_the_tail) {
   }
 }
 
+// Steps in which one stage is right whatever was chosen say nothing about the others: those of a
+// warm-up, which begins with a quarter of the entries.
+TEST(sidco, learns_nothing_from_a_quarter_of_the_entries) {
+  const std::size_t n = 50021;
+  const auto warmed = make_selector({.rule = sidco}), cold = make_selector({.rule = sidco});
+  SparseBuffer out, expected;
+  for (std::uint64_t t = 0; t < 100; ++t) {
+    Floats u = shape("laplace").make(n, t);
+    for (std::size_t i = 0; i < n; i += 50) u[i] *= 100.0F;  // a tail that needs other stages
+    const std::size_t k = t < 60 ? n / 4 + 1 : n / 300;
+    warmed->select(task_of(u, {}, {k}, {t, 0}), out);
+    if (t < 60) continue;
+    cold->select(task_of(u, {}, {k}, {t, 0}), expected);
+    EXPECT_TRUE(test::same(out.view(), expected.view())) << t;
+  }
+}
+
 TEST(sidco, one_stage_is_right_for_the_laplace_distribution) {
   Floats u = shape("laplace").make(500000, 1);
   SparseBuffer out;
@@ -1005,6 +1022,18 @@ TEST(per_parameter, an_empty_bucket_gives_nothing) {
   task.layout = layout;
   selector->select(task, out);
   EXPECT_EQ(out.view().nnz(), 0U);
+}
+
+TEST(per_parameter, clears_a_bucket_that_also_has_an_empty_parameter) {
+  const auto selector = make_selector({.per_parameter = true});
+  const std::vector<Segment> layout = {{"a", 0, 300}, {"b", 300, 0}, {"c", 300, 200}};
+  Floats grad = test::normal(500, 1), residual(500);
+  SelectTask task = task_of(grad, residual, {5});
+  task.layout = layout;
+  task.clear = true;
+  SparseBuffer out;
+  EXPECT_TRUE(selector->select(task, out).cleared);
+  EXPECT_EQ(grad, Floats(500));
 }
 
 TEST(per_parameter, a_warm_step_allocates_nothing) {

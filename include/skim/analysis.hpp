@@ -137,7 +137,7 @@ struct Histogram {
 
   double edge(std::size_t b) const;  // b in [0, count.size()]
 };
-// Requires: low < high, bins > 0.
+// Requires: low < high, high - low is finite, bins > 0.
 Histogram histogram(std::span<const float> u, double low, double high, std::size_t bins);
 // [bins + 1]: the fraction of entries below each edge. At the last edge, entries equal to it count
 // too. Requires: at least one entry was counted.

@@ -27,7 +27,8 @@ struct ChooserOptions {
   std::optional<Link> link = {};
   LocalSpeeds local_speeds = {.select_s = 0.35e-9, .merge_s = 10e-9, .add_s = 0.35e-9};
   // The limit of the time for trying exchanges, as a fraction in [0, 1] of the time that a slot's
-  // buckets take, counted over at least 1000 buckets. 0: the cost model alone decides.
+  // buckets take, counted over at least 1000 buckets. 0: nothing is tried, and the cost model alone
+  // decides. It measures the link anew if the first buckets take far more or less than predicted.
   double trial_share = 0.01;
 };
 

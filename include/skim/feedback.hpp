@@ -18,12 +18,12 @@ namespace skim {
 
 // How residuals are kept between steps. A step works on floats: those of one slot at a time.
 //   f32   4 bytes for each entry
-//   bf16  2 bytes. Rounding changes an entry by less than 2^-7 of it.
+//   bf16  2 bytes. Rounding changes an entry by less than 2^-7 of it, or 2^-133.
 //   q8    1 + 1/64 bytes: multiples of a power of two, in blocks of 64 entries. Rounding changes an
 //         entry by less than 1/63 of the largest of its block, or 2^-126.
-// Rounding is stochastic: the mean of what it makes of an entry is the entry. So the law below holds
-// in the mean, and for each entry and step within these bounds. A step that is rolled back may
-// round an entry twice.
+// Rounding is stochastic: the mean of what it makes of an entry is the entry. So the law below
+// holds in the mean, and for each entry and step within these bounds. A step that is rolled back
+// may round an entry twice.
 enum class ResidualCode : std::uint8_t { f32, bf16, q8 };
 template <>
 std::span<const std::string_view> names_of<ResidualCode>() noexcept;
@@ -164,7 +164,8 @@ class ErrorFeedback {
   // are strict.
   // Throws: StateError (nothing changed) if a stream is damaged or foreign, a parameter has another
   // length than in the layout, the old ranks had different parameters, or names do not fit the
-  // layout and the options are strict.
+  // layout and the options are strict. InvalidArgument (nothing changed): rank is not in [0, size),
+  // unless size is 0; a share that is not finite or < 0; a step is open.
   void save(std::ostream& out) const;
   LoadReport load(std::span<std::istream* const> of_old_ranks, int rank, int size,
                   const LoadOptions& options = {});

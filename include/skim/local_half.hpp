@@ -41,7 +41,8 @@ class LocalHalf {
   // grad may be overwritten. mine is overwritten: canonical, in host memory, not yet rounded. In
   // the report, threshold and kept_norm2 describe mine. Its other norms and counts describe this
   // rank's gradient as the caller gave it.
-  // Throws: InvalidArgument (nothing changed).
+  // Throws: InvalidArgument (nothing changed, but for the velocity of momentum correction, which
+  // may have taken the gradient).
   struct Task {
     StepId id;
     GradView grad;  // [n]
@@ -86,8 +87,9 @@ class LocalHalf {
   // parameters, and the selector's state. load reads the streams of all ranks of the old run, in
   // rank order, as ErrorFeedback::load. With another number of ranks, selectors begin anew. The
   // same happens with size 0: the streams are of single ranks.
-  // Throws: StateError; residuals of a damaged stream are not taken. InvalidArgument: a local half
-  // that cannot load parameters one by one, with options that are not strict.
+  // Throws: StateError; residuals of a damaged part are not taken, but if the selector's part alone
+  // is damaged, residuals have been. InvalidArgument: as ErrorFeedback::load; a local half that
+  // cannot load parameters one by one, with options that are not strict.
   virtual void save(std::ostream& out) const = 0;
   virtual LoadReport load(std::span<std::istream* const> of_old_ranks, int rank, int size,
                           const LoadOptions& options) = 0;

@@ -99,7 +99,8 @@ class Reducer {
   // group (take_over). If residuals are kept, grad then holds what the residual has not taken: all
   // of the gradient, or zeros. This also holds for every error of a user's exchange, for entries of
   // a user's part that are not canonical or not of this bucket (InvalidArgument), and for an error
-  // of a user's selector before it has changed the residual.
+  // of a user's selector before it has changed the residual. The velocity of momentum correction
+  // keeps the gradient, so it counts twice in it if this gradient comes again.
   StepReport reduce(Slot slot, GradView grad);
 
   // start() is reduce() on one ordered communication thread, so that it overlaps with backward.

@@ -90,8 +90,8 @@ struct SelectReport {
 };
 
 // Not thread-safe, because it owns scratch memory and the last threshold of each slot. Use one per
-// thread. Scratch memory is O(k). Rules that may select every entry reserve O(n) address space, but
-// touch only as much of it as they select.
+// thread. Scratch memory is O(k), for randomk n bits, for dgc n/8 bytes. Rules that may select
+// every entry reserve O(n) address space, but touch only as much of it as they select.
 class Selector {
  public:
   virtual ~Selector() = default;

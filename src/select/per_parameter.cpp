@@ -85,6 +85,7 @@ SelectReport PerParameter::select(const SelectTask& task, SparseBuffer& out) {
   std::uint32_t least = kernels::kAboveAll;
   for (std::size_t i = 0; i < task.layout.size(); ++i) {
     const Segment& s = task.layout[i];
+    if (s.length == 0) continue;
     SelectTask inside = task;
     inside.id.slot = task.id.slot * kParametersPerSlot + static_cast<Slot>(i);
     inside.grad.data =

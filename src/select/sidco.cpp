@@ -77,7 +77,8 @@ class Sidco final : public selectors::Rule {
       const double excess = m.sum_abs / static_cast<double>(m.count) - least;
       kernels::keep_above(candidates_, selectors::order_of(least - excess * rest), 0);
     }
-    if (stages_ == 0) slot.observe(static_cast<double>(candidates_.count) / k);
+    const bool chosen = stages_ == 0 && ratio < kFirst;  // else one stage ran, whatever slot has
+    if (chosen) slot.observe(static_cast<double>(candidates_.count) / k);
   }
 
   int stages_;

@@ -162,7 +162,7 @@ class Plan(Case):
         # Dense is the fastest exchange at 0.9, and the only one in a run of 28 steps.
         for steps, words in [(32, "At that density dense is the fastest exchange."),
                              (28, "Only dense exchange reaches S = 28 in so few steps."),
-                             (1, "Only dense exchange reaches S = 28 in so few steps.")]:
+                             (1, "level with dense from S = 28 on, which takes more steps.")]:
             done = plan(*self.QUALITY, "--steps", steps)
             self.assert_ok(done)
             self.assertTrue(done.stdout.endswith(words + "\n"), done.stdout)
