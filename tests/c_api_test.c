@@ -336,6 +336,23 @@ static void a_state_of_other_parameters(void) {
   skim_communicator_free(alone);
 }
 
+/* Rank 1 never comes. */
+static void a_step_with_a_failed_bucket_cannot_end(void) {
+  skim_communicator* group[2] = {NULL, NULL};
+  CHECK(skim_in_process_group(2, 0.1, group) == SKIM_OK);
+  skim_reducer* reducer = new_reducer(group[0], "dense_below=0");
+  float gradient[N] = {1.0F};
+  int apply = 7;
+  CHECK(skim_reducer_reduce(reducer, 7, gradient, N, SKIM_F32, NULL) == SKIM_COMM_ERROR);
+  CHECK_FAILS(skim_reducer_end_step(reducer, 0.0, &apply), SKIM_INVALID_ARGUMENT, "rollback_step");
+  CHECK(apply == 7);
+  CHECK(skim_reducer_rollback_step(reducer, 0.0) == SKIM_OK);
+  CHECK(skim_reducer_end_step(reducer, 0.0, &apply) == SKIM_OK && apply == 1);
+  skim_reducer_free(reducer);
+  skim_communicator_free(group[0]);
+  skim_communicator_free(group[1]);
+}
+
 static void an_empty_bucket_needs_no_memory(void) {
   skim_communicator* alone = NULL;
   CHECK(skim_in_process_group(1, 60.0, &alone) == SKIM_OK);
@@ -447,6 +464,7 @@ int main(int argc, char** argv) {
   }
   damaged_states_are_refused();
   a_state_of_other_parameters();
+  a_step_with_a_failed_bucket_cannot_end();
   an_empty_bucket_needs_no_memory();
   non_finite_gradients();
   static const char* const options[] = {

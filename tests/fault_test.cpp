@@ -492,5 +492,38 @@ TEST(fault, a_frame_without_statistics_is_refused_where_they_are_needed) {
   }
 }
 
+// A rank whose parts of the group lose a message, and do not know to whom.
+class LosesInItsParts final : public test::ForwardingCommunicator {
+ public:
+  explicit LosesInItsParts(Communicator& to) : ForwardingCommunicator(to) {}
+
+ private:
+  class Part final : public test::ForwardingCommunicator {
+   public:
+    explicit Part(std::unique_ptr<Communicator> to) : ForwardingCommunicator(std::move(to)) {}
+
+   private:
+    std::size_t do_wait(Ticket) override { throw CommError("lost", -1, phase().text()); }
+  };
+  std::unique_ptr<Communicator> do_split(int color) override {
+    return std::make_unique<Part>(ForwardingCommunicator::do_split(color));
+  }
+};
+
+TEST(fault, a_failure_of_unknown_cause_in_a_part_of_the_group_is_told_to_all) {
+  for (const int ranks : {2, 3}) {
+    const auto all = endings(ranks, kLong, [&](Communicator& comm) {
+      if (comm.rank() > 0) return Training(comm, ExchangeKind::hierarchical, false).steps(2);
+      LosesInItsParts lossy(comm);
+      Training(lossy, ExchangeKind::hierarchical, false).steps(2);
+    });
+    EXPECT_EQ(all[0].what, "lost");
+    for (int r = 1; r < ranks; ++r) {
+      expect_named(all[static_cast<std::size_t>(r)], r);
+      EXPECT_EQ(all[static_cast<std::size_t>(r)].peer, 0);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace skim

@@ -846,6 +846,36 @@ TEST(reducer, a_sum_that_overflows_is_not_finite) {
   }
 }
 
+// A code of blocks makes NaN of a whole block that holds infinity. What the server holds of the
+// other entries stays, and the next step is finite.
+TEST(reducer, a_sum_that_overflows_leaves_no_nan_with_a_server) {
+  constexpr std::size_t kN = 256;
+  for (const ValueCode code : {ValueCode::q8, ValueCode::q4, ValueCode::q2, ValueCode::f32}) {
+    run_group(2, [&](Communicator& comm) {
+      ReducerOptions o = options_of(ExchangeKind::param_server);
+      o.non_finite = NonFinite::pass_on;
+      o.exchange.codec.value = code;
+      ReducerParts parts;
+      parts.schedule = constant_density(32.0 / kN, 16.0 / kN);
+      Reducer reducer(o, std::move(parts), comm);
+      reducer.set_layout(buckets({kN}));
+      for (int step = 0; step < 6; ++step) {
+        Floats g(kN, 0.0F);
+        for (std::size_t i = 0; i < kN && step < 2; ++i) {
+          g[i] = static_cast<float>(1 + (i * 37 + static_cast<std::size_t>(step) * 11) % 101);
+        }
+        if (step == 2) g[7] = 3e38F;
+        const StepReport report = reducer.reduce(0, std::span(g));
+        EXPECT_EQ(report.finite, step != 2) << name_of(code) << ", step " << step;
+        EXPECT_TRUE(reducer.end_step(0.0));
+        const Floats held = test::whole(reducer.held(0), kN);
+        EXPECT_TRUE(std::ranges::all_of(held, [](float v) { return std::isfinite(v); }))
+            << name_of(code) << ", step " << step;
+      }
+    });
+  }
+}
+
 // ---- parts of a user's own
 // ------------------------------------------------------------------------
 
@@ -1041,6 +1071,7 @@ TEST(reducer, a_step_that_failed_in_its_first_bucket_must_be_abandoned) {
             << e.what();
       }
     };
+    refused([&] { reducer.end_step(0.0); });
     refused([&] { saved(reducer); });
     refused([&] { load(reducer, {before}); });
     refused([&] { reducer.set_layout(buckets({100})); });

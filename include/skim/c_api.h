@@ -159,7 +159,9 @@ skim_status skim_reducer_wait(skim_reducer* reducer, uint64_t ticket, skim_repor
  *   epoch  of the next step
  *   apply  1: apply the step; 0: leave it out, because a gradient held NaN or infinity. NULL is
  *          allowed
- * SKIM_NON_FINITE on every rank, with non_finite=raise. */
+ * SKIM_NON_FINITE on every rank, with non_finite=raise. SKIM_INVALID_ARGUMENT, with nothing
+ * changed: a ticket is open, or a bucket of the step has failed (skim_reducer_rollback_step ends
+ * such a step). */
 skim_status skim_reducer_end_step(skim_reducer* reducer, double epoch, int* apply);
 /* Call it instead, on every rank or on none, to leave the step out: the entries that it sent go
  * back into the residuals. */

@@ -113,8 +113,9 @@ class Reducer {
   // Ends a step. Call it once per optimizer step, on every rank, when no ticket is open. Returns
   // true if the optimizer must apply the step (see NonFinite). `epoch` is that of the next step,
   // for schedules. Does not communicate.
-  // Throws: NonFiniteError (on every rank); InvalidArgument if a ticket is open; any exception of
-  // the schedule, after which the group has been told (abort).
+  // Throws: NonFiniteError (on every rank); InvalidArgument (nothing changed) if a ticket is open
+  // or a bucket of the step has failed; any exception of the schedule, after which the group has
+  // been told (abort).
   bool end_step(double epoch);
   // Call this instead of end_step() if the trainer skips the step for reasons of its own. It undoes
   // the step's commits. Call it on every rank or on none.

@@ -230,9 +230,14 @@ class Hierarchical final : public Exchange {
     } catch (const CommError& e) {
       comm.set_phase(part.comm->phase());
       // The rank that caused an abort may be outside the part. The barrier of the whole group
-      // throws an error that names it.
+      // throws an error that names it. If nobody has aborted, this rank does, or all would wait.
       if (e.peer() < 0) {
-        comm.barrier();
+        part.comm->abort(part.comm->rank());
+        try {
+          comm.barrier();
+        } catch (const CommError& told) {
+          if (told.peer() != comm.rank()) throw;
+        }
         throw;
       }
       if (part.ranks.size() == static_cast<std::size_t>(comm.size())) throw;  // numbered alike

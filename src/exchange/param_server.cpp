@@ -359,14 +359,15 @@ class ParamServer final : public Exchange, public HeldMass {
   }
 
   // Rounds `s` and subtracts it from the held mass, which keeps the rounding error. Non-finite
-  // values occur only in the sums of this run. They go out first (Selector), and none is held.
+  // values occur only in the sums of this run, and by rounding in their block of values. They go
+  // out first (Selector), and none is held: what such a block had held before stays held.
   void deliver(StepId id, const Communicator& comm, SparseBuffer& s) {
     codec_.quantize(s, id, stream_of_hop(comm, comm.size()));
     State& state = *state_;
     const SparseView sent = s.view();
     for (std::size_t e = 0; e < sent.nnz(); ++e) {
       const std::size_t at = sent.index[e] - first_;
-      set(state, at, state.mass[at] - sent.value[e]);
+      if (std::isfinite(sent.value[e])) set(state, at, clamped(state.mass[at] - sent.value[e]));
     }
     for (const Index i : sum_.view().index) {
       if (!std::isfinite(state.mass[i - first_])) set(state, i - first_, 0.0F);

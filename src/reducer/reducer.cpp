@@ -285,10 +285,14 @@ struct Reducer::Impl {
   }
   // While a ticket is open, the thread writes to `reduced` and `has_failed`.
   bool is_between_steps() { return thread.open() == 0 && reduced.empty() && !has_failed; }
-  void expect_between_steps(const char* who) {
+  void expect_no_failure(const char* who) {
     expect_nothing_open(who);
-    SKIM_EXPECTS(!has_failed,
-                 std::string(who) + ": a bucket of the open step failed; call abandon_step first");
+    SKIM_EXPECTS(!has_failed, std::string(who) +
+                                  ": a bucket of the open step failed; call abandon_step first, "
+                                  "or rollback_step");
+  }
+  void expect_between_steps(const char* who) {
+    expect_no_failure(who);
     SKIM_EXPECTS(is_between_steps(),
                  std::string(who) + ": a step is open; call end_step or rollback_step first");
   }
@@ -403,7 +407,7 @@ BucketTicket Reducer::start(Slot slot, GradView grad) { return impl_->thread.sta
 StepReport Reducer::wait(BucketTicket ticket) { return impl_->thread.wait(ticket); }
 
 bool Reducer::end_step(double epoch) {
-  impl_->expect_nothing_open("end_step");
+  impl_->expect_no_failure("end_step");
   const bool apply = impl_->step_is_finite || impl_->options.non_finite == NonFinite::pass_on;
   if (apply) {
     impl_->commit_step();
