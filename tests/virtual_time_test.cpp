@@ -6,9 +6,11 @@
 #include <bit>
 #include <ctime>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bench/network.hpp"
+#include "fault.hpp"
 #include "group.hpp"
 #include "simulated.hpp"
 #include "skim/cost.hpp"
@@ -232,17 +234,18 @@ Measured measure(int ranks, const test::Body& body) {
 std::size_t length_for(int ranks) { return static_cast<std::size_t>(ranks) * 400; }
 
 // The real exchange code, on selections of kKept entries that have no index in common.
+void run_once(const ExchangeOptions& options, Communicator& comm) {
+  const auto p = static_cast<std::size_t>(comm.size()), r = static_cast<std::size_t>(comm.rank());
+  SparseBuffer mine;
+  mine.reset(length_for(comm.size()));
+  for (std::size_t e = 0; e < kKept; ++e) {
+    mine.append(static_cast<Index>(r + e * p * 8), static_cast<float>(1 + r + e));
+  }
+  GroupStats stats;
+  make_exchange(options)->run({}, mine.view(), {.k = kKept}, stats, comm);
+}
 Measured measure(int ranks, const ExchangeOptions& options) {
-  return measure(ranks, [&](Communicator& comm) {
-    const auto p = static_cast<std::size_t>(comm.size()), r = static_cast<std::size_t>(comm.rank());
-    SparseBuffer mine;
-    mine.reset(length_for(ranks));
-    for (std::size_t e = 0; e < kKept; ++e) {
-      mine.append(static_cast<Index>(r + e * p * 8), static_cast<float>(1 + r + e));
-    }
-    GroupStats stats;
-    make_exchange(options)->run({}, mine.view(), {.k = kKept}, stats, comm);
-  });
+  return measure(ranks, [&](Communicator& comm) { run_once(options, comm); });
 }
 
 Cost predicted(const ExchangeOptions& options, int ranks) {
@@ -316,6 +319,34 @@ TEST(cost_of_exchange, of_the_table) {
     for (const int ranks : kSizes) {
       SCOPED_TRACE(std::string(row.name) + " on " + std::to_string(ranks));
       expect_at_most(measure(ranks, raw(row.kind)), raw(row.kind), ranks);
+    }
+  }
+}
+
+// Exact in bytes; each rank has its share of both levels.
+TEST(cost_of_exchange, hierarchical) {
+  using K = ExchangeKind;
+  for (const auto& [ranks, hosts] :
+       {std::pair(4, 2), std::pair(8, 2), std::pair(8, 4), std::pair(16, 4), std::pair(32, 8)}) {
+    for (const K between : {K::allgather, K::gtopk, K::gtopk_tree, K::global_topk}) {
+      SCOPED_TRACE(std::string(name_of(between)) + " between " + std::to_string(hosts) +
+                   " hosts of " + std::to_string(ranks) + " ranks");
+      ExchangeOptions options = raw(K::hierarchical);
+      options.hierarchy.between = between;
+      std::vector<Traffic> traffic(static_cast<std::size_t>(ranks));
+      run_simulated(ranks, kLinkOnly, [&, local = ranks / hosts](Communicator& whole) {
+        test::OnHost comm(whole, static_cast<std::size_t>(whole.rank() / local));
+        run_once(options, comm);
+        traffic[static_cast<std::size_t>(comm.rank())] = comm.traffic();
+      });
+      const Cost expected = predict(options,
+                                    {.ranks = ranks,
+                                     .n = static_cast<double>(length_for(ranks)),
+                                     .k = kKept,
+                                     .hosts = hosts,
+                                     .inside_link = kLink},
+                                    kLink);
+      EXPECT_DOUBLE_EQ(static_cast<double>(most_of(traffic).sent_bytes), expected.bytes);
     }
   }
 }

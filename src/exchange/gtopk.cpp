@@ -178,24 +178,29 @@ class GTopK final : public PairwiseExchange {
 }  // namespace
 
 // A merge adds two lists of k entries. Cutting the sum costs as much as adding k more. At the end,
-// two lists are put back.
-CostTerms gtopk_terms(const ExchangeOptions& options, const Load& load) {
-  const double frame = frame_bytes(load, load.k), log = log2_ceil(load.ranks);
+// two lists are put back. own: entries of a rank's own selection, at least k. Every list after its
+// first merge has k.
+CostTerms gtopk_terms_of(const ExchangeOptions& options, const Load& load, double own) {
+  const double frame = frame_bytes(load, load.k), first = frame_bytes(load, own);
+  const double log = log2_ceil(load.ranks), more = 3 * (own - load.k);
   if (options.kind == ExchangeKind::gtopk_tree) {
     return {.rounds = 2 * log,
-            .sent_bytes = log * frame,
-            .chain_bytes = 2 * log * frame,
-            .merged = (3 * log + 2) * load.k,
+            .sent_bytes = first + (log - 1) * frame,
+            .chain_bytes = first + (2 * log - 1) * frame,
+            .merged = (3 * log + 2) * load.k + more,
             .result = load.k};
   }
   const double inner = std::bit_width(static_cast<unsigned>(load.ranks)) - 1.0;
   // Ranks from the largest power of two up give their selections and get the result.
   const double folds = inner < log ? 1.0 : 0.0;
   return {.rounds = inner + 2 * folds,
-          .sent_bytes = (inner + folds) * frame,
-          .chain_bytes = (inner + 2 * folds) * frame,
-          .merged = (3 * (inner + folds) + 2) * load.k,
+          .sent_bytes = std::max(first + (inner - 1) * frame, (inner + folds) * frame),
+          .chain_bytes = first + (inner - 1 + 2 * folds) * frame,
+          .merged = (3 * (inner + folds) + 2) * load.k + more,
           .result = load.k};
+}
+CostTerms gtopk_terms(const ExchangeOptions& options, const Load& load) {
+  return gtopk_terms_of(options, load, load.k);
 }
 
 std::unique_ptr<Exchange> make_gtopk(const ExchangeOptions& options) {

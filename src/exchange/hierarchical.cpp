@@ -23,6 +23,9 @@
 #include "state.hpp"
 
 namespace skim {
+
+CostTerms gtopk_terms_of(const ExchangeOptions&, const Load&, double own);  // gtopk.cpp
+
 namespace {
 
 constexpr std::string_view kMagic = "SKIMHIER";
@@ -289,7 +292,12 @@ CostTerms hierarchical_terms(const ExchangeOptions& options, const Load& load) {
     of_ranks.ranks = ranks;
     of_ranks.k = k;
     of_ranks.k_down = std::min(load.n, result_of(load));
-    return ranks > 1 ? row_of(kind).terms(of_part, of_ranks) : CostTerms{.result = k};
+    if (ranks == 1) return CostTerms{.result = k};
+    if (kind == ExchangeKind::gtopk || kind == ExchangeKind::gtopk_tree) {
+      of_ranks.k = load.k;  // it cuts at its first merge
+      return gtopk_terms_of(of_part, of_ranks, k);
+    }
+    return row_of(kind).terms(of_part, of_ranks);
   };
   const CostTerms inside = part(options.hierarchy.inside, local, load.k);
   const CostTerms between = part(options.hierarchy.between, hosts, inside.result);
