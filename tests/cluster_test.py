@@ -125,6 +125,19 @@ class Places(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(sorted(done.stdout.split()), hosts)
 
+    def test_clusters_that_come_and_go_beside_it(self):
+        """ip then complains of namespaces that it lists."""
+        once = ["once", "2", "none", "hostname"]
+        hosts = self.usual(*once)
+        with tempfile.TemporaryDirectory() as folder:
+            ip = pathlib.Path(folder, "ip")
+            ip.write_text('#!/bin/sh\n[ "$1 $2" != "netns list" ] || echo "Error: Peer netns reference is invalid." >&2\n'
+                          f'exec {shutil.which("ip")} "$@"\n')
+            ip.chmod(0o755)
+            done = cluster(*once, env=self.environment | {"PATH": f"{folder}:{os.environ['PATH']}"})
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertEqual(sorted(done.stdout.split()), hosts)
+
     def once_where(self, folder, options, *once, **environment):
         """once with a file system of its own for a folder, and for /run, where other clusters come and go meanwhile."""
         mount = f"mount -t tmpfs tmpfs /run && mount -t tmpfs -o {options} tmpfs {folder} && exec /bin/bash \"$@\""
