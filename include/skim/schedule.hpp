@@ -83,8 +83,9 @@ std::vector<double> gtopk_warm_up();
 // ---- densities that follow measurements ---------------------------------------------------------
 
 // The most that one step can cost the busiest rank at a density in (0, 1]. The costs are finite and
-// do not fall as the density rises. They are all > 0, or all 0. max_step_bytes() and
-// predicted_seconds() of reducer.hpp make such functions.
+// do not fall as the density rises, but at 1, where a dense sum may cost less than nearly all
+// entries: with a density_max of 1 a budget may then buy fewer entries than it could. They are all
+// > 0, or all 0. max_step_bytes() and predicted_seconds() of reducer.hpp make such functions.
 using StepCost = std::function<double(double density)>;
 
 // Models of the error that top-k leaves at kappa = k/n: phi(kappa) = |u - Top_k(u)|^2 / |u|^2.
