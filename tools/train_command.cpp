@@ -516,12 +516,10 @@ int run_rank(const TrainingCommand& command, Arguments& a, std::vector<Row>& row
     attempt([&] { write_trace(a.trace, traces); });
   }
   const std::string where =
-      !last.stopped
-          ? fmt::format("stopped after {}, before the next run", rows.back().name)
-          : fmt::format("stopped after step {}; {}", last.steps,
-                        last.checkpoint.empty()
-                            ? "no checkpoint was asked for"
-                            : "checkpoint " + last.checkpoint + "; " + "--resume continues");
+      (last.stopped ? fmt::format("stopped after step {}", last.steps)
+                    : fmt::format("stopped after {}, before the next run", rows.back().name)) +
+      (last.checkpoint.empty() ? std::string("; no checkpoint was asked for")
+                               : "; checkpoint " + last.checkpoint + "; --resume continues");
   if (!last.checkpoint_failure.empty()) {
     add_failure(last.checkpoint_failure);
   } else if (!failure.empty() && stopped) {
