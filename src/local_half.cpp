@@ -73,9 +73,7 @@ class HostLocalHalf final : public LocalHalf {
   HostLocalHalf(const SelectOptions& select, const FeedbackOptions& feedback,
                 std::unique_ptr<Selector> selector)
       : feedback_(feedback), selector_(selector ? std::move(selector) : make_selector(select)) {
-    std::ostringstream fresh;
-    selector_->save(fresh);
-    fresh_ = fresh.str();
+    fresh_ = state_of(*selector_);
   }
 
   void set_layout(std::span<const Bucket> buckets) override { feedback_.set_layout(buckets); }
@@ -162,8 +160,7 @@ class HostLocalHalf final : public LocalHalf {
   LoadReport load(std::span<std::istream* const> of_old_ranks, int rank, int size,
                   const LoadOptions& options) override {
     const LoadReport report = feedback_.load(of_old_ranks, rank, size, options);
-    std::istream* const own = OldRanks{of_old_ranks, rank, size}.own();
-    if (own == nullptr || !load_part(*selector_, *own)) {
+    if (!load_own_part(*selector_, {of_old_ranks, rank, size})) {
       std::istringstream fresh(fresh_);
       selector_->load(fresh);
     }

@@ -10,12 +10,14 @@
 #include <istream>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <ostream>
 #include <span>
 #include <sstream>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 
 #include "skim/error.hpp"
 #define XXH_INLINE_ALL
@@ -76,6 +78,10 @@ class SectionWriter {
     bytes(text.data(), text.size());
   }
   void put(std::span<const float> values) { bytes(values.data(), values.size_bytes()); }
+  void put_state(std::string_view state) {
+    put(static_cast<std::uint64_t>(state.size()));
+    bytes(state.data(), state.size());
+  }
   // Throws StateError if anything could not be written.
   void end() {
     const std::uint64_t sum = hash_.digest();
@@ -121,6 +127,17 @@ class SectionReader {
     return text;
   }
   void get(std::span<float> values) { bytes(values.data(), values.size_bytes()); }
+  // In pieces, because a damaged length may be of any size.
+  std::string get_state() {
+    std::string state;
+    for (auto left = get<std::uint64_t>(); left > 0;) {
+      const auto piece = static_cast<std::size_t>(std::min<std::uint64_t>(left, 1 << 12));
+      state.resize(state.size() + piece);
+      bytes(state.data() + state.size() - piece, piece);
+      left -= piece;
+    }
+    return state;
+  }
   void end() {
     const std::uint64_t expected = hash_.digest();
     std::uint64_t got = 0;
@@ -140,8 +157,15 @@ class SectionReader {
   SectionHash hash_;
 };
 
-// The state of one part of something larger, with the part's name and length. So a part of another
-// name can leave it out.
+template <class Part>
+std::string state_of(const Part& part) {
+  std::ostringstream out;
+  part.save(out);
+  return out.str();
+}
+
+// The state of one part of something larger, with the part's name, so that a part of another name
+// can leave it out, and with a checksum, so that a rank that does not load it finds damage too.
 struct PartState {
   std::string name, bytes;
 };
@@ -149,39 +173,42 @@ inline constexpr std::string_view kPartMagic = "SKIMPART";
 
 template <class Part>
 void save_part(const Part& part, std::ostream& out) {
-  std::ostringstream own;
-  part.save(own);
-  SectionWriter w(out, kPartMagic, 1);
+  SectionWriter w(out, kPartMagic, 2);
   w.put(part.name());
-  w.put(static_cast<std::uint64_t>(own.view().size()));
+  w.put_state(state_of(part));
   w.end();
-  out.write(own.view().data(), static_cast<std::streamsize>(own.view().size()));
-  expect_written(out);
 }
 
 inline PartState read_part(std::istream& in) {
-  SectionReader r(in, "saved state of a part", kPartMagic, 1);
-  PartState part{.name = r.get_string(), .bytes = {}};
-  const auto length = r.get<std::uint64_t>();
+  SectionReader r(in, "saved state of a part", kPartMagic, 2);
+  PartState part{.name = r.get_string(), .bytes = r.get_state()};
   r.end();
-  while (part.bytes.size() < length) {
-    std::array<char, 1 << 12> piece{};
-    const std::size_t count = std::min<std::uint64_t>(piece.size(), length - part.bytes.size());
-    in.read(piece.data(), static_cast<std::streamsize>(count));
-    if (!in) r.fail("it ends too early");
-    part.bytes.append(piece.data(), count);
-  }
   return part;
 }
 
-// Returns whether the state was one of this part's name, and so was loaded.
+// Returns whether the state is one of this part's name, and so was loaded.
 template <class Part>
-bool load_part(Part& part, std::istream& in) {
-  const PartState saved = read_part(in);
+bool load_part(Part& part, const PartState& saved) {
   if (saved.name != part.name()) return false;
   std::istringstream own(saved.bytes);
   part.load(own);
   return true;
+}
+template <class Part>
+bool load_part(Part& part, std::istream& in) {
+  return load_part(part, read_part(in));
+}
+
+// Reads the part's state of every old rank, so that all ranks find the same damage. Returns whether
+// this rank's own was loaded: if the group is the same, and the state one of this part's name.
+template <class Part>
+bool load_own_part(Part& part, const OldRanks& old_ranks) {
+  std::optional<PartState> own;
+  for (std::istream* const in : old_ranks.states) {
+    PartState one = read_part(*in);
+    if (in == old_ranks.own()) own = std::move(one);
+  }
+  return own && load_part(part, *own);
 }
 
 }  // namespace skim

@@ -1686,6 +1686,46 @@ TEST(reducer, what_is_started_behind_a_mistake_fails_with_it) {
   });
 }
 
+// Otherwise some ranks would go on from a state, and others not.
+TEST(reducer, a_state_that_is_damaged_anywhere_is_refused_by_all_ranks) {
+  for (const ExchangeKind kind : {ExchangeKind::oktopk, ExchangeKind::hierarchical}) {
+    run_group(2, [&](Communicator& comm) {
+      ReducerOptions options = options_of(kind);
+      options.select.rule = SelectRule::sidco;
+      ReducerParts parts;  // each part has a state
+      parts.schedule = adaptive_density(
+          {.budget = 1.0, .cost = [](double) { return 0.01; }, .density_min = 0.1});
+      Reducer reducer(options, std::move(parts), comm);
+      reducer.set_layout(buckets({40}));
+      const auto step = [&] {
+        Floats g = test::integers(40, seed_of(comm.rank(), reducer.step(), 0));
+        reducer.reduce(0, std::span(g));
+        EXPECT_TRUE(reducer.end_step(0.0));
+      };
+      step();
+      const auto good = gather(comm, saved(reducer));
+      step();
+      const std::string before = saved(reducer);
+      for (const std::size_t rank : {0U, 1U}) {
+        auto states = good;
+        std::string& bad = states[rank];
+        for (std::size_t byte = 0; byte < good[rank].size(); ++byte) {
+          bad[byte] = static_cast<char>(bad[byte] ^ 1);
+          EXPECT_THROW(load(reducer, states), StateError) << "rank " << rank << ", byte " << byte;
+          bad[byte] = good[rank][byte];
+        }
+        for (std::size_t length = 0; length < good[rank].size(); ++length) {
+          bad = good[rank].substr(0, length);
+          EXPECT_THROW(load(reducer, states), StateError) << "rank " << rank << " to " << length;
+        }
+      }
+      EXPECT_EQ(saved(reducer), before);
+      load(reducer, good);
+      EXPECT_EQ(saved(reducer), good[static_cast<std::size_t>(comm.rank())]);
+    });
+  }
+}
+
 TEST(reducer, states_that_do_not_fit_are_refused) {
   run_group(2, [&](Communicator& comm) {
     ReducerOptions options = options_of(ExchangeKind::oktopk);

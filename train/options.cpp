@@ -145,7 +145,7 @@ std::unique_ptr<DensitySchedule> rule_schedule(const TrainOptions& o, int ranks,
                                    o.density_min, o.density_max);
   }
   const bool in_bytes = o.budget.bytes > 0.0;
-  const std::int64_t every = std::max<std::int64_t>(1, o.local_steps);  // steps of an exchange
+  const std::int64_t every = steps_per_exchange(o);
   const std::size_t n = std::accumulate(lengths.begin(), lengths.end(), std::size_t{0});
   const auto rate_at = [run, shift = std::move(shift), rate = o.learning_rate,
                         every](std::uint64_t counted) {
@@ -235,8 +235,12 @@ bool is_dense(const TrainOptions& o) {
 }
 bool is_adaptive(const TrainOptions& o) { return o.density.kind == DensityRule::Kind::adaptive; }
 
+std::int64_t steps_per_exchange(const TrainOptions& o) {
+  return std::max<std::int64_t>(1, o.local_steps);
+}
+
 std::int64_t exchanges_of(const TrainOptions& o, std::int64_t steps) {
-  const std::int64_t every = std::max<std::int64_t>(1, o.local_steps);
+  const std::int64_t every = steps_per_exchange(o);
   return (steps + every - 1) / every;
 }
 

@@ -160,6 +160,8 @@ struct TrainOptions {
 // Whether every bucket goes dense.
 bool is_dense(const TrainOptions& options);
 bool is_adaptive(const TrainOptions& options);
+// How many steps an exchange is for: those of a round, or 1.
+std::int64_t steps_per_exchange(const TrainOptions& options);
 // The exchanges of a run of that many steps: one a step, or one a round.
 std::int64_t exchanges_of(const TrainOptions& options, std::int64_t steps);
 // The exchange's name, or kAuto.

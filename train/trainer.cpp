@@ -596,7 +596,7 @@ class Run {
     done_ = read<std::int64_t>(meta, "examples", dir) / (ranks_ * options_.batch);
     left_out_ = read<std::int64_t>(meta, "left_out_examples", dir) / (ranks_ * options_.batch);
     first_ = old_ranks == comm_.size() ? read<std::int64_t>(meta, "counted_from", dir) : done_;
-    const std::int64_t exchanged = done_ / std::max<std::int64_t>(1, options_.local_steps);
+    const std::int64_t exchanged = done_ / steps_per_exchange(options_);
     *shift_ = exchanged - static_cast<std::int64_t>(reducer_.step());
     const std::int64_t left = exchanges_of(options_, length_.total) - exchanged;
     reducer_.set_total_steps(reducer_.step() +
@@ -726,7 +726,7 @@ class Run {
   Decisions decisions_;
   std::optional<Choices> choices_;  // none if not automatic, resumed or rolled back
   // Of the steps that this process did.
-  StepTimes times_{std::max<std::int64_t>(1, options_.local_steps)};
+  StepTimes times_{steps_per_exchange(options_)};
 };
 
 }  // namespace

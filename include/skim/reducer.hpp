@@ -161,8 +161,9 @@ class Reducer {
   // run may resume with another rule and another exchange, but with the same schedule.
   // strict: as in LoadOptions, also for the mass that exchanges held. Give all ranks the same. If
   // it is true, the report fits.
-  // Throws: StateError; InvalidArgument: the schedule's budget is too small for the steps left, or
-  // LocalHalf::load throws it. Nothing has changed then.
+  // Throws: StateError, on all ranks that read the same streams, whichever of them is damaged (if a
+  // local half of your own reads them all); InvalidArgument: the schedule's budget is too small for
+  // the steps left, or LocalHalf::load throws it. Nothing has changed then.
   void save(std::ostream& out) const;
   LoadReport load(std::span<std::istream* const> of_old_ranks, bool strict = true);
   // Continues what ranks of another group have saved in the same step. This rank's residual becomes

@@ -240,8 +240,7 @@ LoadReport OwnLocalHalf::load(std::span<std::istream* const> of_old_ranks, int r
     const nb::object kept = object_.attr("as_feedback")();
     const LoadReport report =
         nb::cast<Feedback&>(kept).feedback.load(of_old_ranks, rank, size, options);
-    const bool same_group = of_old_ranks.size() == static_cast<std::size_t>(size);
-    if (same_group) load_part(*selector_, *of_old_ranks[static_cast<std::size_t>(rank)]);
+    load_own_part(*selector_, {of_old_ranks, rank, size});
     object_.attr("take_feedback")(kept);
     return report;
   }

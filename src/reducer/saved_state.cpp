@@ -20,53 +20,63 @@ constexpr std::string_view kMagic = "SKIMEXCH";
 
 bool is_sparse(const std::unique_ptr<Exchange>& exchange) { return exchange != nullptr; }
 
-// A section (state.hpp): the number of exchanges. Then their states, and that of the schedule.
+// The states of exchanges and schedule.
+struct Rest {
+  std::vector<PartState> exchanges;
+  std::string schedule;
+};
+// A section (state.hpp): the state of the schedule, and the number of exchanges. Then their states.
 void save_rest(std::span<const std::unique_ptr<Exchange>> exchanges,
                const DensitySchedule& schedule, std::ostream& out) {
-  SectionWriter w(out, kMagic, 1);
+  SectionWriter w(out, kMagic, 2);
+  w.put_state(state_of(schedule));
   w.put(static_cast<std::uint64_t>(std::ranges::count_if(exchanges, &is_sparse)));
   w.end();
   for (const auto& exchange : exchanges) {
     if (is_sparse(exchange)) save_part(*exchange, out);
   }
-  schedule.save(out);
 }
-// Leaves the stream at the state of the schedule.
-std::vector<PartState> read_exchanges(std::istream& in) {
-  SectionReader r(in, "saved state of exchanges", kMagic, 1);
+Rest read_rest(std::istream& in) {
+  SectionReader r(in, "saved state of schedule and exchanges", kMagic, 2);
+  Rest rest{.exchanges = {}, .schedule = r.get_state()};
   const auto count = r.get<std::uint64_t>();
   r.end();
-  std::vector<PartState> states;
-  for (std::uint64_t e = 0; e < count; ++e) states.push_back(read_part(in));
-  return states;
+  for (std::uint64_t e = 0; e < count; ++e) rest.exchanges.push_back(read_part(in));
+  return rest;
 }
 // Loads the first state of this name, and takes it out of the list. Returns whether there is one.
 bool load_from(std::vector<PartState>& states, Exchange& exchange) {
   const auto found = std::ranges::find(states, exchange.name(), &PartState::name);
   if (found == states.end()) return false;
-  std::istringstream own(found->bytes);
+  const PartState own = std::move(*found);
   states.erase(found);
-  exchange.load(own);
-  return true;
+  return load_part(exchange, own);
 }
-// Without held mass, which is loaded last.
+// Without held mass, which is loaded last. The local half comes at the end, because one of a user's
+// own may read no stream but this rank's.
 void save_parts(const SavedParts& parts, std::ostream& out) {
-  parts.local.save(out);
   save_rest(parts.exchanges, parts.schedule, out);
+  parts.local.save(out);
 }
 
+// Reads the rest of every old rank, so that all ranks find the same damage.
 LoadReport load_parts(const OldRanks& old_ranks, const SavedParts& parts,
                       const LoadOptions& options) {
-  LoadReport report =
-      parts.local.load(old_ranks.states, old_ranks.rank, old_ranks.size, options);
   std::istringstream fresh(parts.fresh);
-  std::istream* const own = old_ranks.own();
-  std::vector<PartState> at_first = read_exchanges(fresh), saved;
-  if (own != nullptr) saved = read_exchanges(*own);
-  for (const auto& exchange : parts.exchanges) {
-    if (is_sparse(exchange) && !load_from(saved, *exchange)) load_from(at_first, *exchange);
+  Rest at_first = read_rest(fresh);
+  Rest saved{.exchanges = {}, .schedule = at_first.schedule};
+  for (std::istream* const in : old_ranks.states) {
+    Rest one = read_rest(*in);
+    if (in == old_ranks.own()) saved = std::move(one);
   }
-  parts.schedule.load(own != nullptr ? *own : fresh);
+  LoadReport report = parts.local.load(old_ranks.states, old_ranks.rank, old_ranks.size, options);
+  for (const auto& exchange : parts.exchanges) {
+    if (is_sparse(exchange) && !load_from(saved.exchanges, *exchange)) {
+      load_from(at_first.exchanges, *exchange);
+    }
+  }
+  std::istringstream schedule(saved.schedule);
+  parts.schedule.load(schedule);
   return report;
 }
 
