@@ -8,7 +8,7 @@ namespace skim {
 namespace {
 
 constexpr std::string_view kMagic = "SKIMREDU";
-constexpr std::uint32_t kVersion = 6;
+constexpr std::uint32_t kVersion = 7;
 
 // Calls f for each field in the order of the file, to write or to read it.
 template <class Saved, class F>
