@@ -204,6 +204,7 @@ class Compression(InEpochs):
         self._thread: threading.Thread | None = None
         self._set_layout(None)
         self.was_finite = True  # the last step that has ended
+        self._failed = False  # a bucket of the open step
         self.ranks_of_mean = self.reducer.ranks_of_mean  # that reduced the last step; an elastic group may have others by now
         self._residual_norms: dict[int, float] = {}  # by slot, after its last step
         self.elastic: ElasticSteps | None = None
@@ -334,6 +335,9 @@ class Compression(InEpochs):
         listener = _Phases() if _is_profiling() else None
         try:
             report = self.reducer.reduce(slot, array(given), scale, on_phase=listener)
+        except BaseException:
+            self._failed = True
+            raise
         finally:
             if given is not flat:
                 flat.copy_(given)
@@ -478,9 +482,12 @@ class Compression(InEpochs):
         self._give_back.append((slot, offset, mean.float().cpu(), scale))
 
     def finish_step(self, *, skip: bool = False) -> None:
-        """Ends the open step, if there is one. It is taken back if `skip`, or if it held NaN or infinity. Otherwise what it
-        sent counts as delivered, and a rollback() after it changes nothing. The next step does this by itself."""
+        """Ends the open step, if there is one. It is taken back if `skip`, if it held NaN or infinity, or if a bucket of it
+        failed. Otherwise what it sent counts as delivered, and a rollback() after it changes nothing. The next step does
+        this by itself."""
         with self.lock:
+            if self._failed:
+                self.abandon_step()
             if not self.step_is_open:
                 return
             self.step_is_open = False
@@ -496,9 +503,9 @@ class Compression(InEpochs):
             self._finite = True
 
     def abandon_step(self) -> None:
-        """Ends a step in which a rank was lost: takes it back, with the statistics that ranks may not agree on."""
+        """Ends a step in which a bucket failed: takes it back, with the statistics that ranks may not agree on."""
         with self.lock:
-            self.step_is_open = False
+            self.step_is_open = self._failed = False
             self.reducer.abandon_step(self.epoch)
             self._give_back.clear()
             self._finite = True

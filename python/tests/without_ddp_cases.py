@@ -898,6 +898,42 @@ def check_an_exception(interrupted, saves, **options):
         same(total(moved), total(flat(local.residuals().values())) - SIZE * x)
 
 
+class FailsAtLast:
+    """A selector that fails on every rank, when it is called for the last time."""
+
+    calls_left = 0
+
+    def select(self, accumulated, k, step, slot):
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            dist.barrier()  # the buckets before are reduced on all ranks
+            raise RuntimeError("fails at last")
+        return np.argsort(-np.abs(accumulated), kind="stable")[:k]
+
+
+def case_a_step_in_which_a_bucket_failed_is_taken_back():
+    model, selector = Linear(), FailsAtLast()
+    options = {"density": 0.02, "dense_below": 0, "selector": selector, "bucket_mb": BUCKET_MB, **EXACT}
+    aggregator = skim.Aggregator(model.parameters(), **options)
+    selector.calls_left = 3 * len(aggregator.buckets)  # the last bucket of the third step
+    given, got = torch.zeros(sum(LENGTHS)).double(), torch.zeros(sum(LENGTHS)).double()
+    for step in range(3):
+        c = gradients(step)
+        model(c).backward()
+        given += flat(c)
+        if step < 2:
+            assert aggregator.step()
+            got += flat([p.grad for p in model.parameters()])
+            model.zero_grad()
+    expect(RuntimeError, "fails at last", aggregator.step)
+    state = aggregator.state_dict()
+    left = flat(aggregator.residuals().values())
+    same(total(given), SIZE * got + total(left))
+    again = skim.Aggregator(model.parameters(), **options)
+    again.load_state_dict(state)
+    assert torch.equal(flat(again.residuals().values()), left)
+
+
 def case_an_interrupt_before_an_exchange_begins_ends_the_group_and_nobody_waits():
     for how, options in (("run_after_others", {"every": 1}), ("submit", {"every": 2, "delay": 1})):
         for use in ("exchange", "finish", "after_step", "load_state_dict"):
